@@ -1,0 +1,198 @@
+"""The words that every part shares: what a request asks for, what one engine step does, what comes back.
+
+Values only. Nothing here decides, reads a clock or touches torch, so policies and the simulator import it freely.
+
+Positions. A request's sequence is prompt + generated tokens. The token that output index `i` names stands at
+position `prompt_len + i`; its draw is keyed by (seed, position), so it does not depend on the batch, the worker
+or how often the request was moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MAX_N = 64
+SEED_BITS = 63
+
+
+class InvalidRequest(ValueError):
+    """A request that can never be served: one sentence naming the key, the value and the mend."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    ABORT = "abort"  # cancelled, past its deadline, or failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Applied in this order: penalties, temperature, top-k, top-p, min-p (names after vLLM)."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; N: the sampled token's and the N likeliest
+    repetition_penalty: float = 1.0  # CTRL (Keskar et al., 2019): over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    n: int = 1
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest for the first value out of range."""
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("n", self.n, 1, MAX_N)
+        _check_int("seed", self.seed, 0, 2**SEED_BITS - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_stops(self.stop, self.stop_token_ids, vocab_size)
+
+
+def _check_float(key: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    above = value > low if open_low else value >= low
+    if math.isfinite(value) and above and value <= high:
+        return
+    raise InvalidRequest(f"{key} is {value:g}; give a number {'above' if open_low else 'from'} {low:g} to {high:g}")
+
+
+def _check_int(key: str, value: int, low: int, high: int | None) -> None:
+    if value >= low and (high is None or value <= high):
+        return
+    upto = "or more" if high is None else f"to {high}"
+    raise InvalidRequest(f"{key} is {value}; give a whole number of {low} {upto}")
+
+
+def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(stop)} strings; give at most {MAX_STOP_STRINGS}")
+    for text in stop:
+        if not text or len(text) > MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(f"stop has a string of {len(text)} characters; give 1 to {MAX_STOP_STRING_CHARS}")
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids has {len(stop_token_ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
+    for token_id in stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"stop_token_ids has {token_id}; the model's ids go from 0 to {vocab_size - 1}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the rest of the cluster needs to know of a loaded model.
+
+    `fingerprint` is a hash of weights' names, shapes and a sample of their bytes, and of the config: two workers
+    exchange KV only when theirs agree.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_params: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """Draw one token after a chunk's last token. `prompt_ids` and `output_ids` are read for penalties only."""
+
+    params: SamplingParams
+    position: int  # where the drawn token will stand in the sequence
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    banned_ids: tuple[int, ...] = ()  # EOS and stop tokens while fewer than min_tokens are out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One request's share of a step: run `token_ids`, which stand at positions start, start + 1, and so on.
+
+    `block_table` names the pages of positions 0 .. start + len(token_ids) - 1, in order.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: SampleSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward pass over the chunks of many requests.
+
+    `on_layer(i)` is called in the engine's thread as soon as the KV of layer i of every chunk stands in its pages,
+    in the order of the layers; it must return at once.
+    """
+
+    chunks: Sequence[Chunk]
+    on_layer: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float  # natural log, of the raw distribution (before temperature and penalties), as vLLM reports it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    request_id: str
+    token_id: int
+    logprob: TokenLogprob | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = field(default=())
+
+
+def finish_reason(
+    params: SamplingParams, token_id: int, num_output_tokens: int, eos_token_ids: Sequence[int]
+) -> FinishReason | None:
+    """Whether the request ends with this token, the last of `num_output_tokens`; stop strings are the front's."""
+    if num_output_tokens >= params.min_tokens:
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if not params.ignore_eos and token_id in eos_token_ids:
+            return FinishReason.STOP
+    return FinishReason.LENGTH if num_output_tokens >= params.max_tokens else None
+
+
+def banned_token_ids(
+    params: SamplingParams, num_output_tokens: int, eos_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """Ids that may not be drawn next: those that would end the request before min_tokens are out."""
+    if num_output_tokens >= params.min_tokens:
+        return ()
+    eos = () if params.ignore_eos else tuple(eos_token_ids)
+    return params.stop_token_ids + eos
