@@ -188,9 +188,7 @@ def finish_reason(
     return FinishReason.LENGTH if num_output_tokens >= params.max_tokens else None
 
 
-def banned_token_ids(
-    params: SamplingParams, num_output_tokens: int, eos_token_ids: Sequence[int]
-) -> tuple[int, ...]:
+def banned_token_ids(params: SamplingParams, num_output_tokens: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Ids that may not be drawn next: those that would end the request before min_tokens are out."""
     if num_output_tokens >= params.min_tokens:
         return ()

@@ -1,0 +1,118 @@
+"""How kvrelay's processes call each other over gRPC: channel and server options, and the cluster's secret.
+
+Every call between processes of a cluster carries the secret in its metadata; a call without it is refused with
+UNAUTHENTICATED. Public services (Generate, health, reflection) are open unless the front says otherwise.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+PROTOCOL_VERSION = 1
+SECRET_KEY = "kvrelay-secret"
+MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+
+# A stopped peer is noticed by our own heartbeat first; the ping timeout bounds what TCP would hide (facts: 60 s).
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def secret_metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    return ((SECRET_KEY, secret),) if secret else ()
+
+
+def make_server(secret: str = "", protected: Sequence[str] = ()) -> grpc.aio.Server:
+    """A server whose services named in `protected` want the secret (all of them open when it is empty)."""
+    interceptors = [_SecretInterceptor(secret, tuple(protected))] if secret else []
+    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listen on host:port (0: any). Raises OSError with one sentence when the port is taken."""
+    where = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{where}:{port}")
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {_why_not(host, port)}") from error
+    if bound == 0:
+        raise OSError(f"cannot listen on {host}:{port}: {_why_not(host, port)}")
+    return int(bound)
+
+
+def _why_not(host: str, port: int) -> str:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, port))
+    except OSError as error:
+        return f"{os.strerror(error.errno or 0).lower()}; give another port, or 0 for any free one"
+    return "gRPC could not bind it"
+
+
+@cache
+def host_id() -> str:
+    """Names this host and boot: two processes with the same one may share memory (if they see each other's /proc)."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()}/{namespace}"
+
+
+class _SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    def __init__(self, secret: str, protected: tuple[str, ...]) -> None:
+        self._secret = secret
+        self._prefixes = tuple(f"/{service}/" for service in protected)
+        self._refuse = grpc.stream_stream_rpc_method_handler(_unauthenticated)
+        self._refuse_unary = grpc.unary_unary_rpc_method_handler(_unauthenticated_unary)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefixes):
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get(SECRET_KEY, "")
+        if hmac.compare_digest(str(given), self._secret):
+            return handler
+        return self._refuse if handler.response_streaming else self._refuse_unary
+
+
+async def _unauthenticated(_: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
+
+
+async def _unauthenticated_unary(_: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")

@@ -1,0 +1,43 @@
+"""WorkerOptions says what one worker is: its name, where it listens, and the limits its policy keeps.
+
+The cluster's spec (cluster/spec.py) is what a person writes; it is turned into these, one for each worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    name: str
+    role: Role
+    host: str = "127.0.0.1"  # the address that others reach it at, and that it binds
+    port: int = 0  # 0: any free one
+    secret: str = ""
+    incarnation: str = ""  # empty: drawn at start
+
+    # prefill
+    max_batch_tokens: int = 512  # computed in one step at most
+    max_prefill_requests: int = 64  # in one step at most
+    short_prompt_tokens: int = 256  # a prompt with no more left to compute may pass a long one
+    short_share: float = 0.5  # of a step's tokens that short prompts may take while a long one stands before them
+
+    # decode
+    max_batch_size: int = 64  # requests that run at once
+    admission: Literal["watermark", "worst_case"] = "watermark"
+    watermark: float = 0.02  # share of the pages that admission leaves free for running requests to grow
+
+    # handoff
+    transports: tuple[str, ...] = ("shared_memory", "process_group")  # the preferred first
+    checksums: bool = True
+    layers_per_group: int = 0  # 0: chosen so that a segment is about a megabyte, at most 8 groups
+    lease_ttl_s: float = 10.0  # without progress
+    transfer_timeout_s: float = 5.0
+    max_resends: int = 2
+
+    prefix_cache: bool = True
+    report_interval_s: float = 0.2

@@ -1,0 +1,416 @@
+from kvrelay.v1 import generate_pb2 as _generate_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
+    EVENT_KIND_PREFILL_STARTED: _ClassVar[EventKind]
+    EVENT_KIND_FIRST_TOKEN: _ClassVar[EventKind]
+    EVENT_KIND_HANDOFF_STALLED: _ClassVar[EventKind]
+    EVENT_KIND_DECODE_READY: _ClassVar[EventKind]
+    EVENT_KIND_DECODE_STARTED: _ClassVar[EventKind]
+    EVENT_KIND_PREEMPTED: _ClassVar[EventKind]
+    EVENT_KIND_FAILED: _ClassVar[EventKind]
+    EVENT_KIND_CANCELLED: _ClassVar[EventKind]
+EVENT_KIND_UNSPECIFIED: EventKind
+EVENT_KIND_PREFILL_STARTED: EventKind
+EVENT_KIND_FIRST_TOKEN: EventKind
+EVENT_KIND_HANDOFF_STALLED: EventKind
+EVENT_KIND_DECODE_READY: EventKind
+EVENT_KIND_DECODE_STARTED: EventKind
+EVENT_KIND_PREEMPTED: EventKind
+EVENT_KIND_FAILED: EventKind
+EVENT_KIND_CANCELLED: EventKind
+
+class RequestState(_message.Message):
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "deadline_left_ms", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    router_id: str
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _generate_pb2.SamplingParams
+    deadline_left_ms: int
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., deadline_left_ms: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class WorkerAddress(_message.Message):
+    __slots__ = ("name", "address", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    incarnation: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class RouterMessage(_message.Message):
+    __slots__ = ("hello", "submit", "cancel", "ping", "reassign")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    REASSIGN_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    submit: Submit
+    cancel: Cancel
+    ping: Ping
+    reassign: Reassign
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id", "protocol_version")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    protocol_version: int
+    def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("seq", "request", "decode")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    request: RequestState
+    decode: WorkerAddress
+    def __init__(self, seq: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: str
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Reassign(_message.Message):
+    __slots__ = ("request_id", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decode: WorkerAddress
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("router_ns",)
+    ROUTER_NS_FIELD_NUMBER: _ClassVar[int]
+    router_ns: int
+    def __init__(self, router_ns: _Optional[int] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("hello", "outputs", "report", "pong")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    outputs: Outputs
+    report: WorkerReport
+    pong: Pong
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker", "role", "model", "num_pages", "page_size", "max_batch")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerAddress
+    role: str
+    model: _generate_pb2.GetModelInfoResponse
+    num_pages: int
+    page_size: int
+    max_batch: int
+    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("router_ns", "worker_ns")
+    ROUTER_NS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_NS_FIELD_NUMBER: _ClassVar[int]
+    router_ns: int
+    worker_ns: int
+    def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ...) -> None: ...
+
+class TokenOutput(_message.Message):
+    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    index: int
+    token_id: int
+    logprobs: _generate_pb2.PositionLogprobs
+    finish_reason: _generate_pb2.FinishReason
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
+
+class RequestEvent(_message.Message):
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_NS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    kind: EventKind
+    at_ns: int
+    reason: str
+    retryable: bool
+    receipt: _generate_pb2.HandoffReceipt
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Outputs(_message.Message):
+    __slots__ = ("tokens", "events")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenOutput]
+    events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    MADE_NS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SUBMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    made_ns: int
+    last_submit_seq: int
+    num_waiting: int
+    num_running: int
+    waiting_tokens: int
+    available_pages: int
+    cached_pages: int
+    total_pages: int
+    leased_pages: int
+    counters: _containers.ScalarMap[str, int]
+    draining: bool
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PrefillMessage(_message.Message):
+    __slots__ = ("hello", "reserve", "announce", "commit", "abort", "stopped")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    hello: HandoffHello
+    reserve: Reserve
+    announce: Announce
+    commit: Commit
+    abort: Abort
+    stopped: Stopped
+    def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
+
+class HandoffHello(_message.Message):
+    __slots__ = ("worker", "protocol_version", "model_fingerprint", "layout", "tensor_parallel", "pipeline_parallel", "transports", "pid", "host_id")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerAddress
+    protocol_version: int
+    model_fingerprint: str
+    layout: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    pid: int
+    host_id: str
+    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("lease_id", "request")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    request: RequestState
+    def __init__(self, lease_id: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ...) -> None: ...
+
+class Announce(_message.Message):
+    __slots__ = ("lease_id", "segment", "layer_begin", "layer_end", "page_begin", "page_end", "bytes", "checksum", "checksum_off", "resend", "transfer_seq", "transfer_s")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_END_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_OFF_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SEQ_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    segment: int
+    layer_begin: int
+    layer_end: int
+    page_begin: int
+    page_end: int
+    bytes: int
+    checksum: int
+    checksum_off: bool
+    resend: bool
+    transfer_seq: int
+    transfer_s: float
+    def __init__(self, lease_id: _Optional[int] = ..., segment: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., page_begin: _Optional[int] = ..., page_end: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., checksum_off: _Optional[bool] = ..., resend: _Optional[bool] = ..., transfer_seq: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("lease_id", "segments", "token_id", "num_tokens", "computed_ns")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_NS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    segments: int
+    token_id: int
+    num_tokens: int
+    computed_ns: int
+    def __init__(self, lease_id: _Optional[int] = ..., segments: _Optional[int] = ..., token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., computed_ns: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Stopped(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
+
+class DecodeMessage(_message.Message):
+    __slots__ = ("welcome", "granted", "queued", "denied", "ended", "receipt")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    DENIED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    welcome: HandoffWelcome
+    granted: LeaseGranted
+    queued: LeaseQueued
+    denied: LeaseDenied
+    ended: LeaseEnded
+    receipt: Receipt
+    def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., queued: _Optional[_Union[LeaseQueued, _Mapping]] = ..., denied: _Optional[_Union[LeaseDenied, _Mapping]] = ..., ended: _Optional[_Union[LeaseEnded, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+
+class HandoffWelcome(_message.Message):
+    __slots__ = ("worker", "transport", "transport_params")
+    class TransportParamsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerAddress
+    transport: str
+    transport_params: _containers.ScalarMap[str, str]
+    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., transport: _Optional[str] = ..., transport_params: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class LeaseGranted(_message.Message):
+    __slots__ = ("lease_id", "pages", "cached_pages", "ttl_ms")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    cached_pages: int
+    ttl_ms: int
+    def __init__(self, lease_id: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., cached_pages: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class LeaseQueued(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaseDenied(_message.Message):
+    __slots__ = ("lease_id", "reason", "retryable")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    retryable: bool
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+
+class LeaseEnded(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("lease_id", "ok", "bad_segments", "pages", "bytes", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    BAD_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    ok: bool
+    bad_segments: _containers.RepeatedScalarFieldContainer[int]
+    pages: int
+    bytes: int
+    reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., ok: _Optional[bool] = ..., bad_segments: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
