@@ -1,0 +1,94 @@
+"""What an attention backend is: it writes a step's K and V into their pages and attends over the pages.
+
+`StepMeta` says which packed row belongs to whom. A backend never looks at a page that its block table does not name,
+and never lets what stands beyond a request's length (another request's old bytes, even NaN) reach an output.
+
+Shapes: T packed rows, S sequences, H query heads, G key/value heads, D key width, E value width, P pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.types import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """Where the rows of one forward pass stand. Rows past `query_starts[-1]` are padding and get zeros."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    query_starts: torch.Tensor  # int32 [S + 1]: rows query_starts[s] .. query_starts[s + 1] are sequence s
+    starts: torch.Tensor  # int32 [S]: position of a sequence's first row
+    block_tables: torch.Tensor  # int32 [S, pages of the longest]: unused entries are 0
+    slots: torch.Tensor  # int64 [rows without padding]: page * page_size + offset
+    page_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.starts.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The part of attention that may differ between layers."""
+
+    scaling: float
+    window: int = 0  # a query sees its own and the `window - 1` positions before it; 0: all
+    softcap: float = 0.0  # 0: none
+    sinks: torch.Tensor | None = None  # [H]: one more logit in each softmax, with no value
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def write(
+        self, k_TGD: torch.Tensor, v_TGE: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta
+    ) -> None:
+        """Copy rows into `k_pages` [P, page_size, G, D] and `v_pages` [P, page_size, G, E] at `meta.slots`."""
+
+    def attend(
+        self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
+    ) -> torch.Tensor:
+        """Causal attention of every row over its sequence's pages: [T, H, E], contiguous, of q's dtype."""
+
+
+def build_meta(chunks: Sequence[Chunk], page_size: int, min_rows: int = 1) -> StepMeta:
+    """Pack `chunks` in order; with fewer than `min_rows` rows, padding rows follow (token 0 at position 0)."""
+    lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int64)
+    starts = np.array([c.start for c in chunks], dtype=np.int64)
+    query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_starts[1:])
+    rows = int(query_starts[-1])
+    padded = max(rows, min_rows)
+
+    token_ids = np.zeros(padded, dtype=np.int64)
+    tables = np.zeros((len(chunks), max(len(c.block_table) for c in chunks)), dtype=np.int32)
+    for i, chunk in enumerate(chunks):
+        token_ids[query_starts[i] : query_starts[i + 1]] = chunk.token_ids
+        tables[i, : len(chunk.block_table)] = chunk.block_table
+    sequence = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.zeros(padded, dtype=np.int64)
+    positions[:rows] = np.arange(rows) - query_starts[sequence] + starts[sequence]
+    page = tables[sequence, positions[:rows] // page_size].astype(np.int64)
+    slots = page * page_size + positions[:rows] % page_size
+
+    return StepMeta(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        block_tables=torch.from_numpy(tables),
+        slots=torch.from_numpy(slots),
+        page_size=page_size,
+    )

@@ -1,0 +1,73 @@
+"""The reference attention backend, in plain torch: one sequence after another, over exactly its own keys.
+
+It runs wherever torch does and is what the other backends are tested against. Its answers do not depend on the rest
+of the batch, but they may differ in the last bit between chunkings, because matrix shapes choose their own kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.base import AttentionCall, StepMeta
+
+MAX_SCORE_ELEMENTS = 1 << 24  # of one block of query rows: bounds the score matrix to 64 MiB
+
+
+class TorchBackend:
+    name = "torch"
+
+    def write(
+        self, k_TGD: torch.Tensor, v_TGE: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta
+    ) -> None:
+        rows = meta.slots.shape[0]
+        k_pages.view(-1, *k_pages.shape[2:]).index_copy_(0, meta.slots, k_TGD[:rows].to(k_pages.dtype))
+        v_pages.view(-1, *v_pages.shape[2:]).index_copy_(0, meta.slots, v_TGE[:rows].to(v_pages.dtype))
+
+    def attend(
+        self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
+    ) -> torch.Tensor:
+        out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_pages.shape[3])
+        query_starts, starts = meta.query_starts.tolist(), meta.starts.tolist()
+        for s, start in enumerate(starts):
+            first, last = query_starts[s], query_starts[s + 1]
+            num_keys = start + last - first
+            pages = meta.block_tables[s, : -(-num_keys // meta.page_size)].long()
+            k_LGD = k_pages[pages].flatten(0, 1)[:num_keys].float()
+            v_LGE = v_pages[pages].flatten(0, 1)[:num_keys].float()
+            rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
+            for row in range(first, last, rows_per_block):
+                end = min(row + rows_per_block, last)
+                out_THE[row:end] = _attend_rows(q_THD[row:end], k_LGD, v_LGE, start + row - first, call)
+        return out_THE
+
+
+def _attend_rows(
+    q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGE: torch.Tensor, first_position: int, call: AttentionCall
+) -> torch.Tensor:
+    """Rows at positions first_position, first_position + 1, ... over keys at positions 0 .. L - 1: [Q, H, E]."""
+    rows, heads, _ = q_QHD.shape
+    num_keys, kv_heads, _ = k_LGD.shape
+    q_GRD = q_QHD.float().view(rows, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.bmm(q_GRD, k_LGD.permute(1, 2, 0)) * call.scaling
+    scores = scores.view(heads, rows, num_keys)
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores.masked_fill_(~_visible(rows, num_keys, first_position, call.window), float("-inf"))
+    weights = _softmax(scores, call.sinks)
+    out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
+    return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
+
+
+def _visible(rows: int, num_keys: int, first_position: int, window: int) -> torch.Tensor:
+    """Bool [rows, num_keys]: which keys a row may see."""
+    query = torch.arange(first_position, first_position + rows)[:, None]
+    key = torch.arange(num_keys)[None, :]
+    visible = key <= query
+    return visible & (key > query - window) if window else visible
+
+
+def _softmax(scores_HQL: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return torch.softmax(scores_HQL, dim=-1)
+    sink = sinks.float().view(-1, 1, 1).expand(-1, scores_HQL.shape[1], 1)
+    return torch.softmax(torch.cat([scores_HQL, sink], dim=-1), dim=-1)[..., :-1]

@@ -1,0 +1,172 @@
+"""Engine owns one model, its KV pages and the forward step. It knows no role, no queue and no clock.
+
+load: config -> weights -> own eager logits -> probe of each layer's KV -> pages -> parity check -> ready
+step: chunks -> packed rows -> the model's forward, whose attention goes through the pages -> sampled tokens
+
+One thread calls `step`. Page numbers come from the caller: the engine allocates and frees nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine import loader, parity
+from engine.attention import hooks
+from engine.attention.base import AttentionBackend, build_meta
+from engine.attention.hooks import UnsupportedModel
+from engine.attention.registry import make_backend
+from engine.sampling import sample
+from engine.types import Chunk, ModelInfo, SampledToken, SampleSpec, Step
+from kv_transfer.layout import KvLayout
+from kv_transfer.memory import KvMemory
+
+__all__ = ["Engine", "EngineOptions", "UnsupportedModel"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KV_BYTES = 1 << 30
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    model: str  # a Hugging Face directory or hub name
+    dtype: str = "auto"  # auto | float32 | bfloat16
+    page_size: int = 16  # tokens
+    num_pages: int | None = None  # or kv_bytes; 1 GiB of pages when neither is given
+    kv_bytes: int | None = None
+    max_model_len: int | None = None  # None: the config's max_position_embeddings
+    attention: str = "auto"  # auto | torch | native
+    threads: int | None = None  # None: torch's own choice
+    parity_check: bool = True
+
+    def validate(self) -> None:
+        """Raise ValueError for the first option that is out of range."""
+        for key in ("page_size", "num_pages", "kv_bytes", "threads"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key} is {value}; give a whole number of 1 or more")
+        if self.num_pages is not None and self.kv_bytes is not None:
+            raise ValueError(f"num_pages is {self.num_pages} and kv_bytes is {self.kv_bytes}; give one of the two")
+
+
+def _silent(stage: str, fraction: float) -> None:
+    return
+
+
+class Engine:
+    def __init__(
+        self, model: PreTrainedModel, info: ModelInfo, memory: KvMemory, backend: AttentionBackend, probe: hooks.Probe
+    ) -> None:
+        self.info = info
+        self.memory = memory
+        self.layout = memory.layout
+        self.backend = backend
+        self._model = model
+        self._probe = probe
+
+    @classmethod
+    def load(cls, options: EngineOptions, progress: Progress = _silent) -> Engine:
+        """Load, check and return a ready engine.
+
+        `progress` is called with a stage ("weights", "kernels", "parity check", "ready") and a fraction 0 .. 1.
+        Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
+        """
+        options.validate()
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        with torch.inference_mode():
+            return cls._load(options, progress)
+
+    @classmethod
+    def _load(cls, options: EngineOptions, progress: Progress) -> Engine:
+        progress("weights", 0.0)
+        config = loader.load_config(options.model)
+        dtype = loader.resolve_dtype(options.dtype, config)
+        max_len = loader.resolve_max_len(options.max_model_len, config)
+        loader.check_config(config, max_len)
+        model = loader.load_model(options.model, config, dtype)
+        progress("weights", 1.0)
+
+        reference = None
+        if options.parity_check:
+            progress("parity check", 0.0)
+            reference = parity.reference_logits(model, config.get_text_config().vocab_size, max_len)
+        probe = loader.probe_model(model, max_len)
+        loader.set_attention(model, hooks.SERVE)
+        info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
+
+        progress("kernels", 0.0)
+        backend = make_backend(options.attention, options.page_size)
+        engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe)
+        progress("kernels", 1.0)
+
+        if reference is not None:
+            error = engine._check_parity(reference)
+            logger.info("parity check of %s: largest relative error of logits %.2g", info.architecture, error)
+            progress("parity check", 1.0)
+        progress("ready", 1.0)
+        return engine
+
+    def step(self, step: Step) -> list[SampledToken]:
+        """Run every chunk's tokens; return one token for each chunk that has `sample`, in the chunks' order."""
+        if not step.chunks:
+            return []
+        sampled: list[tuple[str, SampleSpec]] = []
+        rows: list[int] = []
+        row = -1
+        for chunk in step.chunks:
+            row += len(chunk.token_ids)
+            if chunk.sample is not None:
+                rows.append(row)
+                sampled.append((chunk.request_id, chunk.sample))
+        with torch.inference_mode():
+            logits = self._forward(step.chunks, rows, step.on_layer)
+            if not sampled:
+                return []
+            drawn = sample(logits, [spec for _, spec in sampled])
+        return [
+            SampledToken(request_id=request_id, token_id=token_id, logprob=logprob, top_logprobs=top)
+            for (request_id, _), (token_id, logprob, top) in zip(sampled, drawn, strict=True)
+        ]
+
+    def _forward(
+        self, chunks: Sequence[Chunk], rows: list[int] | None, on_layer: Callable[[int], None] | None
+    ) -> torch.Tensor:
+        """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
+        meta = build_meta(chunks, self.layout.page_size)
+        state = hooks.Forward(meta=meta, memory=self.memory, backend=self.backend, probe=self._probe, on_layer=on_layer)
+        keep = None if rows is None else torch.tensor(rows, dtype=torch.long)
+        return loader.run_packed(self._model, meta.token_ids, meta.positions, keep, state)
+
+    def _check_parity(self, reference: parity.Reference) -> float:
+        """Run the check in a small memory of its own, filled with NaN: what nobody wrote must never be read."""
+        page_size = self.layout.page_size
+        layout = KvLayout(page_size, self.layout.dtype, self.layout.layers, parity.pages_needed(page_size))
+        served, self.memory = self.memory, KvMemory(layout)
+        for layer in range(layout.num_layers):
+            self.memory.k(layer).fill_(float("nan"))
+            self.memory.v(layer).fill_(float("nan"))
+        try:
+            return parity.check(self._model, reference, lambda chunks: self._forward(chunks, None, None), page_size)
+        finally:
+            self.memory.close()
+            self.memory = served
+
+
+def _layout(options: EngineOptions, probe: hooks.Probe) -> KvLayout:
+    """As many pages as were asked for, or as fit in kv_bytes."""
+    dtype = str(probe.layers[0].dtype).removeprefix("torch.")
+    layers = tuple(layer.kv for layer in probe.layers)
+    if options.num_pages is not None:
+        return KvLayout(options.page_size, dtype, layers, options.num_pages)
+    kv_bytes = options.kv_bytes if options.kv_bytes is not None else DEFAULT_KV_BYTES
+    page_bytes = KvLayout(options.page_size, dtype, layers, 1).page_bytes()
+    if kv_bytes < page_bytes:
+        raise ValueError(f"kv_bytes is {kv_bytes}, less than one page; give at least {page_bytes}")
+    return KvLayout(options.page_size, dtype, layers, kv_bytes // page_bytes)

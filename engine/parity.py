@@ -1,0 +1,143 @@
+"""The parity check: does the paged path say what the model's own eager path says?
+
+Two short prompts of different lengths run through the pages as a server would run them (packed together, the second in
+two chunks, then single tokens), in pages taken in no order, after the memory was filled with NaN. Every row's logits
+are compared with those of each sequence alone through the model's own eager attention, before any weight was repacked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.hooks import UnsupportedModel
+from engine.loader import set_attention
+from engine.types import Chunk
+
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of a row's centred logits, relative to their norm
+NOISE_FACTOR = (
+    3.0  # a deep model may differ more than that between two of its own attentions; this times so much is let be
+)
+MAX_TOLERANCE = 0.4
+MIN_EXACT_ROUTED = 0.75  # with routed experts a near-tie may fall the other way in a few rows
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+PROMPT_TOKENS = (13, 22)
+FIRST_CHUNK = 9  # of the second prompt
+DECODED = 4
+SEED = 20
+
+RunStep = Callable[[Sequence[Chunk]], torch.Tensor]  # chunks -> logits of every row [T, vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    token_ids: tuple[tuple[int, ...], ...]
+    logits: tuple[torch.Tensor, ...]  # [tokens, vocab] of each sequence
+    tolerance: float
+
+
+def reference_logits(model: PreTrainedModel, vocab_size: int, max_len: int) -> Reference:
+    """Each sequence alone through the model's own eager attention."""
+    generator = torch.Generator().manual_seed(SEED)
+    sequences = [
+        torch.randint(0, vocab_size, (min(prompt + DECODED, max_len),), generator=generator) for prompt in PROMPT_TOKENS
+    ]
+    set_attention(model, "eager")
+    logits = [_own_logits(model, ids) for ids in sequences]
+    tolerance = TOLERANCE[model.dtype]
+    if model.dtype != torch.float32:
+        noise = _own_noise(model, sequences, logits)
+        tolerance = min(max(tolerance, NOISE_FACTOR * noise), MAX_TOLERANCE)
+    return Reference(tuple(tuple(ids.tolist()) for ids in sequences), tuple(logits), tolerance)
+
+
+def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False, return_dict=True).logits[0]
+    return logits
+
+
+def _own_noise(model: PreTrainedModel, sequences: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> float:
+    """The median relative error between the model's eager and its fused attention; 0 where it has only eager."""
+    try:
+        set_attention(model, "sdpa")
+        errors = [_relative_errors(_own_logits(model, ids), e) for ids, e in zip(sequences, eager, strict=True)]
+    except (ValueError, RuntimeError):
+        return 0.0
+    return statistics.median(itertools.chain.from_iterable(errors))
+
+
+def pages_needed(page_size: int) -> int:
+    return sum(-(-(p + DECODED) // page_size) for p in PROMPT_TOKENS)
+
+
+def check(model: PreTrainedModel, reference: Reference, run: RunStep, page_size: int) -> float:
+    """The largest relative error of a row. Raises UnsupportedModel when the two paths disagree."""
+    name = type(model).__name__
+    errors: list[float] = []
+    for chunks in _schedule(reference.token_ids, page_size):
+        try:
+            logits = run(chunks)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(f"{name} failed in the parity check: {type(error).__name__}: {error}") from error
+        row = 0
+        for chunk in chunks:
+            rows = logits[row : row + len(chunk.token_ids)]
+            wanted = reference.logits[int(chunk.request_id)][chunk.start : chunk.start + len(chunk.token_ids)]
+            errors.extend(_relative_errors(rows, wanted))
+            row += len(chunk.token_ids)
+    _judge(model, errors, reference.tolerance)
+    return max(errors)
+
+
+def _judge(model: PreTrainedModel, errors: list[float], tolerance: float) -> None:
+    good = sum(e <= tolerance for e in errors) / len(errors)
+    text = model.config.get_text_config()
+    routed = any(getattr(text, key, None) for key in EXPERT_KEYS)
+    if good >= (MIN_EXACT_ROUTED if routed else 1.0):
+        return
+    raise UnsupportedModel(
+        f"{type(model).__name__} gives other logits through pages than by its own eager attention "
+        f"(relative error {max(errors):.2g}, tolerance {tolerance:.2g}, {good:.0%} of rows within it), "
+        "so it cannot be served exactly"
+    )
+
+
+def _schedule(sequences: Sequence[tuple[int, ...]], page_size: int) -> Iterator[list[Chunk]]:
+    """The steps: a prompt with the first part of another, its rest, then one token of each at a time."""
+    first, second = sequences
+    last_page = pages_needed(page_size) - 1
+    tables: list[list[int]] = [[], []]
+    for page in range(last_page, -1, -1):  # backwards and by turns, so that no table is in order
+        shorter = 0 if len(tables[0]) * page_size < len(first) and len(tables[0]) <= len(tables[1]) else 1
+        tables[shorter].append(page)
+
+    def chunk(index: int, start: int, end: int) -> Chunk:
+        ids = sequences[index][start:end]
+        pages = tables[index][: -(-(start + len(ids)) // page_size)]
+        return Chunk(request_id=str(index), token_ids=ids, start=start, block_table=pages)
+
+    prompts = [max(1, len(first) - DECODED), max(1, len(second) - DECODED)]
+    cut = min(FIRST_CHUNK, prompts[1])
+    yield [chunk(0, 0, prompts[0]), chunk(1, 0, cut)]
+    if cut < prompts[1]:
+        yield [chunk(1, cut, prompts[1])]
+    for i in range(DECODED):
+        step = [chunk(n, p + i, p + i + 1) for n, p in enumerate(prompts) if p + i < len(sequences[n])]
+        if step:
+            yield step
+
+
+def _relative_errors(got: torch.Tensor, wanted: torch.Tensor) -> list[float]:
+    """Of each row; a NaN counts as infinite."""
+    got, wanted = got.double(), wanted.double()
+    got, wanted = got - got.mean(-1, keepdim=True), wanted - wanted.mean(-1, keepdim=True)
+    error = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+    result: list[float] = torch.nan_to_num(error, nan=float("inf")).tolist()
+    return result
