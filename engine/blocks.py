@@ -173,3 +173,8 @@ class PagePool:
             assert page not in free or page not in self._hash_of, f"free page {page} still has a hash"
         assert cached <= self._hash_of.keys(), "a cached page has no hash"
         assert {p: h for h, p in self._page_of.items()} == self._hash_of, "the hash maps disagree"
+
+    def check_holders(self, held: dict[int, int]) -> None:
+        """Assert that each page has at least the holders that the caller counts on."""
+        for page, count in held.items():
+            assert self._holders[page] >= count, f"page {page} has {self._holders[page]} holders, not {count}"

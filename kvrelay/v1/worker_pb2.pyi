@@ -19,6 +19,7 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_PREEMPTED: _ClassVar[EventKind]
     EVENT_KIND_FAILED: _ClassVar[EventKind]
     EVENT_KIND_CANCELLED: _ClassVar[EventKind]
+    EVENT_KIND_HANDED_OFF: _ClassVar[EventKind]
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_PREFILL_STARTED: EventKind
 EVENT_KIND_FIRST_TOKEN: EventKind
@@ -28,6 +29,7 @@ EVENT_KIND_DECODE_STARTED: EventKind
 EVENT_KIND_PREEMPTED: EventKind
 EVENT_KIND_FAILED: EventKind
 EVENT_KIND_CANCELLED: EventKind
+EVENT_KIND_HANDED_OFF: EventKind
 
 class RequestState(_message.Message):
     __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "deadline_left_ms", "attempt")
@@ -90,12 +92,14 @@ class Submit(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Reassign(_message.Message):
     __slots__ = ("request_id", "decode")

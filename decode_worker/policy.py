@@ -1,0 +1,314 @@
+"""DecodePolicy decides who may have pages, who joins the running batch, and who must leave when pages run out.
+
+It never reads a clock, moves a byte or talks to anyone: its driver (worker.py live, the simulator in placement)
+calls it, carries out what it returns and reports what happened. `next_batch` is legal while batches are in flight.
+
+    reserve --> [queued] --pages--> [reserved] --commit--> [ready] --> [running] --> gone
+                    \\__________________\\____________________\\____________\\--- on_cancelled, or preempted ---> gone
+
+Pages. A reservation takes pages for every token that will be handed over. With `watermark` admission a share of the
+pool is left free for running requests to grow into, and when it runs out the youngest request that holds committed KV
+is preempted: its pages go, and the router has it computed again (prompt and tokens so far) by the prefill pool. With
+`worst_case` admission the sum of prompt + max_tokens over all admitted requests stays within the pool, so that nobody
+is ever preempted. Queued reservations are granted first come, first served: nobody overtakes.
+
+The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
+running request that has no token in flight beyond what its pages can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from engine.blocks import OutOfPages, PageHash, PagePool, pages_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    max_batch_size: int
+    admission: Literal["watermark", "worst_case"] = "watermark"
+    watermark: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {self.max_batch_size}; give 1 or more")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark:g}; give a number from 0 to below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """Pages for each page of the tokens handed over; the first `cached_pages` hold the right KV already."""
+
+    pages: tuple[int, ...]
+    cached_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeEntry:
+    """Run the token at `position` of a request; its KV goes to the last of `pages`' slots for that position."""
+
+    request_id: str
+    position: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBatch:
+    entries: tuple[DecodeEntry, ...]
+    joined: tuple[str, ...]  # ran for the first time
+    preempted: tuple[str, ...]  # lost their pages; not in the batch
+
+
+class _Stage(Enum):
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    READY = "ready"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """computed_len tokens have KV in the pages; scheduled_len counts those in flight too."""
+
+    request_id: str
+    order: int  # of the reservation: the age of a request
+    prompt_len: int  # tokens handed over
+    max_len: int  # prompt and output at most; the last token's KV is never needed
+    hashes: list[PageHash]
+    stage: _Stage = _Stage.QUEUED
+    pages: list[int] = field(default_factory=list)
+    computed_len: int = 0
+    scheduled_len: int = 0
+    published_pages: int = 0
+    is_over: bool = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.scheduled_len > self.computed_len
+
+
+class DecodePolicy:
+    def __init__(self, pool: PagePool, limits: DecodeLimits, *, name: str = "decode") -> None:
+        self.pool = pool
+        self.limits = limits
+        self.name = name
+        self._requests: dict[str, _Request] = {}
+        self._queued: dict[str, _Request] = {}
+        self._ready: dict[str, _Request] = {}
+        self._running: dict[str, _Request] = {}
+        self._next_order = 0
+        self.preemptions = 0
+
+    def reserve(
+        self, request_id: str, *, num_tokens: int, max_new_tokens: int, hashes: Sequence[PageHash]
+    ) -> Granted | Queued | Denied:
+        """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`."""
+        if request_id in self._requests:
+            return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
+        request = _Request(
+            request_id=request_id,
+            order=self._next_order,
+            prompt_len=num_tokens,
+            max_len=num_tokens + max_new_tokens - 1,
+            hashes=list(hashes[: num_tokens // self.pool.page_size]),
+        )
+        if pages_for(request.max_len, self.pool.page_size) > self.pool.num_pages:
+            need = pages_for(request.max_len, self.pool.page_size)
+            return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
+        self._next_order += 1
+        self._requests[request_id] = request
+        if not self._queued and self._may_admit(request):
+            return self._admit(request)
+        self._queued[request_id] = request
+        return Queued(reason=f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free")
+
+    def next_grants(self) -> list[tuple[str, Granted]]:
+        """Queued reservations whose turn has come, in order."""
+        grants: list[tuple[str, Granted]] = []
+        while self._queued:
+            request = next(iter(self._queued.values()))
+            if not self._may_admit(request):
+                break
+            del self._queued[request.request_id]
+            grants.append((request.request_id, self._admit(request)))
+        return grants
+
+    def on_committed(self, request_id: str) -> None:
+        """All KV of a reserved request stands in its pages."""
+        request = self._requests[request_id]
+        assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        request.stage = _Stage.READY
+        request.computed_len = request.scheduled_len = request.prompt_len
+        self._publish(request)
+        self._ready[request_id] = request
+
+    def next_batch(self) -> DecodeBatch:
+        """Who computes a token next; preempts the youngest while pages are short. May be empty."""
+        joined = self._join()
+        preempted: list[str] = []
+        entries: list[DecodeEntry] = []
+        for request in sorted(self._running.values(), key=lambda r: r.order):
+            if request.is_over or request.request_id in preempted or request.scheduled_len >= request.max_len:
+                continue
+            if self._grow(request, preempted):
+                entries.append(
+                    DecodeEntry(request_id=request.request_id, position=request.scheduled_len, pages=request.pages)
+                )
+                request.scheduled_len += 1
+        runs = {entry.request_id for entry in entries}
+        joined_ids = tuple(name for name in joined if name in runs)
+        return DecodeBatch(entries=tuple(entries), joined=joined_ids, preempted=tuple(preempted))
+
+    def on_batch_done(self, batch: DecodeBatch) -> None:
+        """The engine has computed the batch; batches end in the order they were made."""
+        for entry in batch.entries:
+            request = self._requests[entry.request_id]
+            assert request.computed_len == entry.position, f"{entry.request_id}: batches ended out of order"
+            request.computed_len += 1
+            self._drop_if_unused(request)
+
+    def on_batch_failed(self, batch: DecodeBatch) -> None:
+        """The engine could not compute the batch; its requests end. No other batch may be in flight."""
+        for entry in batch.entries:
+            request = self._requests[entry.request_id]
+            request.scheduled_len = request.computed_len
+            self.on_finished(entry.request_id)
+
+    def on_page_filled(self, request_id: str, page_hash: PageHash) -> None:
+        """The tokens of the next full page are known: its hash, chained to the pages before it."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_over:
+            request.hashes.append(page_hash)
+            self._publish(request)
+
+    def on_finished(self, request_id: str) -> None:
+        """The request needs no more tokens. Its pages go as soon as no batch uses them."""
+        request = self._requests[request_id]
+        request.is_over = True
+        self._queued.pop(request_id, None)
+        self._ready.pop(request_id, None)
+        self._running.pop(request_id, None)
+        self._drop_if_unused(request)
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Like on_finished, whatever the request is at; a lease's pages only after its fence. Unknown: ignored."""
+        if request_id in self._requests:
+            self.on_finished(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def is_reserved(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.stage in (_Stage.QUEUED, _Stage.RESERVED)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    def _may_admit(self, request: _Request) -> bool:
+        fresh = pages_for(request.prompt_len, self.pool.page_size) - self.pool.count_matching(request.hashes)
+        left = self.pool.available - fresh - self.pool.count_matching_unheld(request.hashes)
+        if self.limits.admission == "worst_case":
+            promised = sum(self._worst_pages(r) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
+            return left >= 0 and promised + self._worst_pages(request) <= self.pool.num_pages
+        is_alone = all(r.stage is _Stage.QUEUED for r in self._requests.values())
+        kept_free = 0 if is_alone else max(1, int(self.limits.watermark * self.pool.num_pages))
+        return left >= kept_free
+
+    def _worst_pages(self, request: _Request) -> int:
+        return pages_for(request.max_len, self.pool.page_size)
+
+    def _admit(self, request: _Request) -> Granted:
+        cached = self.pool.match(request.hashes)
+        fresh = self.pool.allocate(pages_for(request.prompt_len, self.pool.page_size) - len(cached))
+        request.pages = cached + fresh
+        request.published_pages = len(cached)
+        request.stage = _Stage.RESERVED
+        return Granted(pages=tuple(request.pages), cached_pages=len(cached))
+
+    def _join(self) -> list[str]:
+        joined: list[str] = []
+        while self._ready and len(self._running) < self.limits.max_batch_size:
+            name = next(iter(self._ready))
+            request = self._ready.pop(name)
+            request.stage = _Stage.RUNNING
+            self._running[name] = request
+            joined.append(name)
+        return joined
+
+    def _grow(self, request: _Request, preempted: list[str]) -> bool:
+        """Make room for the token at scheduled_len; False when the request itself had to leave."""
+        while request.scheduled_len >= len(request.pages) * self.pool.page_size:
+            try:
+                request.pages.extend(self.pool.allocate(1))
+            except OutOfPages:
+                victim = self._youngest_committed()
+                if victim is None:
+                    return False  # all that is younger is in flight: wait for its pages
+                self._preempt(victim)
+                preempted.append(victim.request_id)
+                if victim is request:
+                    return False
+        return True
+
+    def _youngest_committed(self) -> _Request | None:
+        candidates = [r for r in (*self._ready.values(), *self._running.values()) if not r.is_in_flight]
+        return max(candidates, key=lambda r: r.order, default=None)
+
+    def _preempt(self, request: _Request) -> None:
+        self.preemptions += 1
+        self.on_finished(request.request_id)
+
+    def _publish(self, request: _Request) -> None:
+        full = min(request.computed_len // self.pool.page_size, len(request.hashes))
+        for i in range(request.published_pages, full):
+            self.pool.publish(request.pages[i], request.hashes[i])
+        request.published_pages = max(request.published_pages, full)
+
+    def _drop_if_unused(self, request: _Request) -> None:
+        if request.is_over and not request.is_in_flight:
+            self.pool.release(request.pages)
+            del self._requests[request.request_id]
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        held: dict[int, int] = {}
+        for request in self._requests.values():
+            assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
+            assert bool(request.pages) == (request.stage is not _Stage.QUEUED)
+            assert request.scheduled_len <= len(request.pages) * self.pool.page_size
+            assert not (request.is_over and not request.is_in_flight)
+            for page in request.pages:
+                held[page] = held.get(page, 0) + 1
+        for stage, group in (
+            (_Stage.QUEUED, self._queued),
+            (_Stage.READY, self._ready),
+            (_Stage.RUNNING, self._running),
+        ):
+            assert all(r.stage is stage and not r.is_over for r in group.values())
+        assert len(self._running) <= self.limits.max_batch_size
+        self.pool.check_holders(held)

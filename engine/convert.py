@@ -1,0 +1,80 @@
+"""Between the wire's messages and the engine's types. No defaults are decided here but those of the public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+
+FINISH_REASON_TO_PROTO = {
+    FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generate_pb2.FINISH_REASON_ABORT,
+}
+FINISH_REASON_FROM_PROTO = {value: key for key, value in FINISH_REASON_TO_PROTO.items()}
+
+
+def sampling_from_proto(message: generate_pb2.SamplingParams) -> SamplingParams:
+    """What is set in the message, and the defaults of SamplingParams for the rest."""
+    given: dict[str, Any] = {field.name: _exact(value) for field, value in message.ListFields()}
+    given["stop"] = tuple(message.stop)
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    return SamplingParams(**given)
+
+
+def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
+    """Every field set, so that both workers see the same request."""
+    return generate_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        n=params.n,
+    )
+
+
+def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
+    return generate_pb2.GetModelInfoResponse(
+        name=info.name,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        num_params=info.num_params,
+        eos_token_ids=info.eos_token_ids,
+        fingerprint=info.fingerprint,
+    )
+
+
+def token_output(
+    state: pb.RequestState, index: int, token: SampledToken, reason: FinishReason | None
+) -> pb.TokenOutput:
+    """The token as output `index` of the request."""
+    output = pb.TokenOutput(request_id=state.request_id, attempt=state.attempt, index=index, token_id=token.token_id)
+    if token.logprob is not None:
+        output.logprobs.chosen.CopyFrom(_logprob_to_proto(token.logprob))
+        output.logprobs.top.extend(_logprob_to_proto(top) for top in token.top_logprobs)
+    if reason is not None:
+        output.finish_reason = FINISH_REASON_TO_PROTO[reason]
+    return output
+
+
+def _logprob_to_proto(logprob: TokenLogprob) -> generate_pb2.TokenLogprob:
+    return generate_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
+
+
+def _exact(value: object) -> object:
+    """A float32 field as the decimal that was meant: 0.7, not 0.699999988079071."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value

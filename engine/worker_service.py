@@ -1,0 +1,209 @@
+"""WorkerService is a worker's side of its streams with routers: what both kinds of worker share.
+
+One stream for each router. Down come submits and cancels, handed to the WorkerHost (the driver) as they arrive; up go
+the tokens and events that the driver collects during a step, one message for each router at `flush`, and reports:
+every `report_interval_s`, and soon after a step when things changed. A stream's end means that router is lost: the
+host drops all of its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from engine.rpc import PROTOCOL_VERSION
+from kvrelay.v1 import generate_pb2, worker_pb2_grpc
+from kvrelay.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MIN_REPORT_GAP_S = 0.02
+
+
+class WorkerHost(Protocol):
+    """What a driver does with what comes down; called in the event loop, must return at once."""
+
+    def hello(self) -> pb.WorkerHello: ...
+
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None: ...
+
+    def on_cancel(self, cancel: pb.Cancel) -> None: ...
+
+    def on_reassign(self, reassign: pb.Reassign) -> None: ...
+
+    def on_router_lost(self, router_id: str) -> None: ...
+
+    def report(self) -> pb.WorkerReport: ...
+
+
+class RouterLink:
+    """The way up to one router. Tokens and events are gathered until `flush` sends them as one message."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.last_submit_seq = 0
+        self.outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._outputs = pb.Outputs()
+
+    def token(self, output: pb.TokenOutput) -> None:
+        self._outputs.tokens.append(output)
+
+    def event(
+        self,
+        request: pb.RequestState,
+        kind: pb.EventKind,
+        *,
+        reason: str = "",
+        retryable: bool = False,
+        receipt: generate_pb2.HandoffReceipt | None = None,
+        cached_tokens: int = 0,
+        at_ns: int = 0,
+    ) -> None:
+        self._outputs.events.append(
+            pb.RequestEvent(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                kind=kind,
+                at_ns=at_ns or time.monotonic_ns(),
+                reason=reason,
+                retryable=retryable,
+                receipt=receipt,
+                cached_tokens=cached_tokens,
+            )
+        )
+
+    def flush(self) -> None:
+        if self._outputs.tokens or self._outputs.events:
+            self.outbox.put_nowait(pb.WorkerMessage(outputs=self._outputs))
+            self._outputs = pb.Outputs()
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+    def __init__(self, host: WorkerHost, *, report_interval_s: float) -> None:
+        self._host = host
+        self._report_interval_s = report_interval_s
+        self._links: dict[str, RouterLink] = {}
+        self._reported_at = 0.0
+        self._report_soon: asyncio.TimerHandle | None = None
+        self._reporter: asyncio.Task[None] | None = None
+
+    def link(self, router_id: str) -> RouterLink | None:
+        return self._links.get(router_id)
+
+    def start(self) -> None:
+        self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
+
+    async def stop(self) -> None:
+        if self._report_soon is not None:
+            self._report_soon.cancel()
+        if self._reporter is not None:
+            self._reporter.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporter
+
+    def flush(self) -> None:
+        """Send what was gathered, and let routers know soon what changed."""
+        for link in self._links.values():
+            link.flush()
+        if self._report_soon is None:
+            gap = max(0.0, self._reported_at + MIN_REPORT_GAP_S - time.monotonic())
+            self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
+
+    async def Connect(
+        self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkerMessage]:
+        link = await self._greet(requests, context)
+        reader = asyncio.get_running_loop().create_task(self._read(requests, link))
+        try:
+            yield pb.WorkerMessage(hello=self._host.hello())
+            yield pb.WorkerMessage(report=self._report_for(link, self._host.report()))
+            while True:
+                message = await _next_or_end(link.outbox, reader)
+                if message is None:
+                    return
+                yield message
+        finally:
+            reader.cancel()
+            if self._links.get(link.router_id) is link:
+                del self._links[link.router_id]
+                log.info("router %s is gone; its requests are dropped", link.router_id)
+                self._host.on_router_lost(link.router_id)
+
+    async def _greet(self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> RouterLink:
+        first = await anext(aiter(requests), pb.RouterMessage())
+        hello = first.hello
+        if not hello.router_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a router_id")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the router speaks protocol {hello.protocol_version}, this worker {PROTOCOL_VERSION}: upgrade one",
+            )
+        if hello.router_id in self._links:  # its old stream broke and we have not noticed yet
+            del self._links[hello.router_id]
+            self._host.on_router_lost(hello.router_id)
+        link = RouterLink(hello.router_id)
+        self._links[hello.router_id] = link
+        return link
+
+    async def _read(self, requests: AsyncIterator[pb.RouterMessage], link: RouterLink) -> None:
+        async for message in requests:
+            match message.WhichOneof("kind"):
+                case "submit":
+                    link.last_submit_seq = message.submit.seq
+                    self._host.on_submit(link, message.submit)
+                case "cancel":
+                    self._host.on_cancel(message.cancel)
+                case "reassign":
+                    self._host.on_reassign(message.reassign)
+                case "ping":
+                    pong = pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns())
+                    link.outbox.put_nowait(pb.WorkerMessage(pong=pong))
+                case other:
+                    log.warning("router %s sent %s, which is not known here", link.router_id, other)
+
+    async def _report_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._report_interval_s)
+            if time.monotonic() - self._reported_at >= self._report_interval_s / 2:
+                self._send_reports()
+
+    def _send_reports(self) -> None:
+        if self._report_soon is not None:
+            self._report_soon.cancel()
+            self._report_soon = None
+        self._reported_at = time.monotonic()
+        if not self._links:
+            return
+        report = self._host.report()
+        for link in self._links.values():
+            link.outbox.put_nowait(pb.WorkerMessage(report=self._report_for(link, report)))
+
+    def _report_for(self, link: RouterLink, report: pb.WorkerReport) -> pb.WorkerReport:
+        mine = pb.WorkerReport()
+        mine.CopyFrom(report)
+        mine.made_ns = time.monotonic_ns()
+        mine.last_submit_seq = link.last_submit_seq
+        return mine
+
+
+async def _next_or_end(outbox: asyncio.Queue[pb.WorkerMessage], reader: asyncio.Task[None]) -> pb.WorkerMessage | None:
+    """The next message to send, or None once the stream from the router has ended."""
+    if not outbox.empty():
+        return outbox.get_nowait()
+    get = asyncio.ensure_future(outbox.get())
+    await asyncio.wait((get, reader), return_when=asyncio.FIRST_COMPLETED)
+    if get.done():
+        return get.result()
+    get.cancel()
+    error = reader.exception()
+    if error is not None and not isinstance(error, grpc.aio.AioRpcError):
+        log.error("the stream from a router failed", exc_info=error)
+    return None

@@ -1,0 +1,262 @@
+"""PrefillPolicy decides which chunks of which prompts run next, and how long a prompt's pages are kept.
+
+It never reads a clock, moves a byte or talks to anyone: its driver (worker.py live, the simulator in placement)
+calls `next_batch`, carries it out and reports what happened. `next_batch` is legal while batches are in flight.
+
+    add --> [waiting] --pages--> [running: chunks] --last chunk--> [handing off] --receipt--> gone
+                 \\___________________\\______________________________\\--- on_cancelled ----> gone, as soon as no batch
+                                                                       and no handoff reads its pages any more
+
+Order. First come, first served by tokens, except that a *short* prompt (at most `short_prompt_tokens` left) may pass
+a *long* one: while a long prompt stands before them, short prompts together take up to `short_share` of each step.
+So a short prompt with Q short tokens before it begins within Q / (short_share * max_batch_tokens) + 1 steps, however
+long the prompts are; and a long prompt always gets the rest, at least (1 - short_share) of each step.
+
+Memory. A prompt gets pages for all of its tokens when its first chunk is scheduled: the longest cached prefix that
+still leaves one token to compute, and fresh pages for the rest. When there are too few it waits, and the prompts
+behind it wait with it, so that nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.blocks import PageHash, PagePool, pages_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLimits:
+    max_batch_tokens: int
+    max_requests: int = 64
+    short_prompt_tokens: int = 256
+    short_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1:
+            raise ValueError(f"max_batch_tokens is {self.max_batch_tokens}; give 1 or more")
+        if not 0 <= self.short_share < 1:
+            raise ValueError(f"short_share is {self.short_share:g}; give a number from 0 to below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlan:
+    """Compute tokens [start, start + length) of a request; the last chunk's last token is sampled from."""
+
+    request_id: str
+    start: int
+    length: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBatch:
+    chunks: tuple[ChunkPlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """cached_len <= computed_len <= scheduled_len <= num_tokens."""
+
+    request_id: str
+    num_tokens: int
+    hashes: Sequence[PageHash]
+    pages: list[int] = field(default_factory=list)
+    cached_len: int = 0
+    computed_len: int = 0
+    scheduled_len: int = 0
+    published_pages: int = 0
+    is_handoff_open: bool = False
+    is_over: bool = False  # cancelled, or finished at prefill, or handed off: pages go as soon as nobody reads them
+
+    @property
+    def left(self) -> int:
+        return self.num_tokens - self.scheduled_len
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.scheduled_len > self.computed_len
+
+
+class PrefillPolicy:
+    def __init__(self, pool: PagePool, limits: PrefillLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self._requests: dict[str, _Request] = {}  # everything that is not gone, in order of arrival
+        self._waiting: dict[str, _Request] = {}
+        self._running: dict[str, _Request] = {}
+
+    def add(self, request_id: str, num_tokens: int, hashes: Sequence[PageHash]) -> None:
+        """A prompt (with the tokens generated so far, after a failover) of `num_tokens`, with its pages' hashes."""
+        assert request_id not in self._requests, f"{request_id} is here already"
+        assert 0 < num_tokens <= self.pool.num_pages * self.pool.page_size, f"{request_id} can never fit"
+        request = _Request(request_id=request_id, num_tokens=num_tokens, hashes=hashes)
+        self._requests[request_id] = request
+        self._waiting[request_id] = request
+
+    def next_batch(self) -> PrefillBatch | None:
+        """What to compute next, at most max_batch_tokens; None when nothing can run."""
+        left = self.limits.max_batch_tokens
+        lengths: dict[str, int] = {}
+        for request, limit in self._order():
+            if left == 0 or len(lengths) == self.limits.max_requests:
+                break
+            if not self._has_pages(request):
+                continue
+            taken = lengths.get(request.request_id, 0)
+            length = min(request.left - taken, limit, left)
+            lengths[request.request_id] = taken + length
+            left -= length
+        chunks = tuple(self._schedule(self._requests[name], length) for name, length in lengths.items() if length)
+        return PrefillBatch(chunks=chunks) if chunks else None
+
+    def on_batch_done(self, batch: PrefillBatch) -> None:
+        """The engine has computed the batch; batches end in the order they were made."""
+        for chunk in batch.chunks:
+            request = self._requests[chunk.request_id]
+            assert request.computed_len == chunk.start, f"{chunk.request_id}: batches ended out of order"
+            request.computed_len += chunk.length
+            self._publish(request)
+            self._drop_if_unused(request)
+
+    def on_batch_failed(self, batch: PrefillBatch) -> None:
+        """The engine could not compute the batch; its requests end. No other batch may be in flight."""
+        for chunk in batch.chunks:
+            request = self._requests[chunk.request_id]
+            request.scheduled_len = request.computed_len
+            self.on_cancelled(chunk.request_id)
+
+    def on_handoff_opened(self, request_id: str) -> None:
+        """From now on the handoff may read the request's pages, until on_handoff_closed."""
+        self._requests[request_id].is_handoff_open = True
+
+    def on_handoff_closed(self, request_id: str) -> None:
+        """Nothing will be read from the request's pages any more."""
+        request = self._requests[request_id]
+        request.is_handoff_open = False
+        self._drop_if_unused(request)
+
+    def on_finished(self, request_id: str) -> None:
+        """The request needs nothing more here: it was handed off, or ended with its first token."""
+        request = self._requests[request_id]
+        request.is_over = True
+        self._waiting.pop(request_id, None)
+        self._running.pop(request_id, None)
+        self._drop_if_unused(request)
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Like on_finished, whatever the request is at. Unknown ids are ignored: it may just have gone."""
+        if request_id in self._requests:
+            self.on_finished(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def pages_of(self, request_id: str) -> Sequence[int]:
+        return self._requests[request_id].pages
+
+    def cached_len_of(self, request_id: str) -> int:
+        return self._requests[request_id].cached_len
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being computed or handed off."""
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens still to compute, those in flight counted."""
+        unfinished = [*self._waiting.values(), *self._running.values()]
+        return sum(request.num_tokens - request.computed_len for request in unfinished)
+
+    def _order(self) -> Iterator[tuple[_Request, int]]:
+        """Requests with the tokens each may take in its turn; one may come twice."""
+        queue = [r for r in (*self._running.values(), *self._waiting.values()) if r.left]
+        is_short = {r.request_id: r.num_tokens - r.computed_len <= self.limits.short_prompt_tokens for r in queue}
+        first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
+        yield from ((r, r.left) for r in queue[:first_long])
+        share = int(self.limits.short_share * self.limits.max_batch_tokens)
+        for request in queue[first_long:]:
+            if share and is_short[request.request_id]:
+                yield request, share
+                share -= min(share, request.left)  # after the yield: a prefix hit may have made it less
+        yield from ((r, r.left) for r in queue[first_long:])
+
+    def _has_pages(self, request: _Request) -> bool:
+        """Whether the request has its pages; a waiting one gets them now, unless the oldest waiting one cannot."""
+        if request.pages:
+            return True
+        oldest = next(iter(self._waiting.values()))
+        if self._lacks_pages(oldest) or self._lacks_pages(request):
+            return False
+        cached = self.pool.match(self._usable_hashes(request))
+        fresh = self.pool.allocate(pages_for(request.num_tokens, self.pool.page_size) - len(cached))
+        request.pages = cached + fresh
+        request.cached_len = request.computed_len = request.scheduled_len = len(cached) * self.pool.page_size
+        request.published_pages = len(cached)
+        return True
+
+    def _usable_hashes(self, request: _Request) -> Sequence[PageHash]:
+        """Pages that may come from the cache: at least one token is computed, for its logits."""
+        return request.hashes[: (request.num_tokens - 1) // self.pool.page_size]
+
+    def _lacks_pages(self, request: _Request) -> bool:
+        if request.pages:
+            return False
+        usable = self._usable_hashes(request)
+        fresh = pages_for(request.num_tokens, self.pool.page_size) - self.pool.count_matching(usable)
+        return fresh + self.pool.count_matching_unheld(usable) > self.pool.available
+
+    def _schedule(self, request: _Request, length: int) -> ChunkPlan:
+        start = request.scheduled_len
+        request.scheduled_len += length
+        self._waiting.pop(request.request_id, None)
+        if request.left:
+            self._running[request.request_id] = request
+        else:
+            self._running.pop(request.request_id, None)
+        is_first = start == request.cached_len
+        return ChunkPlan(
+            request_id=request.request_id, start=start, length=length, is_first=is_first, is_last=not request.left
+        )
+
+    def _publish(self, request: _Request) -> None:
+        full = min(request.computed_len // self.pool.page_size, len(request.hashes))
+        for i in range(request.published_pages, full):
+            self.pool.publish(request.pages[i], request.hashes[i])
+        request.published_pages = max(request.published_pages, full)
+
+    def _drop_if_unused(self, request: _Request) -> None:
+        if request.is_over and not request.is_in_flight and not request.is_handoff_open:
+            self.pool.release(request.pages)
+            del self._requests[request.request_id]
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        held: dict[int, int] = {}
+        for request in self._requests.values():
+            assert request.cached_len <= request.computed_len <= request.scheduled_len <= request.num_tokens
+            assert not request.pages or len(request.pages) == pages_for(request.num_tokens, self.pool.page_size)
+            assert not (request.is_over and not request.is_in_flight and not request.is_handoff_open)
+            for page in request.pages:
+                held[page] = held.get(page, 0) + 1
+        for name in self._waiting:
+            assert name in self._requests
+            assert not self._requests[name].scheduled_len
+        for name in self._running:
+            assert self._requests[name].left
+            assert self._requests[name].pages
+        self.pool.check_holders(held)
