@@ -1,0 +1,142 @@
+"""Resolves a spec's "auto" once, for the machine it will run on, and says what each worker is.
+
+It looks at no machine: what there is comes as an argument, so that a test or a planner can ask about any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from engine.spec import WorkerOptions
+
+AUTO_KV_SHARE = 0.4  # of the machine's memory, over all workers
+AUTO_KV_MAX_BYTES = 2 << 30
+JOINED_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The one machine on which everything will run. A joined Ray cluster has no such machine: pass None."""
+
+    cores: tuple[int, ...]  # numbers of the cores this process may use
+    memory_bytes: int
+
+
+def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127.0.0.1") -> ClusterSpec:
+    """The same spec without "auto". `node_host` is where this node is reached. Raises SpecError.
+
+    On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice.
+    """
+    host = spec.router.host if spec.router.host != "auto" else node_host
+    pools = _resolve_joined(spec.pools) if machine is None else _resolve_on(spec.pools, machine)
+    return spec.model_copy(update={"pools": pools, "router": spec.router.model_copy(update={"host": host})})
+
+
+def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
+    def of(pool: PoolSpec) -> dict[str, Any]:
+        return {
+            "threads": max(1, int(pool.num_cpus)) if pool.threads == "auto" else pool.threads,
+            "cpus": None if pool.cpus == "auto" else pool.cpus,
+            "kv_memory": JOINED_KV_BYTES if pool.kv_memory == "auto" else pool.kv_memory,
+        }
+
+    return tuple(pool.model_copy(update=of(pool)) for pool in pools)
+
+
+def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, ...]:
+    num_workers = sum(pool.replicas for pool in pools)
+    share = max(1, len(machine.cores) // num_workers)
+    threads = [share if pool.threads == "auto" else pool.threads for pool in pools]
+    wanted = [t * pool.replicas for t, pool in zip(threads, pools, strict=True)]
+    taken = {cpu for pool in pools if isinstance(pool.cpus, tuple) for cpu in pool.cpus}
+    _check_cores(pools, machine)
+    spare = [cpu for cpu in machine.cores if cpu not in taken]
+    may_pin = sum(w for w, pool in zip(wanted, pools, strict=True) if pool.cpus == "auto") <= len(spare)
+    kv_bytes = min(AUTO_KV_MAX_BYTES, int(machine.memory_bytes * AUTO_KV_SHARE) // num_workers)
+    resolved = []
+    for pool, pool_threads, count in zip(pools, threads, wanted, strict=True):
+        cpus = pool.cpus
+        if cpus == "auto":
+            cpus = tuple(spare[:count]) if may_pin else None
+            spare = spare[count:]
+        kv = kv_bytes if pool.kv_memory == "auto" else pool.kv_memory
+        resolved.append(pool.model_copy(update={"threads": pool_threads, "cpus": cpus, "kv_memory": kv}))
+    return tuple(resolved)
+
+
+def _check_cores(pools: Sequence[PoolSpec], machine: Machine) -> None:
+    for index, pool in enumerate(pools):
+        missing = [cpu for cpu in pool.cpus or () if cpu != "auto" and cpu not in machine.cores]
+        if isinstance(pool.cpus, tuple) and missing:
+            have = ", ".join(map(str, machine.cores))
+            raise SpecError(f"pools[{index}].cpus has {missing[0]}; this machine has the cores {have}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker to start: its options, its engine's options by name, its cores, and what Ray sets aside for it."""
+
+    options: WorkerOptions
+    engine: Mapping[str, Any]  # keyword arguments of engine.engine.EngineOptions
+    cpus: tuple[int, ...]  # empty: not pinned
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+
+def workers_of(spec: ClusterSpec, *, secret: str = "") -> list[WorkerPlan]:
+    """One plan for each worker of a resolved spec, in the order of the spec."""
+    return [_plan(spec, pool, i, secret) for pool in spec.pools for i in range(pool.replicas)]
+
+
+def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerPlan:
+    assert "auto" not in (pool.threads, pool.cpus, pool.kv_memory), "the spec is not resolved"
+    cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
+    per_worker = len(cpus) // pool.replicas
+    return WorkerPlan(
+        options=_options(spec, pool, index, secret),
+        engine={
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "page_size": spec.page_size,
+            "kv_bytes": pool.kv_memory,
+            "max_model_len": spec.max_model_len,
+            "attention": pool.attention,
+            "threads": pool.threads,
+            "parity_check": spec.parity_check,
+        },
+        cpus=cpus[index * per_worker : (index + 1) * per_worker],
+        num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus,
+        resources=pool.resources,
+    )
+
+
+def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:
+    transfer = spec.transfer
+    return WorkerOptions(
+        name=f"{pool.label}-{index}",
+        role=pool.role,
+        secret=secret,
+        max_batch_tokens=pool.max_batch_tokens,
+        max_prefill_requests=pool.max_prefill_requests,
+        short_prompt_tokens=pool.short_prompt_tokens,
+        short_share=pool.short_share,
+        max_batch_size=pool.max_batch_size,
+        admission=pool.admission,
+        watermark=pool.watermark,
+        transports=transfer.transports,
+        checksums=transfer.checksums,
+        layers_per_group=transfer.layers_per_group,
+        lease_ttl_s=transfer.lease_ttl_s,
+        transfer_timeout_s=transfer.timeout_s,
+        max_resends=transfer.max_resends,
+        prefix_cache=pool.prefix_cache,
+    )

@@ -1,0 +1,254 @@
+"""ClusterSpec is what a person writes to say what shall run: a model, a router, pools of workers, the transfer.
+
+    file or flags --parse--> ClusterSpec --resolve (cluster/resolve.py)--> no "auto" left --> one plan for each worker
+
+It checks; it starts nothing and looks at no machine. A spec is never changed after it is made. Every mistake is one
+sentence (SpecError).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.spec_errors import SpecError, sentences_of, show
+from engine.spec import Role
+
+__all__ = ["ClusterSpec", "PoolSpec", "RouterSpec", "SpecError", "TransferSpec", "load_spec", "parse_spec"]
+
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+TRANSPORTS = ("shared_memory", "process_group", "cuda_ipc", "loopback")
+PREFILL_KEYS = ("max_batch_tokens", "max_prefill_requests", "short_prompt_tokens", "short_share")
+DECODE_KEYS = ("max_batch_size", "admission", "watermark")
+
+
+def parse_size(value: object) -> object:
+    """1GiB, 512 MiB, 100MB, 4096 -> bytes; what is no size is left for pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = SIZE.fullmatch(value)
+    if match is None:
+        raise ValueError("give a size such as 512MiB, 2GiB or a number of bytes")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _check_name(value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise ValueError("give small letters, digits and -, at most 40, such as chat-1")
+    return value
+
+
+def _only_one(value: object) -> object:
+    if value != 1:
+        raise ValueError("only 1 can be served by this version")
+    return value
+
+
+def _known_transports(value: tuple[str, ...]) -> tuple[str, ...]:
+    for name in value:
+        if name not in TRANSPORTS:
+            raise ValueError(f"{show(name)} is no transport; give some of {', '.join(TRANSPORTS)}")
+    return value
+
+
+Name = Annotated[str, Field(min_length=1)]
+Parallel = Annotated[int, BeforeValidator(_only_one)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class RouterSpec(_Spec):
+    replicas: int = Field(default=1, ge=1, le=64)
+    host: str = "auto"  # auto: loopback where kvrelay starts Ray itself, the node's address where it joins one
+    port: Port = 50051  # replica i listens on port + i; 0: any free one
+    metrics_port: Port | None = None
+    max_queued: int = Field(default=4096, ge=1)  # requests that wait in the router at most
+    max_prompt_tokens_queued: int | None = Field(default=None, ge=1)
+    dead_after_s: Seconds = 1.5  # a worker that says nothing for so long is lost
+    drain_s: Seconds = 5.0  # how long running requests may take to end when the cluster stops
+    resources: dict[str, float] = {}  # Ray's own names, to place it
+
+
+class PoolSpec(_Spec):
+    name: str = ""  # empty: the role
+    role: Role
+    replicas: int = Field(default=1, ge=1, le=4096)
+
+    threads: int | Literal["auto"] = "auto"  # of each worker
+    cpus: Literal["auto"] | tuple[int, ...] | None = "auto"  # pinned to these, shared out evenly; null: not pinned
+    kv_memory: int | Literal["auto"] = "auto"  # of each worker
+    attention: Literal["auto", "torch", "native", "flashinfer"] = "auto"
+    tensor_parallel: Parallel = 1
+    pipeline_parallel: Parallel = 1
+
+    num_cpus: float = Field(default=1.0, ge=0)  # what Ray sets aside for each worker
+    num_gpus: float = Field(default=0.0, ge=0)
+    resources: dict[str, float] = {}
+
+    max_batch_tokens: int = Field(default=512, ge=1)
+    max_prefill_requests: int = Field(default=64, ge=1)
+    short_prompt_tokens: int = Field(default=256, ge=0)
+    short_share: Share = 0.5
+    max_batch_size: int = Field(default=64, ge=1)
+    admission: Literal["watermark", "worst_case"] = "watermark"
+    watermark: Share = 0.02
+    prefix_cache: bool = True
+
+    @field_validator("kv_memory", mode="before")
+    @classmethod
+    def _size_or_auto(cls, value: object) -> object:
+        size = value if value == "auto" else parse_size(value)
+        if size != "auto" and not _is_count(size):
+            raise ValueError("give auto, or a size such as 512MiB or 2GiB")
+        return size
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _some_threads(cls, value: object) -> object:
+        if value != "auto" and not _is_count(value):
+            raise ValueError("give auto or a whole number of 1 or more")
+        return value
+
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _some_cpus(cls, value: object) -> object:
+        is_list = isinstance(value, list | tuple) and all(type(cpu) is int and cpu >= 0 for cpu in value)
+        if value is not None and value != "auto" and not is_list:
+            raise ValueError("give auto, null, or a list of cores such as [0, 1]")
+        return value
+
+    @field_validator("name", mode="after")
+    @classmethod
+    def _good_name(cls, value: str) -> str:
+        return _check_name(value) if value else value
+
+    @property
+    def label(self) -> str:
+        return self.name or self.role
+
+
+class TransferSpec(_Spec):
+    transports: Annotated[tuple[str, ...], Field(min_length=1)] = ("shared_memory", "process_group")
+    checksums: bool = True
+    layers_per_group: int = Field(default=0, ge=0)  # 0: chosen so that a segment is about a megabyte
+    lease_ttl_s: Seconds = 10.0
+    timeout_s: Seconds = 5.0
+    max_resends: int = Field(default=2, ge=0)
+
+    @field_validator("transports", mode="after")
+    @classmethod
+    def _transports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _known_transports(value)
+
+
+class ClusterSpec(_Spec):
+    name: str = "kvrelay"
+    model: Name  # a Hugging Face directory or hub id
+    served_model_name: str | None = None  # None: the directory's name or the hub id
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)  # None: the model's own
+    page_size: int = Field(default=16, ge=1, le=1024)
+    parity_check: bool = True
+    ready_timeout_s: Seconds = 600.0
+    router: RouterSpec = RouterSpec()
+    pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)]
+    transfer: TransferSpec = TransferSpec()
+
+    @field_validator("name", mode="after")
+    @classmethod
+    def _good_name(cls, value: str) -> str:
+        return _check_name(value)
+
+    @model_validator(mode="after")
+    def _pools_make_sense(self) -> ClusterSpec:
+        for role in ("prefill", "decode"):
+            if not any(pool.role == role for pool in self.pools):
+                raise ValueError(f"pools has no pool with role {role}; add one, for each request needs both")
+        for label, count in Counter(pool.label for pool in self.pools).items():
+            if count > 1:
+                raise ValueError(f"pools has {count} pools named {label}; give each a name of its own")
+        for index, pool in enumerate(self.pools):
+            _check_pool(index, pool)
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        return self.served_model_name or (Path(self.model).name if Path(self.model).is_absolute() else self.model)
+
+
+def _check_pool(index: int, pool: PoolSpec) -> None:
+    foreign = DECODE_KEYS if pool.role == "prefill" else PREFILL_KEYS
+    for key in foreign:
+        if key in pool.model_fields_set:
+            other = "decode" if pool.role == "prefill" else "prefill"
+            raise ValueError(f"pools[{index}].{key} is for {other} pools; take it out of this {pool.role} pool")
+    if not isinstance(pool.cpus, tuple):
+        return
+    if len(set(pool.cpus)) != len(pool.cpus):
+        raise ValueError(f"pools[{index}].cpus is {list(pool.cpus)}; give each core's number once")
+    if not pool.cpus or len(pool.cpus) % pool.replicas:
+        raise ValueError(
+            f"pools[{index}].cpus is {list(pool.cpus)}; give a number of cores that {pool.replicas} replicas can share"
+        )
+
+
+def parse_spec(data: object) -> ClusterSpec:
+    """A spec from plain data (a YAML document). Raises SpecError."""
+    if not isinstance(data, Mapping):
+        raise SpecError(f"the spec is {show(data)}; give keys and values such as model: DIR")
+    try:
+        return ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(*sentences_of(error, ClusterSpec)) from None
+
+
+def load_spec(path: str | Path) -> ClusterSpec:
+    """A spec from a YAML file; a relative model directory is meant from the file's folder. Raises SpecError."""
+    import yaml  # not at the top: policies and the simulator import this module without it
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), str(path))
+        data = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise SpecError(f"{path} is not YAML: {where}: {problem}") from None
+    spec = parse_spec(data)
+    beside = Path(path).resolve().parent / spec.model
+    if spec.model.startswith(".") and beside.is_dir():
+        return spec.model_copy(update={"model": str(beside)})
+    return spec
+
+
+def _refuse_repeated_keys(node: Any, path: str) -> None:
+    """YAML would take the last of two equal keys and say nothing."""
+    children = node.value if node is not None and isinstance(node.value, list) else []
+    for child in children:
+        _refuse_repeated_keys(child[1] if isinstance(child, tuple) else child, path)
+    keys = [child[0] for child in children if isinstance(child, tuple)]
+    for key, count in Counter(key.value for key in keys).items():
+        if count > 1:
+            line = [k.start_mark.line + 1 for k in keys if k.value == key][1]
+            raise SpecError(f"{path} says {key} twice, again in line {line}; keep one of them")

@@ -1,0 +1,131 @@
+"""Turns what pydantic finds wrong with a spec into one sentence each: the key, the value, the mend.
+
+It decides only wording. Keys are written as a person would look for them: `pools[1].threads`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+MAX_SHOWN_CHARS = 60
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used. `sentences` has one for each thing to mend; the message is all of them, by line."""
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("\n".join(sentences))
+        self.sentences = sentences
+
+
+def sentences_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One sentence for each mistake: not for what only follows from another one."""
+    found = [details for details in error.errors(include_url=False) if not _is_echo(details)]
+    sentences = [_sentence(details, model) for details in found]
+    guessed = [f"{s.rpartition('did you mean ')[2].rstrip('?')} is missing" for s in sentences if s.endswith("?")]
+    return [sentence for sentence in sentences if not sentence.startswith(tuple(guessed))]
+
+
+def key_path(loc: Sequence[int | str]) -> str:
+    """("pools", 0, "role") -> pools[0].role"""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or "the spec"
+
+
+def show(value: object) -> str:
+    """A value as it is shown in a sentence."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def _is_echo(details: Any) -> bool:
+    """pydantic counts only the good items of a list: a bad one also makes the list too short."""
+    return bool(details["type"] == "too_short" and details["input"])
+
+
+def _sentence(details: Any, model: type[BaseModel]) -> str:
+    kind, loc, value = str(details["type"]), details["loc"], details["input"]
+    context: Mapping[str, Any] = details.get("ctx") or {}
+    key = key_path(loc)
+    if kind == "extra_forbidden":
+        return _unknown_key(loc, model)
+    if kind == "missing":
+        return f"{key} is missing; give it a value"
+    if kind == "value_error":
+        return str(context["error"]) if not loc else f"{key} is {show(value)}; {context['error']}"
+    return f"{key} is {show(value)}; give {_mend(kind, context, str(details['msg']))}"
+
+
+def _mend(kind: str, context: Mapping[str, Any], message: str) -> str:
+    if kind.startswith("int"):
+        return "a whole number"
+    if kind.startswith("float"):
+        return "a number"
+    if kind.startswith("bool"):
+        return "true or false"
+    if kind.startswith("string_type"):
+        return "text"
+    if kind in ("model_type", "dict_type", "model_attributes_type", "mapping_type"):
+        return "keys and values, indented under it"
+    if kind in ("list_type", "tuple_type"):
+        return "a list"
+    bounds = {"greater_than_equal": "of {ge} or more", "greater_than": "above {gt}"}
+    bounds |= {"less_than_equal": "of {le} or less", "less_than": "below {lt}"}
+    if kind in bounds:
+        return "a number " + bounds[kind].format(**context)
+    if kind == "literal_error":
+        return str(context["expected"])
+    if kind == "too_short":
+        return f"at least {context['min_length']}"
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def _unknown_key(loc: Sequence[int | str], model: type[BaseModel]) -> str:
+    """Names the nearest known key: first among its siblings, then anywhere in the spec."""
+    key, written = key_path(loc), str(loc[-1])
+    siblings = list(_model_at(model, loc[:-1]).model_fields)
+    near = difflib.get_close_matches(written, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"{key} is not a known key; did you mean {key_path([*loc[:-1], near[0]])}?"
+    paths = dict(_leaf_paths(model))
+    elsewhere = difflib.get_close_matches(written, list(paths), n=1, cutoff=0.75)
+    if elsewhere:
+        return f"{key} is not a known key here; did you mean {paths[elsewhere[0]]}?"
+    where = key_path(loc[:-1]) if len(loc) > 1 else "the spec"
+    return f"{key} is not a known key; {where} knows {', '.join(siblings)}"
+
+
+def _model_at(model: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel]:
+    for part in loc:
+        if isinstance(part, str):
+            model = _nested(model.model_fields[part].annotation) or model
+    return model
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    """The model inside X, tuple[X, ...] or X | None."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for inner in typing.get_args(annotation):
+        found = _nested(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _leaf_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, its path) for every key; of keys with the same name the outer one wins."""
+    for name, field in reversed(model.model_fields.items()):
+        nested = _nested(field.annotation)
+        if nested is not None:
+            is_list = typing.get_origin(field.annotation) is tuple
+            yield from _leaf_paths(nested, f"{prefix}{name}{'[]' if is_list else ''}.")
+        yield name, f"{prefix}{name}"

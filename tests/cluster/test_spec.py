@@ -1,0 +1,180 @@
+"""A spec: what it takes, what it refuses and in which words, and what it becomes on a given machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.resolve import Machine, resolve, workers_of
+from cluster.spec import SpecError, load_spec, parse_spec
+
+pytestmark = pytest.mark.unit
+
+
+def spec_data(**changes: Any) -> dict[str, Any]:
+    return {"model": "./model", "pools": [{"role": "prefill"}, {"role": "decode"}], **changes}
+
+
+def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    return [{"role": "prefill", **(prefill or {})}, {"role": "decode", **(decode or {})}]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"pools": pools()}, "model is missing; give it a value"),
+        ({"modle": "m", "pools": pools()}, "modle is not a known key; did you mean model?"),
+        (spec_data(port=1), "port is not a known key here; did you mean router.port?"),
+        (spec_data(router={"prot": 1}), "router.prot is not a known key; did you mean router.port?"),
+        (spec_data(pools=pools({"thread": 1})), "pools[0].thread is not a known key; did you mean pools[0].threads?"),
+        (spec_data(router={"replicas": 0}), "router.replicas is 0; give a number of 1 or more"),
+        (spec_data(router={"port": 70000}), "router.port is 70000; give a number of 65535 or less"),
+        (spec_data(router=[]), "router is []; give keys and values, indented under it"),
+        (spec_data(pools={}), "pools is {}; give a list"),
+        (spec_data(pools=[]), "pools is []; give at least 1"),
+        (spec_data(pools=[{"role": "both"}]), "pools[0].role is 'both'; give 'prefill' or 'decode'"),
+        (spec_data(dtype="int8"), "dtype is 'int8'; give 'auto', 'float32' or 'bfloat16'"),
+        (spec_data(max_model_len="long"), "max_model_len is 'long'; give a whole number"),
+        (
+            spec_data(pools=pools({"kv_memory": "1 GBit"})),
+            "pools[0].kv_memory is '1 GBit'; give a size such as 512MiB, 2GiB or a number of bytes",
+        ),
+        (
+            spec_data(pools=pools({"kv_memory": 0})),
+            "pools[0].kv_memory is 0; give auto, or a size such as 512MiB or 2GiB",
+        ),
+        (spec_data(pools=pools({"threads": 0})), "pools[0].threads is 0; give auto or a whole number of 1 or more"),
+        (
+            spec_data(pools=pools(decode={"tensor_parallel": 2})),
+            "pools[1].tensor_parallel is 2; only 1 can be served by this version",
+        ),
+        (
+            spec_data(pools=pools({"max_batch_size": 4})),
+            "pools[0].max_batch_size is for decode pools; take it out of this prefill pool",
+        ),
+        (
+            spec_data(pools=pools({"replicas": 2, "cpus": [0, 1, 2]})),
+            "pools[0].cpus is [0, 1, 2]; give a number of cores that 2 replicas can share",
+        ),
+        (
+            spec_data(pools=[{"role": "decode"}]),
+            "pools has no pool with role prefill; add one, for each request needs both",
+        ),
+        (
+            spec_data(pools=[*pools(), {"role": "decode"}]),
+            "pools has 2 pools named decode; give each a name of its own",
+        ),
+        (
+            spec_data(transfer={"transports": ["rdma"]}),
+            "transfer.transports is ['rdma']; 'rdma' is no transport; "
+            "give some of shared_memory, process_group, cuda_ipc, loopback",
+        ),
+        (
+            spec_data(name="My Cluster"),
+            "name is 'My Cluster'; give small letters, digits and -, at most 40, such as chat-1",
+        ),
+        (["model"], "the spec is ['model']; give keys and values such as model: DIR"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_key_value_and_mend(data: object, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data)
+    assert caught.value.sentences == (sentence,)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec_data(dtyp="auto", router={"port": "x"}))
+    assert caught.value.sentences == (
+        "router.port is 'x'; give a whole number",
+        "dtyp is not a known key; did you mean dtype?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1GiB", 1 << 30), ("1.5 GiB", 3 << 29), ("100MB", 100_000_000), ("4096", 4096), (7, 7)]
+)
+def test_sizes_are_read_as_people_write_them(text: str | int, nbytes: int) -> None:
+    assert parse_spec(spec_data(pools=pools({"kv_memory": text}))).pools[0].kv_memory == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: [", "is not YAML: line"),
+        ("model: a\nname: x\nmodel: b\n", "says model twice, again in line 3; keep one of them"),
+        ("", "the spec is None; give keys and values such as model: DIR"),
+    ],
+)
+def test_a_file_that_is_no_spec_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=problem.replace("[", r"\[")):
+        load_spec(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"nothing\.yaml cannot be read: No such file or directory"):
+        load_spec(tmp_path / "nothing.yaml")
+
+
+def test_a_relative_model_is_found_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "spec.yaml").write_text("model: ./model\npools: [{role: prefill}, {role: decode}]\n")
+    assert load_spec(tmp_path / "spec.yaml").model == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_specs_are_good(path: Path) -> None:
+    assert load_spec(path).pools
+
+
+def test_cores_are_shared_out_and_pinned_when_they_suffice() -> None:
+    spec = parse_spec(spec_data(pools=pools({"replicas": 2}, {"replicas": 2})))
+    plans = workers_of(resolve(spec, Machine(cores=tuple(range(10, 18)), memory_bytes=8 << 30)))
+    assert [(plan.name, plan.cpus, plan.engine["threads"]) for plan in plans] == [
+        ("prefill-0", (10, 11), 2),
+        ("prefill-1", (12, 13), 2),
+        ("decode-0", (14, 15), 2),
+        ("decode-1", (16, 17), 2),
+    ]
+
+
+def test_too_few_cores_are_not_pinned() -> None:
+    plans = workers_of(resolve(parse_spec(spec_data()), Machine(cores=(0,), memory_bytes=8 << 30)))
+    assert [(plan.cpus, plan.engine["threads"]) for plan in plans] == [((), 1), ((), 1)]
+
+
+def test_cores_that_are_named_are_kept_from_the_others() -> None:
+    spec = parse_spec(spec_data(pools=pools({"threads": 1}, {"cpus": [0], "threads": 1})))
+    plans = workers_of(resolve(spec, Machine(cores=(0, 1), memory_bytes=8 << 30)))
+    assert [plan.cpus for plan in plans] == [(1,), (0,)]
+
+
+def test_a_core_that_the_machine_lacks_is_refused() -> None:
+    spec = parse_spec(spec_data(pools=pools({"cpus": [7]})))
+    with pytest.raises(SpecError, match=r"pools\[0\]\.cpus has 7; this machine has the cores 0, 1"):
+        resolve(spec, Machine(cores=(0, 1), memory_bytes=8 << 30))
+
+
+def test_a_joined_cluster_is_not_pinned_and_takes_its_threads_from_num_cpus() -> None:
+    spec = parse_spec(spec_data(pools=pools({"num_cpus": 8})))
+    resolved = resolve(spec, None, node_host="10.0.0.1")
+    assert resolved.router.host == "10.0.0.1"
+    assert [(plan.cpus, plan.engine["threads"]) for plan in workers_of(resolved)] == [((), 8), ((), 1)]
+
+
+def test_what_is_written_reaches_the_workers() -> None:
+    data = spec_data(
+        page_size=32,
+        pools=pools({"max_batch_tokens": 77}, {"max_batch_size": 3, "admission": "worst_case", "kv_memory": "1MiB"}),
+        transfer={"transports": ["process_group"], "checksums": False, "timeout_s": 2},
+    )
+    prefill, decode = workers_of(resolve(parse_spec(data), None), secret="s")
+    assert prefill.options.max_batch_tokens == 77
+    assert (decode.options.max_batch_size, decode.options.admission, decode.options.secret) == (3, "worst_case", "s")
+    assert (decode.options.transports, decode.options.checksums) == (("process_group",), False)
+    assert (decode.engine["page_size"], decode.engine["kv_bytes"]) == (32, 1 << 20)
+    assert decode.options.transfer_timeout_s == 2
