@@ -1,0 +1,201 @@
+"""What a caller of kvrelay says and gets back, as plain values: every type that the public client hands out.
+
+Nothing here opens a socket or knows the wire. Lengths are in tokens, times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from engine.types import FinishReason, TokenLogprob
+
+
+class KvrelayError(Exception):
+    """The one error that the client raises.
+
+    code: the gRPC status as a word. What to do with the common ones:
+        INVALID_ARGUMENT    the request can never be served: mend it
+        NOT_FOUND           no such model here
+        RESOURCE_EXHAUSTED  all queues are full: try again after `retry_after_s`
+        UNAVAILABLE         the server, or every worker that could serve it, is gone: try again later
+        DEADLINE_EXCEEDED   `timeout_s` is over; the server has dropped the request
+        CANCELLED           somebody cancelled it
+    message: one sentence.
+    retry_after_s: how long the server asks to wait, where it says so.
+    """
+
+    def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message, "retry_after_s": self.retry_after_s}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to generate. What is left out takes the server's default (in brackets).
+
+    temperature [1.0]: divides the logits; 0 is greedy. Then top_k [0: off], top_p [1.0], min_p [0.0] narrow the choice.
+    seed [random]: the same seed gives the same tokens, however the request is batched or moved.
+    max_tokens [16], min_tokens [0]: bounds on the output.
+    stop [none]: a string or several; the text ends before the first that appears. stop_token_ids [none].
+    ignore_eos [False]: go on after the model's end-of-sequence token.
+    logprobs [None]: N gives each token's log-probability and the N likeliest.
+    repetition_penalty [1.0], presence_penalty [0.0], frequency_penalty [0.0]: as in vLLM.
+    n [1]: how many choices; choice i draws with seed + i.
+    model [the one served], request_id [made by the server].
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    n: int
+    model: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a request, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt: their KV came from a prefix cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Where the time went, as the server saw it; the phases (route, prefill_queue, ...) sum to e2e_s."""
+
+    phases_s: Mapping[str, float]
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    prefill_worker: str
+    decode_worker: str  # empty if the request ended at prefill
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What the decode worker said of the KV that it was handed."""
+
+    transport: str
+    pages: int
+    bytes: int
+    checksums_ok: bool
+    cached_pages: int
+    recomputed_tokens: int
+    resends: int
+    transfer_s: float  # in which bytes moved, summed over the parts
+    exposed_s: float  # from the last computed layer to the receipt: what prefill did not hide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one message of a stream adds to choice `index`. `finish_reason` is set in the choice's last one."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None  # None while it goes on
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    stop_string: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An answer. `text`, `token_ids` and `finish_reason` are those of the first choice."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage | None = None  # these three come with the end of the answer
+    timeline: Timeline | None = None
+    receipt: Receipt | None = None  # None as well if nothing was handed over
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason if self.choices else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    name: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    num_params: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """A worker as the router sees it."""
+
+    name: str
+    role: str
+    address: str
+    state: str  # connecting, ready, draining or lost
+    num_waiting: int
+    num_running: int
+    waiting_tokens: int
+    available_pages: int
+    cached_pages: int
+    total_pages: int
+    leased_pages: int
+    report_age_s: float
+    losses: int
+    reason: str
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    router_id: str
+    model: str
+    uptime_s: float
+    num_queued: int
+    num_in_flight: int
+    workers: tuple[WorkerState, ...]
+    counters: Mapping[str, int] = field(default_factory=dict)
