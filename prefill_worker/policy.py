@@ -184,7 +184,7 @@ class PrefillPolicy:
 
     def _order(self) -> Iterator[tuple[_Request, int]]:
         """Requests with the tokens each may take in its turn; one may come twice."""
-        queue = [r for r in (*self._running.values(), *self._waiting.values()) if r.left]
+        queue = [r for r in self._requests.values() if r.left and not r.is_over]
         is_short = {r.request_id: r.num_tokens - r.computed_len <= self.limits.short_prompt_tokens for r in queue}
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])
@@ -196,11 +196,12 @@ class PrefillPolicy:
         yield from ((r, r.left) for r in queue[first_long:])
 
     def _has_pages(self, request: _Request) -> bool:
-        """Whether the request has its pages; a waiting one gets them now, unless the oldest waiting one cannot."""
+        """Whether the request has its pages; a waiting one gets them now, if the oldest waiting one gets its too."""
         if request.pages:
             return True
         oldest = next(iter(self._waiting.values()))
-        if self._lacks_pages(oldest) or self._lacks_pages(request):
+        kept = 0 if oldest is request else self._pages_taken(oldest)
+        if kept + self._pages_taken(request) > self.pool.available:
             return False
         cached = self.pool.match(self._usable_hashes(request))
         fresh = self.pool.allocate(pages_for(request.num_tokens, self.pool.page_size) - len(cached))
@@ -213,12 +214,11 @@ class PrefillPolicy:
         """Pages that may come from the cache: at least one token is computed, for its logits."""
         return request.hashes[: (request.num_tokens - 1) // self.pool.page_size]
 
-    def _lacks_pages(self, request: _Request) -> bool:
-        if request.pages:
-            return False
+    def _pages_taken(self, request: _Request) -> int:
+        """By how much starting the request lowers the pages available: fresh ones, and cached ones it would hold."""
         usable = self._usable_hashes(request)
         fresh = pages_for(request.num_tokens, self.pool.page_size) - self.pool.count_matching(usable)
-        return fresh + self.pool.count_matching_unheld(usable) > self.pool.available
+        return fresh + self.pool.count_matching_unheld(usable)
 
     def _schedule(self, request: _Request, length: int) -> ChunkPlan:
         start = request.scheduled_len

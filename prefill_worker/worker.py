@@ -21,17 +21,6 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kv_transfer.plan import layer_groups
-from kv_transfer.sender import (
-    Handoff,
-    HandoffDenied,
-    HandoffFailed,
-    HandoffLost,
-    HandoffPeer,
-    HandoffRefused,
-    TransferOptions,
-)
-
 from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
@@ -47,6 +36,16 @@ from engine.types import (
     finish_reason,
 )
 from engine.worker_service import RouterLink, WorkerService
+from kv_transfer.plan import layer_groups
+from kv_transfer.sender import (
+    Handoff,
+    HandoffDenied,
+    HandoffFailed,
+    HandoffLost,
+    HandoffPeer,
+    HandoffRefused,
+    TransferOptions,
+)
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillLimits, PrefillPolicy

@@ -1,0 +1,201 @@
+"""DecodePolicy: who gets pages, who runs, who leaves, and that every page comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decode_worker.policy import DecodeBatch, DecodeLimits, DecodePolicy, Denied, Granted, Queued
+from engine.blocks import PagePool, page_hashes
+
+pytestmark = pytest.mark.unit
+
+PAGE = 4
+
+
+def make(num_pages: int = 16, **limits: object) -> DecodePolicy:
+    chosen = {"max_batch_size": 4, **limits}
+    return DecodePolicy(PagePool(num_pages, PAGE), DecodeLimits(**chosen), name="decode-0")  # type: ignore[arg-type]
+
+
+def admit(policy: DecodePolicy, name: str, num_tokens: int = 4, max_new_tokens: int = 8) -> None:
+    answer = policy.reserve(name, num_tokens=num_tokens, max_new_tokens=max_new_tokens, hashes=[])
+    assert isinstance(answer, Granted)
+    policy.on_committed(name)
+
+
+def step(policy: DecodePolicy) -> DecodeBatch:
+    batch = policy.next_batch()
+    policy.on_batch_done(batch)
+    policy.check_invariants()
+    return batch
+
+
+def ran(batch: DecodeBatch) -> list[str]:
+    return [entry.request_id for entry in batch.entries]
+
+
+def test_a_reservation_takes_pages_for_the_tokens_handed_over() -> None:
+    policy = make()
+    answer = policy.reserve("r", num_tokens=9, max_new_tokens=4, hashes=[])
+    assert isinstance(answer, Granted)
+    assert len(answer.pages) == 3
+    assert answer.cached_pages == 0
+
+
+def test_nothing_decodes_before_its_commit() -> None:
+    policy = make()
+    policy.reserve("r", num_tokens=4, max_new_tokens=4, hashes=[])
+    assert policy.next_batch().entries == ()
+    policy.on_committed("r")
+    batch = step(policy)
+    assert ran(batch) == ["r"]
+    assert batch.joined == ("r",)
+    assert batch.entries[0].position == 4
+
+
+def test_the_first_step_takes_one_page_more_when_the_prompt_fills_its_last() -> None:
+    policy = make()
+    admit(policy, "r", num_tokens=4)
+    assert len(step(policy).entries[0].pages) == 2
+
+
+def test_each_step_computes_the_next_position_and_none_is_beyond_what_is_needed() -> None:
+    policy = make()
+    admit(policy, "r", num_tokens=3, max_new_tokens=3)
+    assert [step(policy).entries[0].position for _ in range(2)] == [3, 4]
+    assert step(policy).entries == ()
+
+
+def test_admission_leaves_the_watermark_free_and_grants_later_in_order() -> None:
+    policy = make(num_pages=10, watermark=0.2)
+    admit(policy, "a", num_tokens=24)
+    assert policy.reserve("b", num_tokens=16, max_new_tokens=2, hashes=[]) == Queued(
+        reason="decode-0: 4 of 10 pages free"
+    )
+    assert isinstance(policy.reserve("c", num_tokens=4, max_new_tokens=2, hashes=[]), Queued)
+    assert policy.next_grants() == []
+    policy.on_finished("a")
+    assert [name for name, _ in policy.next_grants()] == ["b", "c"]
+
+
+def test_an_empty_worker_admits_what_fits_whatever_the_watermark() -> None:
+    policy = make(num_pages=4, watermark=0.5)
+    admit(policy, "r", num_tokens=15, max_new_tokens=2)
+
+
+def test_what_can_never_fit_is_denied_for_good() -> None:
+    policy = make(num_pages=4)
+    answer = policy.reserve("r", num_tokens=10, max_new_tokens=10, hashes=[])
+    assert answer == Denied(reason="decode-0: 5 pages needed, 4 exist", retryable=False)
+
+
+def test_worst_case_admission_never_preempts() -> None:
+    policy = make(num_pages=8, admission="worst_case")
+    admit(policy, "a", num_tokens=4, max_new_tokens=13)
+    admit(policy, "b", num_tokens=4, max_new_tokens=13)
+    assert isinstance(policy.reserve("c", num_tokens=1, max_new_tokens=2, hashes=[]), Queued)
+    batches = [step(policy) for _ in range(12)]
+    assert not any(batch.preempted for batch in batches)
+    assert ran(batches[-1]) == ["a", "b"]
+
+
+def test_the_youngest_leaves_when_pages_run_out() -> None:
+    policy = make(num_pages=4, watermark=0.0)
+    admit(policy, "old", num_tokens=4, max_new_tokens=12)
+    admit(policy, "young", num_tokens=4, max_new_tokens=12)
+    batches = [step(policy) for _ in range(6)]
+    assert [batch.preempted for batch in batches].count(("young",)) == 1
+    assert ran(batches[-1]) == ["old"]
+    assert not policy.holds("young")
+    assert policy.preemptions == 1
+
+
+def test_a_full_batch_keeps_the_others_ready_in_order_of_commit() -> None:
+    policy = make(num_pages=64, max_batch_size=2)
+    for name in "abc":
+        admit(policy, name)
+    assert ran(step(policy)) == ["a", "b"]
+    policy.on_finished("a")
+    assert sorted(ran(step(policy))) == ["b", "c"]
+
+
+def test_what_the_worker_has_cached_need_not_move() -> None:
+    policy = make()
+    hashes = page_hashes(list(range(10)), PAGE)
+    assert isinstance(policy.reserve("a", num_tokens=10, max_new_tokens=4, hashes=hashes), Granted)
+    policy.on_committed("a")
+    policy.on_finished("a")
+    answer = policy.reserve("b", num_tokens=10, max_new_tokens=4, hashes=hashes)
+    assert isinstance(answer, Granted)
+    assert answer.cached_pages == 2
+
+
+def test_pages_filled_while_decoding_are_found_again() -> None:
+    policy = make()
+    tokens = list(range(9))
+    hashes = page_hashes(tokens, PAGE)
+    policy.reserve("a", num_tokens=6, max_new_tokens=4, hashes=hashes[:1])
+    policy.on_committed("a")
+    step(policy)
+    step(policy)
+    policy.on_page_filled("a", hashes[1])
+    policy.on_finished("a")
+    assert policy.pool.count_matching(hashes) == 2
+
+
+def test_batches_may_be_asked_for_while_others_are_in_flight() -> None:
+    policy = make()
+    admit(policy, "r")
+    first, second = policy.next_batch(), policy.next_batch()
+    assert [b.entries[0].position for b in (first, second)] == [4, 5]
+    policy.on_finished("r")
+    policy.on_batch_done(first)
+    assert policy.pool.usage.held > 0
+    policy.on_batch_done(second)
+    assert policy.pool.usage.held == 0
+
+
+def test_a_failed_batch_ends_its_requests() -> None:
+    policy = make()
+    admit(policy, "r")
+    policy.on_batch_failed(policy.next_batch())
+    assert policy.request_ids == []
+    assert policy.pool.usage.held == 0
+
+
+@pytest.mark.parametrize("admission", ["watermark", "worst_case"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admission: str) -> None:
+    rng = random.Random(seed)
+    policy = make(num_pages=24, admission=admission, watermark=0.05)
+    in_flight: list[DecodeBatch] = []
+    reserved: set[str] = set()
+    for turn in range(3000):
+        match rng.randrange(6):
+            case 0:
+                name, length = f"r{turn}", rng.randrange(1, 24)
+                hashes = page_hashes([rng.randrange(2)] * length, PAGE)
+                answer = policy.reserve(name, num_tokens=length, max_new_tokens=rng.randrange(2, 30), hashes=hashes)
+                if isinstance(answer, Granted):
+                    reserved.add(name)
+            case 1 if reserved:
+                policy.on_committed(reserved.pop())
+            case 2 | 3 if len(in_flight) < 2:
+                batch = policy.next_batch()
+                assert len(batch.entries) <= 4
+                in_flight.append(batch)
+            case 4 if in_flight:
+                policy.on_batch_done(in_flight.pop(0))
+            case 5 if policy.request_ids and rng.random() < 0.4:
+                name = rng.choice(policy.request_ids)
+                reserved.discard(name)
+                policy.on_cancelled(name)
+        reserved.update(name for name, _ in policy.next_grants())
+        policy.check_invariants()
+    for batch in in_flight:
+        policy.on_batch_done(batch)
+    for name in policy.request_ids:
+        policy.on_cancelled(name)
+    assert policy.pool.usage.held == 0

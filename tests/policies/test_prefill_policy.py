@@ -1,0 +1,189 @@
+"""PrefillPolicy: budget, order, the bound on waiting, prefix hits, and that every page comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.blocks import PagePool, page_hashes
+from prefill_worker.policy import PrefillBatch, PrefillLimits, PrefillPolicy
+
+pytestmark = pytest.mark.unit
+
+PAGE = 16
+
+
+def make(num_pages: int = 256, **limits: float) -> PrefillPolicy:
+    chosen = {"max_batch_tokens": 64, "short_prompt_tokens": 32, **limits}
+    return PrefillPolicy(PagePool(num_pages, PAGE), PrefillLimits(**chosen))  # type: ignore[arg-type]
+
+
+def run(policy: PrefillPolicy) -> PrefillBatch:
+    batch = policy.next_batch()
+    assert batch is not None
+    policy.on_batch_done(batch)
+    return batch
+
+
+def shares(batch: PrefillBatch) -> dict[str, int]:
+    return {chunk.request_id: chunk.length for chunk in batch.chunks}
+
+
+def test_prompts_run_in_order_within_the_budget() -> None:
+    policy = make()
+    for name in "abc":
+        policy.add(name, 30, [])
+    assert shares(run(policy)) == {"a": 30, "b": 30, "c": 4}
+    assert shares(run(policy)) == {"c": 26}
+    assert policy.next_batch() is None
+
+
+def test_a_long_prompt_is_cut_and_its_last_chunk_says_so() -> None:
+    policy = make()
+    policy.add("long", 150, [])
+    chunks = [run(policy).chunks[0] for _ in range(3)]
+    assert [(c.start, c.length, c.is_first, c.is_last) for c in chunks] == [
+        (0, 64, True, False),
+        (64, 64, False, False),
+        (128, 22, False, True),
+    ]
+
+
+def test_short_prompts_pass_a_long_one_but_leave_it_its_share() -> None:
+    policy = make()
+    policy.add("long", 1000, [])
+    for i in range(4):
+        policy.add(f"short-{i}", 20, [])
+    assert shares(run(policy)) == {"short-0": 20, "short-1": 12, "long": 32}
+    assert shares(run(policy)) == {"short-1": 8, "short-2": 20, "short-3": 4, "long": 32}
+
+
+def test_a_short_prompt_begins_within_the_stated_bound() -> None:
+    policy = make()
+    for i in range(3):
+        policy.add(f"long-{i}", 600, [])
+    policy.add("short", 32, [])
+    assert shares(run(policy))["short"] == 32
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    policy = make(num_pages=4096)
+    policy.add("long", 320, [])
+    for step in range(10):
+        policy.add(f"short-{step}", 32, [])
+        policy.add(f"more-{step}", 32, [])
+        assert shares(run(policy))["long"] == 32
+    assert not any("long" in shares(run(policy)) for _ in range(2))
+
+
+def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
+    policy = make()
+    tokens = list(range(48))
+    hashes = page_hashes(tokens, PAGE)
+    policy.add("first", 48, hashes)
+    run(policy)
+    policy.on_finished("first")
+    policy.add("second", 48, hashes)
+    [chunk] = run(policy).chunks
+    assert (chunk.start, chunk.length, chunk.is_first, chunk.is_last) == (32, 16, True, True)
+    assert policy.cached_len_of("second") == 32
+
+
+def test_nobody_passes_a_prompt_that_waits_for_pages() -> None:
+    policy = make(num_pages=4)
+    policy.add("holder", 48, [])
+    run(policy)
+    policy.add("big", 64, [])
+    policy.add("small", 10, [])
+    assert policy.next_batch() is None
+    policy.on_finished("holder")
+    assert shares(run(policy)) == {"big": 64}
+
+
+def test_next_batch_may_be_asked_for_while_one_is_in_flight() -> None:
+    policy = make()
+    policy.add("long", 100, [])
+    first, second = policy.next_batch(), policy.next_batch()
+    assert first is not None
+    assert second is not None
+    assert [c.start for b in (first, second) for c in b.chunks] == [0, 64]
+    assert policy.next_batch() is None
+    policy.on_batch_done(first)
+    policy.on_batch_done(second)
+    policy.check_invariants()
+
+
+def test_pages_stay_until_neither_a_batch_nor_a_handoff_reads_them() -> None:
+    policy = make()
+    policy.add("r", 20, [])
+    batch = policy.next_batch()
+    assert batch is not None
+    policy.on_handoff_opened("r")
+    policy.on_cancelled("r")
+    assert policy.pool.usage.held == 2
+    policy.on_batch_done(batch)
+    assert policy.pool.usage.held == 2
+    policy.on_handoff_closed("r")
+    assert policy.pool.usage.held == 0
+    assert not policy.holds("r")
+
+
+def test_a_failed_batch_ends_its_requests_and_gives_their_pages_back() -> None:
+    policy = make()
+    policy.add("a", 20, [])
+    policy.add("b", 100, [])
+    batch = policy.next_batch()
+    assert batch is not None
+    policy.on_batch_failed(batch)
+    assert policy.request_ids == []
+    assert policy.pool.usage.free == 256
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="short_share is 1; give a number from 0 to below 1"):
+        PrefillLimits(max_batch_tokens=1, short_share=1)
+    with pytest.raises(ValueError, match="max_batch_tokens is 0; give 1 or more"):
+        PrefillLimits(max_batch_tokens=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    policy = make(num_pages=40, max_batch_tokens=48)
+    in_flight: list[PrefillBatch] = []
+    handoffs: set[str] = set()
+    done: dict[str, int] = {}
+    for step in range(1500):
+        match rng.randrange(6):
+            case 0 if len(policy.request_ids) < 12:
+                tokens = [rng.randrange(2)] * rng.randrange(1, 200)
+                policy.add(f"r{step}", len(tokens), page_hashes(tokens, PAGE))
+            case 1 | 2 if len(in_flight) < 2 and (batch := policy.next_batch()):
+                assert 0 < batch.num_tokens <= 48
+                in_flight.append(batch)
+                for chunk in batch.chunks:
+                    assert chunk.start == done.get(chunk.request_id, policy.cached_len_of(chunk.request_id))
+                    done[chunk.request_id] = chunk.start + chunk.length
+                    if chunk.is_first and rng.random() < 0.7:
+                        policy.on_handoff_opened(chunk.request_id)
+                        handoffs.add(chunk.request_id)
+            case 3 if in_flight:
+                batch = in_flight.pop(0)
+                policy.on_batch_done(batch)
+                for chunk in batch.chunks:
+                    if chunk.is_last and policy.holds(chunk.request_id):
+                        policy.on_finished(chunk.request_id)
+            case 4 if handoffs:
+                name = handoffs.pop()
+                policy.on_handoff_closed(name)
+            case 5 if policy.request_ids and rng.random() < 0.3:
+                policy.on_cancelled(rng.choice(policy.request_ids))
+        policy.check_invariants()
+    for batch in in_flight:
+        policy.on_batch_done(batch)
+    for name in handoffs:
+        policy.on_handoff_closed(name)
+    for name in policy.request_ids:
+        policy.on_cancelled(name)
+    assert policy.pool.usage.held == 0
