@@ -1,0 +1,237 @@
+"""`kvrelay generate`: sends one prompt and prints the answer as it comes.
+
+It owns the flags, what is printed, and the exit code; what a flag may be is for the server to say. The text goes to
+stdout and nothing else does; one line of figures goes to stderr. With --json stdout is one object.
+
+Exit codes: 0 done; 1 the server or the network failed; 2 the request can never be served (wrong usage, or the server
+says INVALID_ARGUMENT); 124 the --timeout passed (as timeout(1)); 130 interrupted (the request is cancelled).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.client import DEFAULT_ENDPOINT, Client
+from kvrelay.streams import Stream
+from kvrelay.types import Choice, Completion, GenerateOptions, KvrelayError
+
+ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
+SECRET_VARIABLE = "KVRELAY_SECRET"
+_EXIT_CODES = {"INVALID_ARGUMENT": 2, "DEADLINE_EXCEEDED": 124}
+_INTERRUPTED = 130
+
+EndpointOption = Annotated[
+    str, typer.Option("--endpoint", envvar=ENDPOINT_VARIABLE, help="Where a router listens, host:port.")
+]
+SecretOption = Annotated[
+    str,
+    typer.Option("--secret", envvar=SECRET_VARIABLE, help="The cluster's secret, where clients need it.", hidden=True),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help="Send one prompt and print the answer as it comes.")(generate)
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead, such as 1,2,3.")] = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the server's, 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that reach this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Draw from those this likely, relative to the best.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens. Default: random.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
+    stop_token_ids: Annotated[str | None, typer.Option(help="End after any of these, such as 7,8.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
+    min_tokens: Annotated[int | None, typer.Option(help="Do not end before this many tokens.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and the N likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and output; 1 is off.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Over output; 0 is off.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Over output, for each time; 0 is off.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
+    secret: SecretOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+        "ignore_eos": ignore_eos or None,
+        "min_tokens": min_tokens,
+        "logprobs": logprobs,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "n": n,
+        "model": model,
+    }
+    try:
+        content = _prompt(prompt, token_ids)
+        if stop_token_ids is not None:
+            options["stop_token_ids"] = _ids("--stop-token-ids", stop_token_ids)
+        chosen: Any = {key: value for key, value in options.items() if value is not None}
+        _run(endpoint, secret, content, chosen, timeout, as_json)
+    except KvrelayError as error:
+        raise typer.Exit(report_error(error, as_json)) from None
+    except KeyboardInterrupt:
+        interrupted = KvrelayError("CANCELLED", "interrupted; the request was cancelled")
+        report_error(interrupted, as_json)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def report_error(error: KvrelayError, as_json: bool) -> int:
+    """Tell a person (stderr) and, with --json, a program (stdout); returns the exit code."""
+    wait = "" if error.retry_after_s is None else f" (retry after {error.retry_after_s:g} s)"
+    print(f"error: {error.message}{wait}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": error.to_dict()}))
+    return _EXIT_CODES.get(error.code, 1)
+
+
+def _run(
+    endpoint: str,
+    secret: str,
+    prompt: str | list[int],
+    options: GenerateOptions,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise KvrelayError("INVALID_ARGUMENT", f"--timeout is {timeout_s:g}; give seconds above 0")
+    with Client(endpoint, secret=secret) as client, client.stream(prompt, timeout_s=timeout_s, **options) as stream:
+        live = not as_json and options.get("n", 1) == 1
+        if live:
+            _print_live(stream)
+        else:
+            for _ in stream:
+                pass
+        if as_json:
+            print(json.dumps(_as_object(stream)))
+            return
+        if not live:
+            _write("".join(_heading_and_text(choice) for choice in stream.completion().choices))
+        _write("\n")
+        print(_summary(stream), file=sys.stderr)
+
+
+def _print_live(stream: Stream) -> None:
+    """Ends the line when the answer breaks off, so that the error stands on its own."""
+    begun = False
+    try:
+        for delta in stream:
+            if delta.text:
+                _write(delta.text)
+                begun = True
+    except (KvrelayError, KeyboardInterrupt):
+        if begun:
+            _write("\n")
+        raise
+
+
+def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
+    if (prompt is None) == (token_ids is None):
+        given = "both" if prompt is not None else "neither"
+        raise KvrelayError("INVALID_ARGUMENT", f"PROMPT and --token-ids: {given} given; give one of them")
+    if token_ids is not None:
+        return _ids("--token-ids", token_ids)
+    return _from_stdin() if prompt == "-" else str(prompt)
+
+
+def _from_stdin() -> str:
+    """Every character counts, a last newline too."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise KvrelayError("INVALID_ARGUMENT", f"stdin is not UTF-8 at byte {error.start}; convert it first") from None
+
+
+def _ids(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise KvrelayError(
+            "INVALID_ARGUMENT", f"{flag} is {text!r}; give whole numbers joined by commas, such as 1,2,3"
+        ) from None
+
+
+def _write(text: str) -> None:
+    """To stdout at once. A terminal that cannot show a character gets a question mark, not a stack trace."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _heading_and_text(choice: Choice) -> str:
+    reason = choice.finish_reason.value if choice.finish_reason else "not ended"
+    lead = "\n" if choice.index else ""
+    return f"{lead}--- choice {choice.index} ({reason})\n{choice.text}"
+
+
+def _summary(stream: Stream) -> str:
+    answer = stream.completion()
+    parts = [f"{_num_tokens(answer)} tokens"]
+    if answer.finish_reason is not None:
+        parts.append(answer.finish_reason.value)
+    parts.append(f"ttft {_ms_text(stream.ttft_s)}")
+    parts.append(f"tpot {_ms_text(stream.tpot_s)}")
+    if answer.receipt is not None and answer.receipt.pages:
+        receipt = answer.receipt
+        good = "ok" if receipt.checksums_ok else "BAD"
+        parts.append(f"handoff {receipt.pages} pages, {receipt.bytes / 1e6:.2f} MB, checksums {good}")
+    return "[" + " | ".join(parts) + "]"
+
+
+def _num_tokens(answer: Completion) -> int:
+    if answer.usage is not None:
+        return answer.usage.completion_tokens
+    return sum(len(choice.token_ids) for choice in answer.choices)
+
+
+def _as_object(stream: Stream) -> dict[str, Any]:
+    """ttft_ms and tpot_ms are what this client saw; the timeline is what the server saw."""
+    answer = stream.completion()
+    result: dict[str, Any] = {
+        "request_id": answer.request_id,
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "usage": _plain(answer.usage),
+        "ttft_ms": _ms(stream.ttft_s),
+        "tpot_ms": _ms(stream.tpot_s),
+        "timeline": _plain(answer.timeline),
+        "receipt": _plain(answer.receipt),
+    }
+    if answer.choices and answer.choices[0].stop_string:
+        result["stop_string"] = answer.choices[0].stop_string
+    if answer.choices and answer.choices[0].logprobs:
+        result["logprobs"] = [_plain(position) for position in answer.choices[0].logprobs]
+    if len(answer.choices) > 1:
+        result["choices"] = [_plain(choice) for choice in answer.choices]
+    return result
+
+
+def _plain(value: Any) -> dict[str, Any] | None:
+    return None if value is None else dataclasses.asdict(value)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)
+
+
+def _ms_text(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000.0:.1f} ms"
