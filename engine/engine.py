@@ -102,7 +102,7 @@ class Engine:
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
 
         progress("kernels", 0.0)
-        backend = make_backend(options.attention, options.page_size)
+        backend = make_backend(options.attention, probe.layers[0].dtype)
         engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe)
         progress("kernels", 1.0)
 

@@ -1,0 +1,578 @@
+// Paged attention on CPUs: writes rows into KV pages, and attends over pages. Plain C interface; keeps no state.
+//
+// The promise is that a query row's bits depend on its own request only: not on the batch, the chunking, the tile it
+// fell into or the number of threads. What it rests on:
+//   - keys are visited in blocks of KEYS, aligned to absolute positions, in rising order, for prefill and decode alike;
+//   - every (row, key) score and every (row, value column) sum has an accumulator of its own, filled in one fixed order,
+//     with every multiply-add spelled out (compiled with -ffp-contract=off, so the compiler adds none);
+//   - a hidden key weighs exactly 0, and a block that is hidden from a whole row leaves its state as it was, so that
+//     skipping such blocks changes nothing;
+//   - keys past a request's end are read as zeros: the page may hold another request's bytes, even NaN.
+//
+// Two ways to multiply. Exact: everything in float32. Pairs: where both K and V are bfloat16 and the CPU has
+// AVX512-BF16, products of bfloat16 pairs summed in float32 (weights are rounded to bfloat16 before they meet V, as
+// models do in their own bfloat16 attention). The choice depends on dtype, shape and CPU only.
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <type_traits>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int KEYS = 64;          // of one block
+constexpr int GROUPS = KEYS / LANES;
+constexpr int TILE_ROWS = 128;    // query rows that share one packing of K and V
+constexpr int ROWS_AT_ONCE = 4;   // of the micro-kernel: 4 x 4 accumulators
+constexpr int FEW_ROWS = 16;      // tiles with at most so many rows of a head wait for memory, not for arithmetic
+constexpr int LINE = 64;          // bytes
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IVec __attribute__((vector_size(64)));
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline Vec load(const float* p) {
+    Vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#ifdef __AVX512F__
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    Vec r;
+    for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return r;
+#endif
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float widen(uint16_t x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline uint16_t narrow(float f) {  // round to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &f, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x to about 1 ulp for x <= 0 (Cephes' expf: range reduction by ln 2 in two parts, degree 5); 0 below -87.
+inline Vec exp_nonpositive(Vec x) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const auto tiny = x < splat(-87.0f);
+    x = tiny ? splat(-87.0f) : x;  // NaN stays NaN
+    const Vec n = fma(x, splat(1.44269504088896341f), magic) - magic;
+    Vec r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r + splat(1.0f));
+    const IVec power = (__builtin_convertvector(n, IVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return tiny ? Vec{} : p * scale;
+}
+
+inline Vec tanh_any(Vec x) {
+    const auto negative = x < Vec{};
+    const Vec size = negative ? -x : x;
+    const Vec e = exp_nonpositive(size * splat(-2.0f));
+    const Vec t = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return negative ? -t : t;
+}
+
+inline float sum_lanes(Vec v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] + x[i + width];
+    return x[0];
+}
+
+inline float max_lanes(Vec v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+}
+
+// ---- the micro-kernel: C[rows][16 * NV] (+)= A[rows][n] . B[n][16 * NV], A and B in 32-bit units ----
+
+struct Exact {
+    static inline Vec mac(Vec acc, const uint32_t* a, Vec b) {
+        float x;
+        std::memcpy(&x, a, sizeof x);
+        return fma(splat(x), b, acc);
+    }
+};
+
+struct Pairs {
+    static inline Vec mac(Vec acc, const uint32_t* a, Vec b) {
+#ifdef __AVX512BF16__
+        return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(*a)), (__m512bh)b);
+#else
+        (void)a;
+        (void)b;
+        return acc;  // never chosen without AVX512-BF16
+#endif
+    }
+};
+
+template <class Dot, int MR, int NV>
+inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
+                  const float* scale) {  // scale: of the old C, for each row; null: C starts from 0
+    Vec acc[MR][NV];
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) acc[i][j] = scale ? load(c + i * ldc + j * LANES) * splat(scale[i]) : Vec{};
+    for (int64_t k = 0; k < n; k++) {
+        Vec bv[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) bv[j] = load((const float*)(b + k * ldb) + j * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < NV; j++) acc[i][j] = Dot::mac(acc[i][j], a + i * lda + k, bv[j]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) store(c + i * ldc + j * LANES, acc[i][j]);
+}
+
+template <class Dot, int NV>
+void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c,
+                     int64_t ldc, const float* scale) {
+    int64_t i = 0;
+    for (; i + ROWS_AT_ONCE <= rows; i += ROWS_AT_ONCE)
+        micro<Dot, ROWS_AT_ONCE, NV>(a + i * lda, lda, b, ldb, n, c + i * ldc, ldc, scale ? scale + i : nullptr);
+    for (; i < rows; i++) micro<Dot, 1, NV>(a + i * lda, lda, b, ldb, n, c + i * ldc, ldc, scale ? scale + i : nullptr);
+}
+
+template <class Dot>
+void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n,
+             float* c, int64_t ldc, const float* scale) {
+    int64_t j = 0;
+    for (; j + 4 * LANES <= columns; j += 4 * LANES) product_columns<Dot, 4>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+    for (; j < columns; j += LANES) product_columns<Dot, 1>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+}
+
+// ---- packing ----
+
+// 16 rows of `columns` 32-bit units -> out[column][16 lanes], rows `ldo` units apart
+void transpose(const uint32_t* const rows[LANES], int64_t columns, uint32_t* out, int64_t ldo) {
+    int64_t c = 0;
+#ifdef __AVX512F__
+    for (; c + LANES <= columns; c += LANES) {
+        __m512i r[LANES], t[LANES];
+        for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(rows[i] + c);
+        for (int i = 0; i < LANES; i += 2) {
+            t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < LANES; i += 4) {
+            r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+            r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+            r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+            r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+        }
+        for (int i = 0; i < 4; i++) {
+            t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+            t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+            t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+            t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+        }
+        for (int i = 0; i < 4; i++) {
+            uint32_t* o = out + (c + i) * ldo;
+            _mm512_storeu_si512(o, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+            _mm512_storeu_si512(o + 4 * ldo, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+            _mm512_storeu_si512(o + 8 * ldo, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+            _mm512_storeu_si512(o + 12 * ldo, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+        }
+    }
+#endif
+    for (; c < columns; c++)
+        for (int i = 0; i < LANES; i++) std::memcpy(out + c * ldo + i, rows[i] + c, sizeof(uint32_t));
+}
+
+void widen_row(const uint16_t* from, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; i++) to[i] = widen(from[i]);
+}
+
+// Two rows of bfloat16 -> one row of 32-bit units (low half: first row), zeros up to `padded`
+void interleave(const uint16_t* first, const uint16_t* second, int64_t n, int64_t padded, uint32_t* to) {
+    for (int64_t i = 0; i < n; i++) to[i] = uint32_t(first[i]) | uint32_t(second[i]) << 16;
+    for (int64_t i = n; i < padded; i++) to[i] = 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Strides and sizes in elements. `dtype`: 0 float32, 1 bfloat16 (of q, k, v and out alike).
+struct KvrelayAttention {
+    const void* q;
+    void* out;  // [rows, heads, v_dim]
+    const void* k_pages;
+    const void* v_pages;
+    const float* sinks;  // [heads] or null
+    const int32_t* query_starts;
+    const int32_t* starts;
+    const int32_t* block_tables;
+    int64_t q_row_stride, q_head_stride, table_stride;
+    int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
+    float scaling, softcap;
+    int32_t window, dtype, threads;
+};
+}
+
+namespace {
+
+struct Tile {
+    int64_t sequence, first_head, heads;  // KV heads first_head .. first_head + heads - 1
+    int64_t first, count;                 // tokens, from the first-th of this step's
+};
+
+struct Scratch {
+    char* memory = nullptr;
+    size_t size = 0;
+    char* reserve(size_t wanted) {
+        if (wanted > size) {
+            std::free(memory);
+            size = (wanted + 4095) / 4096 * 4096;
+            memory = static_cast<char*>(std::aligned_alloc(4096, size));
+            if (!memory) {
+                size = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return memory;
+    }
+    ~Scratch() { std::free(memory); }
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <class Element, bool PAIRS>
+class Attention {
+    using Dot = std::conditional_t<PAIRS, Pairs, Exact>;
+    static constexpr bool WIDENS = !PAIRS && sizeof(Element) == 2;
+
+    struct Rows {
+        const Element *k[KEYS], *v[KEYS];  // of KV head 0
+    };
+
+    const KvrelayAttention& a;
+    const int64_t group, tile_rows, q_units, v_padded;
+    uint32_t *q_tile, *k_block, *v_block, *weights;
+    float *scores, *out_tile, *row_max, *row_sum, *row_scale, *wide;
+    Element* zeros;
+
+   public:
+    Attention(const KvrelayAttention& args, Scratch& scratch)
+        : a(args),
+          group(args.heads / args.kv_heads),
+          tile_rows(group >= TILE_ROWS ? group : TILE_ROWS),
+          q_units(PAIRS ? args.k_dim / 2 : args.k_dim),
+          v_padded(round_up(args.v_dim, LANES)) {
+        const int64_t widest = a.kv_heads * (a.k_dim > a.v_dim ? a.k_dim : a.v_dim);
+        for (int pass = 0; pass < 2; pass++) {
+            size_t at = 0;
+            char* base = pass ? scratch.reserve(0) : nullptr;
+            auto take = [&](int64_t units) {
+                char* p = base ? base + at : nullptr;
+                at += round_up(units * 4, 64);
+                return p;
+            };
+            q_tile = (uint32_t*)take(tile_rows * q_units);
+            k_block = (uint32_t*)take(q_units * KEYS);
+            v_block = (uint32_t*)take(KEYS * v_padded);
+            weights = (uint32_t*)take(tile_rows * KEYS);
+            scores = (float*)take(tile_rows * KEYS);
+            out_tile = (float*)take(tile_rows * v_padded);
+            row_max = (float*)take(tile_rows);
+            row_sum = (float*)take(tile_rows);
+            row_scale = (float*)take(tile_rows);
+            wide = (float*)take(WIDENS ? LANES * a.k_dim : 0);
+            zeros = (Element*)take(widest + LANES);
+            if (!pass) scratch.reserve(at);
+        }
+        std::memset(zeros, 0, sizeof(Element) * widest);
+    }
+
+    // Rows of a tile: heads, in each the tokens, in each the query heads of the group.
+    void run(const Tile& tile) {
+        const int64_t start = a.starts[tile.sequence] + tile.first;  // position of the tile's first token
+        const int64_t end = start + tile.count;                      // keys this tile may read: [low, end)
+        const int64_t low = a.window && start + 1 > a.window ? start + 1 - a.window : 0;
+        const int64_t rows = tile.count * group;  // of one head
+        constexpr int64_t units = PAIRS ? KEYS / 2 : KEYS;
+        begin(tile);
+        Rows ring[2];
+        const int64_t first_block = low / KEYS * KEYS;
+        locate(tile, first_block, end, ring[0]);
+        for (int64_t block = first_block; block < end; block += KEYS) {
+            const int64_t turn = (block - first_block) / KEYS & 1;
+            Rows &here = ring[turn], &next = ring[1 - turn];
+            const bool more = block + KEYS < end;
+            if (more) locate(tile, block + KEYS, end, next);
+            for (int64_t h = 0; h < tile.heads; h++) {
+                if (more && rows <= FEW_ROWS) touch(tile, next, h * KEYS / tile.heads, (h + 1) * KEYS / tile.heads);
+                const int64_t head = tile.first_head + h, row0 = h * rows;
+                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * a.k_dim, k_block + i);
+                pack_values(here.v, head * a.v_dim);
+                float* s = scores + row0 * KEYS;
+                product<Dot>(rows, KEYS, q_tile + row0 * q_units, q_units, k_block, KEYS, q_units, s, KEYS, nullptr);
+                for (int64_t row = 0; row < rows; row++) weigh(row0 + row, start + row / group, block);
+                product<Dot>(rows, v_padded, weights + row0 * units, units, v_block, v_padded, units,
+                             out_tile + row0 * v_padded, v_padded, row_scale + row0);
+            }
+        }
+        finish(tile);
+    }
+
+   private:
+    int64_t first_row(const Tile& tile) const { return a.query_starts[tile.sequence] + tile.first; }
+
+    void begin(const Tile& tile) {
+        const Element* q = (const Element*)a.q + first_row(tile) * a.q_row_stride;
+        int64_t row = 0;
+        for (int64_t h = tile.first_head; h < tile.first_head + tile.heads; h++)
+            for (int64_t t = 0; t < tile.count; t++)
+                for (int64_t head = h * group; head < (h + 1) * group; head++, row++) {
+                    const Element* from = q + t * a.q_row_stride + head * a.q_head_stride;
+                    uint32_t* to = q_tile + row * q_units;
+                    if constexpr (WIDENS)
+                        widen_row((const uint16_t*)from, a.k_dim, (float*)to);
+                    else
+                        std::memcpy(to, from, a.k_dim * sizeof(Element));
+                    row_max[row] = a.sinks ? a.sinks[head] : NEG_INF;
+                    row_sum[row] = a.sinks ? 1.0f : 0.0f;
+                }
+        std::memset(out_tile, 0, sizeof(float) * row * v_padded);
+    }
+
+    // Where the keys at positions block .. block + KEYS - 1 stand; zeros from `end` on
+    void locate(const Tile& tile, int64_t block, int64_t end, Rows& found) const {
+        const int32_t* table = a.block_tables + tile.sequence * a.table_stride;
+        const int64_t k_token = a.kv_heads * a.k_dim, v_token = a.kv_heads * a.v_dim;
+        int64_t page = -1, slot = 0;
+        for (int i = 0; i < KEYS; i++) {
+            const int64_t position = block + i;
+            if (position >= end) {
+                found.k[i] = found.v[i] = zeros;
+                continue;
+            }
+            if (page < 0 || slot + 1 == a.page_size) {
+                page = table[position / a.page_size];
+                slot = position % a.page_size;
+            } else {
+                slot++;
+            }
+            const int64_t token = page * a.page_size + slot;
+            found.k[i] = (const Element*)a.k_pages + token * k_token;
+            found.v[i] = (const Element*)a.v_pages + token * v_token;
+        }
+    }
+
+    // Touch each line of the rows from .. to - 1. Plain loads in the order of addresses, because they set the CPU's own
+    // stream prefetcher going; prefetch instructions do not (measured on Zen 5: 1.5 times the bandwidth).
+    void touch(const Tile& tile, const Rows& rows, int64_t from, int64_t to) const {
+        const int64_t k_first = tile.first_head * a.k_dim, k_last = k_first + tile.heads * a.k_dim;
+        const int64_t v_first = tile.first_head * a.v_dim, v_last = v_first + tile.heads * a.v_dim;
+        constexpr int64_t line = LINE / sizeof(Element);
+        for (int64_t i = from; i < to; i++) {
+            for (int64_t j = k_first; j < k_last; j += line) (void)*(const volatile Element*)(rows.k[i] + j);
+            for (int64_t j = v_first; j < v_last; j += line) (void)*(const volatile Element*)(rows.v[i] + j);
+        }
+    }
+
+    void pack_keys(const Element* const* keys, int64_t offset, uint32_t* to) {
+        const uint32_t* rows[LANES];
+        for (int i = 0; i < LANES; i++) {
+            if constexpr (WIDENS) {
+                widen_row((const uint16_t*)(keys[i] + offset), a.k_dim, wide + i * a.k_dim);
+                rows[i] = (const uint32_t*)(wide + i * a.k_dim);
+            } else {
+                rows[i] = (const uint32_t*)(keys[i] + offset);
+            }
+        }
+        transpose(rows, q_units, to, KEYS);
+    }
+
+    void pack_values(const Element* const* values, int64_t offset) {
+        if constexpr (PAIRS) {
+            for (int i = 0; i < KEYS; i += 2)
+                interleave((const uint16_t*)(values[i] + offset), (const uint16_t*)(values[i + 1] + offset), a.v_dim,
+                           v_padded, v_block + i / 2 * v_padded);
+        } else {
+            for (int i = 0; i < KEYS; i++) {
+                float* to = (float*)v_block + i * v_padded;
+                if constexpr (WIDENS)
+                    widen_row((const uint16_t*)(values[i] + offset), a.v_dim, to);
+                else
+                    std::memcpy(to, values[i] + offset, a.v_dim * sizeof(float));
+                for (int64_t j = a.v_dim; j < v_padded; j++) to[j] = 0.0f;
+            }
+        }
+    }
+
+    // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores
+    void weigh(int64_t row, int64_t position, int64_t block) {
+        float* s = scores + row * KEYS;
+        const int64_t oldest = a.window ? position + 1 - a.window : 0;
+        const int32_t last = position - block >= KEYS ? KEYS : int32_t(position - block);
+        const int32_t first = oldest <= block ? 0 : oldest - block >= KEYS ? KEYS : int32_t(oldest - block);
+        if (last < 0 || first >= KEYS) {  // nothing to see: weights of 0, state as it was
+            std::memset(weights + row * (PAIRS ? KEYS / 2 : KEYS), 0, PAIRS ? KEYS * 2 : KEYS * 4);
+            row_scale[row] = 1.0f;
+            return;
+        }
+        const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        Vec x[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            x[g] = load(s + g * LANES) * splat(a.scaling);
+            if (a.softcap != 0.0f) x[g] = tanh_any(x[g] / splat(a.softcap)) * splat(a.softcap);
+            const IVec key = lane + g * LANES;
+            x[g] = (key <= last) & (key >= first) ? x[g] : splat(NEG_INF);
+        }
+        const float block_max = max_lanes(larger(larger(x[0], x[1]), larger(x[2], x[3])));
+        const float new_max = row_max[row] > block_max ? row_max[row] : block_max;
+        for (int g = 0; g < GROUPS; g++) x[g] = exp_nonpositive(x[g] - splat(new_max));
+        const float sum = sum_lanes((x[0] + x[1]) + (x[2] + x[3]));
+        const float scale = row_max[row] == new_max ? 1.0f : exp_nonpositive(splat(row_max[row] - new_max))[0];
+        row_sum[row] = __builtin_fmaf(row_sum[row], scale, sum);
+        row_max[row] = new_max;
+        row_scale[row] = scale;
+        store_weights(row, x);
+    }
+
+    void store_weights(int64_t row, const Vec* x) {
+        if constexpr (PAIRS) {
+            uint16_t* w = (uint16_t*)(weights + row * (KEYS / 2));
+            for (int g = 0; g < GROUPS; g++) {
+#ifdef __AVX512BF16__
+                const __m256bh half = _mm512_cvtneps_pbh((__m512)x[g]);
+                std::memcpy(w + g * LANES, &half, sizeof half);
+#else
+                for (int i = 0; i < LANES; i++) w[g * LANES + i] = narrow(x[g][i]);
+#endif
+            }
+        } else {
+            for (int g = 0; g < GROUPS; g++) store((float*)weights + row * KEYS + g * LANES, x[g]);
+        }
+    }
+
+    void finish(const Tile& tile) {
+        Element* out = (Element*)a.out + first_row(tile) * a.heads * a.v_dim;
+        int64_t row = 0;
+        for (int64_t h = tile.first_head; h < tile.first_head + tile.heads; h++)
+            for (int64_t t = 0; t < tile.count; t++)
+                for (int64_t head = h * group; head < (h + 1) * group; head++, row++)
+                    write_row(out_tile + row * v_padded, 1.0f / row_sum[row], out + (t * a.heads + head) * a.v_dim);
+    }
+
+    void write_row(const float* from, float inverse, Element* to) const {
+        for (int64_t i = 0; i < a.v_dim; i++) {
+            if constexpr (sizeof(Element) == 2)
+                to[i] = narrow(from[i] * inverse);
+            else
+                to[i] = from[i] * inverse;
+        }
+    }
+};
+
+// A tile is many tokens of one KV head, whose K and V are then packed once for all of them; or few tokens of many heads,
+// so that memory is read in order. With too few sequences to keep the threads busy, the heads are dealt out instead.
+void cut(const KvrelayAttention& args, std::vector<Tile>& tiles) {
+    const int64_t group = args.heads / args.kv_heads;
+    const int64_t tokens = group >= TILE_ROWS ? 1 : TILE_ROWS / group;
+    for (int64_t s = 0; s < args.sequences; s++) {
+        const int64_t length = args.query_starts[s + 1] - args.query_starts[s];
+        const bool few = length * group <= FEW_ROWS;
+        const int64_t fitting = few ? TILE_ROWS / (length * group) : 1;
+        const int64_t fair = (args.kv_heads * args.sequences + 2 * args.threads - 1) / (2 * args.threads);
+        int64_t heads = args.threads == 1 || fitting < fair ? fitting : fair;
+        heads = heads < args.kv_heads ? heads : args.kv_heads;
+        for (int64_t first = (length - 1) / tokens * tokens; first >= 0; first -= tokens)
+            for (int64_t head = 0; head < args.kv_heads; head += heads)
+                tiles.push_back({s, head, args.kv_heads - head < heads ? args.kv_heads - head : heads, first,
+                                 length - first < tokens ? length - first : tokens});
+    }
+}
+
+// Tiles are dealt out one at a time, a sequence's last (and longest) first: who computes one changes no bit.
+template <class Element, bool PAIRS>
+int attend(const KvrelayAttention& args) {
+    std::vector<Tile> tiles;
+    try {
+        cut(args, tiles);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    const int64_t count = int64_t(tiles.size());
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(args.threads) if (count > 1 && args.threads > 1)
+    for (int64_t i = 0; i < count; i++) {
+        static thread_local Scratch scratch;
+        try {
+            Attention<Element, PAIRS>(args, scratch).run(tiles[i]);
+        } catch (const std::bad_alloc&) {
+#pragma omp atomic write
+            failed = 1;
+        }
+    }
+    return failed;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Attends; `out` rows outside every sequence are not touched. 0, or 1 when memory ran out.
+int kvrelay_attend(const KvrelayAttention* args) {
+    if (args->dtype == 0) return attend<float, false>(*args);
+#ifdef __AVX512BF16__
+    if (args->k_dim % 2 == 0) return attend<uint16_t, true>(*args);
+#endif
+    return attend<uint16_t, false>(*args);
+}
+
+// Copies rows [rows, heads, dim] with the given strides, in bytes, into pages at slots: [slots, heads, dim].
+void kvrelay_write(const char* from, int64_t row_stride, int64_t head_stride, char* pages, const int64_t* slots,
+                   int64_t rows, int64_t heads, int64_t dim_bytes) {
+    for (int64_t row = 0; row < rows; row++) {
+        char* to = pages + slots[row] * heads * dim_bytes;
+        const char* source = from + row * row_stride;
+        if (head_stride == dim_bytes) {
+            std::memcpy(to, source, heads * dim_bytes);
+            continue;
+        }
+        for (int64_t head = 0; head < heads; head++) std::memcpy(to + head * dim_bytes, source + head * head_stride, dim_bytes);
+    }
+}
+}
