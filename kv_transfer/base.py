@@ -7,15 +7,17 @@ another thread, at any time, and makes the other calls raise TransferError soon.
 
 One-sided transports (shared_memory, cuda_ipc) write into the receiver's pages by themselves: `receive` returns at
 once, and the receiver trusts what the sender announces after `send` returned. Two-sided ones (process_group) need
-both sides: `receive` blocks until the bytes stand in the pages.
+both sides: `receive` blocks until the bytes have arrived, and `place` puts them into the pages, so that the receiver
+can look in between whether the pages are still meant for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.spec import WorkerOptions
 from kv_transfer.memory import KvMemory
 
 
@@ -39,36 +41,96 @@ class Segment:
 
 
 class SendEnd(Protocol):
-    one_sided: bool
+    @property
+    def one_sided(self) -> bool: ...
 
     def send(self, segment: Segment) -> None:
-        """Move the bytes. One-sided: they stand in the receiver's pages on return. Raises TransferError."""
+        """Move the bytes. One-sided: they stand in the receiver's pages on return. Two-sided: they have left the
+        source pages on return, and errors of an earlier segment may be raised. Raises TransferError."""
+
+    def flush(self) -> None:
+        """Two-sided: block until all that was sent has left. Raises TransferError."""
 
     def abort(self) -> None: ...
 
+    def close(self) -> None:
+        """The thread's last act: nothing is written after this. Frees what the end holds."""
+
 
 class ReceiveEnd(Protocol):
-    one_sided: bool
+    @property
+    def one_sided(self) -> bool: ...
 
     @property
     def params(self) -> Mapping[str, str]:
         """What the sender needs to connect."""
 
+    @property
+    def sender_closed(self) -> bool:
+        """One-sided: whether the sender has called `close`: the fence when its stream is broken."""
+
     def open(self, timeout_s: float) -> None:
         """Meet the sender (two-sided), in the receiver's thread. Raises TransferError."""
 
+    def expect(self, segment: Segment) -> None:
+        """Two-sided: `receive` will be called for this segment, in order; lets the bytes flow ahead of that call."""
+
     def receive(self, segment: Segment) -> None:
-        """Two-sided: block until the bytes stand in dst_pages (src_pages is empty). Raises TransferError."""
+        """Two-sided: block until the bytes have arrived (src_pages is empty). Raises TransferError."""
+
+    def place(self, segment: Segment) -> None:
+        """Two-sided: put what `receive` brought into dst_pages. May be left out: the bytes are dropped then."""
 
     def abort(self) -> None: ...
+
+    def close(self) -> None:
+        """The thread's last act. Frees what the end holds."""
 
 
 class Transport(Protocol):
     name: str
     same_host_only: bool
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd: ...
+    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+        """Raises TransferError when this memory or machine cannot."""
 
     def connect(
         self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd: ...
+    ) -> SendEnd:
+        """Blocks until both ends stand. Raises TransferError."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Faults:
+    """What a test makes go wrong at the sending end of any transport. Segments count from 0, over all its pairs."""
+
+    delay_s: float = 0.0  # before each segment
+    corrupt: frozenset[int] = frozenset()  # these segments arrive with bytes that are not theirs
+    drop: frozenset[int] = frozenset()  # these are announced but never moved
+    drop_all: bool = False
+    fail: frozenset[int] = frozenset()  # sending these raises TransferError
+    before_send: Callable[[Segment], None] | None = None  # called in the sender's thread
+    sent: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """The limits a pair keeps, and the transports it may use, the preferred first."""
+
+    transports: tuple[str, ...] = ("shared_memory", "process_group")
+    checksums: bool = True
+    layers_per_group: int = 0
+    transfer_timeout_s: float = 5.0
+    max_resends: int = 2
+    faults: Faults | None = None
+
+    @classmethod
+    def from_worker(cls, options: WorkerOptions, faults: Faults | None = None) -> TransferOptions:
+        return cls(
+            transports=options.transports,
+            checksums=options.checksums,
+            layers_per_group=options.layers_per_group,
+            transfer_timeout_s=options.transfer_timeout_s,
+            max_resends=options.max_resends,
+            faults=faults,
+        )

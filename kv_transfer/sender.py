@@ -1,0 +1,554 @@
+"""HandoffPeer is a prefill worker's side of its pair with one decode worker; Handoff is one request's way through it.
+
+    reserve -> (stalled) -> granted -> segments, as layers are computed -> commit -> receipt
+                                    \\-> abort, from anywhere
+
+The control stream lives in the event loop; the bytes are moved by one thread for each pair. The engine's thread only
+calls `Handoff.segment_ready`. The source pages are the caller's: they must stay as they are until `commit` has
+returned or raised, or `abort` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from engine.rpc import PROTOCOL_VERSION, host_id, open_channel, secret_metadata
+from kv_transfer.base import Faults as Faults
+from kv_transfer.base import SendEnd, TransferError
+from kv_transfer.base import TransferOptions as TransferOptions
+from kv_transfer.memory import KvMemory
+from kv_transfer.plan import Parallel, plan_transfer
+from kv_transfer.sending import Job, Lane, SendThread, Sent, cut_job
+from kv_transfer.transports.faulty import FaultySendEnd
+from kv_transfer.transports.registry import load_transport
+from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
+
+CLOSE_TIMEOUT_S = 2.0
+ANSWER_TIMEOUTS = 3  # an answer may wait behind this many transfers
+
+
+class HandoffDenied(Exception):
+    """The decode worker will not take the request, or no longer."""
+
+    def __init__(self, reason: str, *, retryable: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retryable = retryable
+
+
+class HandoffLost(Exception):
+    """The pair broke; its peer must be connected anew."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class HandoffFailed(Exception):
+    """The bytes did not arrive whole, however often they were sent. The pair still stands; the lease is over."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class HandoffRefused(Exception):
+    """The two workers do not fit together: one sentence with both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    pages: tuple[int, ...]
+    cached_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    layers: range
+    page_begin: int
+    page_end: int
+    src_pages: tuple[int, ...]
+
+
+class Handoff:
+    """One request's pages on their way. Made by HandoffPeer.reserve; used in the event loop but for segment_ready."""
+
+    def __init__(self, peer: HandoffPeer, lease_id: int, on_stalled: Callable[[str], None]) -> None:
+        self.lease_id = lease_id
+        self.lane = Lane()
+        self._peer = peer
+        self._on_stalled = on_stalled
+        self._granted: asyncio.Future[Grant] = _quiet_future()
+        self._answer: asyncio.Future[worker_pb2.Receipt] = _quiet_future()
+        self._ready_lock = threading.Lock()
+        self._ready: list[_Ready] = []  # segments that came before the grant
+        self._sent: list[Job] = []  # by segment number
+        self._bytes_sent = 0
+        self._transfer_s = 0.0
+        self._error: Exception | None = None  # why this is over, if it is over badly
+        self.is_over = False
+        self.was_answered = False
+
+    async def granted(self) -> Grant:
+        """Wait for pages. Raises HandoffDenied or HandoffLost."""
+        return await asyncio.shield(self._granted)
+
+    def segment_ready(self, layers: range, page_begin: int, page_end: int, src_pages: Sequence[int]) -> None:
+        """The KV of token pages page_begin .. page_end - 1 in `layers` stands in src_pages, in that order.
+
+        From any thread; returns at once. What comes before the grant is kept; what the peer has cached is skipped.
+        """
+        assert len(src_pages) == page_end - page_begin, "src_pages must name one page for each token page"
+        ready = _Ready(layers, page_begin, page_end, tuple(src_pages))
+        with self._ready_lock:
+            if not self._granted.done():
+                self._ready.append(ready)
+                return
+        self._enqueue(ready)
+
+    async def commit(self, *, token_id: int, num_tokens: int, computed_ns: int) -> generate_pb2.HandoffReceipt:
+        """Wait until all segments stand in the peer's pages and it has said so; segments that it calls bad go again.
+
+        `computed_ns`: time.monotonic_ns() when the last layer was computed. Raises HandoffDenied (the lease ended),
+        HandoffLost, HandoffFailed.
+        """
+        grant = await self.granted()
+        for resends_left in range(self._peer.options.max_resends, -1, -1):
+            receipt = await self._commit_once(token_id, num_tokens, computed_ns)
+            if receipt.ok:
+                self._finish()
+                return self._receipt(grant, receipt, computed_ns)
+            if not receipt.bad_segments or not resends_left:
+                break
+            for number in receipt.bad_segments:
+                self._resend(self._sent[number])
+        reason = f"{self._peer.name}: {receipt.reason}"
+        await self.abort(reason)
+        raise HandoffFailed(reason)
+
+    async def abort(self, reason: str) -> None:
+        """Give up. Returns when nothing more will be written, so that the source pages may be used again."""
+        if self.is_over:
+            return
+        self._finish()
+        self._fail(HandoffDenied(reason, retryable=False))
+        await self._peer.stop_lane(self.lane)
+        self._peer.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self._peer.forget(self)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        for future in (self._granted, self._answer):
+            if not future.done():
+                future.set_exception(self._error)
+
+    async def _commit_once(self, token_id: int, num_tokens: int, computed_ns: int) -> worker_pb2.Receipt:
+        if self._answer.done() and self._error is None:
+            self._answer = _quiet_future()
+        await self._peer.drained_or(self._answer)
+        if self._error is not None:
+            raise self._error
+        self._peer.write(
+            commit=worker_pb2.Commit(
+                lease_id=self.lease_id,
+                segments=len(self._sent),
+                token_id=token_id,
+                num_tokens=num_tokens,
+                computed_ns=computed_ns,
+            )
+        )
+        return await self._peer.answer_in_time(self._answer, "receipt")
+
+    def _resend(self, job: Job) -> None:
+        self._peer.thread.put(
+            Job(
+                lane=job.lane,
+                lease_id=job.lease_id,
+                layers=job.layers,
+                page_begin=job.page_begin,
+                page_end=job.page_end,
+                src_pages=job.src_pages,
+                dst_pages=job.dst_pages,
+                resend=True,
+            )
+        )
+
+    def _receipt(self, grant: Grant, receipt: worker_pb2.Receipt, computed_ns: int) -> generate_pb2.HandoffReceipt:
+        return generate_pb2.HandoffReceipt(
+            transport=self._peer.transport if self._sent else "",
+            pages=receipt.pages,
+            bytes=receipt.bytes,
+            checksums_ok=self._peer.options.checksums,
+            cached_pages=grant.cached_pages,
+            resends=sum(job.resend for job in self._sent),
+            transfer_s=self._transfer_s,
+            exposed_s=max(0.0, (time.monotonic_ns() - computed_ns) / 1e9),
+        )
+
+    def _enqueue(self, ready: _Ready) -> None:
+        if self._granted.cancelled() or self._granted.exception() is not None:
+            return
+        grant = self._granted.result()
+        begin = max(ready.page_begin, grant.cached_pages)
+        assert ready.page_end <= len(grant.pages), f"page {ready.page_end} of a lease with {len(grant.pages)} pages"
+        src_pages = ready.src_pages[begin - ready.page_begin :]
+        for layers, index in self._peer.cut(ready.layers, ready.page_end - begin):
+            self._peer.thread.put(
+                Job(
+                    lane=self.lane,
+                    lease_id=self.lease_id,
+                    layers=layers,
+                    page_begin=begin + index.start,
+                    page_end=begin + index.stop,
+                    src_pages=src_pages[index.start : index.stop],
+                    dst_pages=grant.pages[begin + index.start : begin + index.stop],
+                )
+            )
+
+    # --- what the peer says, in the event loop ---
+
+    def on_granted(self, grant: Grant) -> None:
+        self.was_answered = True
+        with self._ready_lock:
+            if not self._granted.done():
+                self._granted.set_result(grant)
+            ready, self._ready = self._ready, []
+        for entry in ready:
+            self._enqueue(entry)
+
+    def on_queued(self, reason: str) -> None:
+        self.was_answered = True
+        self._on_stalled(reason)
+
+    def on_over(self, error: Exception) -> None:
+        """Denied, ended by the peer, or the pair is lost."""
+        self._finish()
+        self._fail(error)
+
+    def on_receipt(self, receipt: worker_pb2.Receipt) -> None:
+        if not self._answer.done():
+            self._answer.set_result(receipt)
+
+    def on_sent(self, sent: Sent) -> None:
+        self._sent.append(sent.job)
+        self._bytes_sent += sent.nbytes
+        self._transfer_s += sent.transfer_s
+
+
+class HandoffPeer:
+    """The pair with one decode worker. Made by `connect`; used in the event loop."""
+
+    def __init__(
+        self,
+        target: worker_pb2.WorkerAddress,
+        memory: KvMemory,
+        options: TransferOptions,
+        channel: grpc.aio.Channel,
+        call: Any,
+        transport: str,
+        end: SendEnd,
+    ) -> None:
+        self.name = target.name
+        self.memory = memory
+        self.options = options
+        self.transport = transport
+        self.is_lost = False
+        self.lost_reason = ""
+        self.on_lost: Callable[[str], None] | None = None
+        self._channel = channel
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._handoffs: dict[int, Handoff] = {}
+        self._last_lease_id = 0
+        self._plan = plan_transfer(Parallel(), Parallel(), memory.layout.num_layers, memory.layout.layers[0].kv_heads)
+        self._outgoing: asyncio.Queue[worker_pb2.PrefillMessage | None] = asyncio.Queue()
+        self.thread = SendThread(
+            end,
+            memory,
+            name=f"kv-send-{target.name}",
+            checksums=options.checksums,
+            on_sent=lambda sent: self._in_loop(self._on_sent, sent),
+            on_error=lambda reason: self._in_loop(self._lose, reason),
+        )
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    @classmethod
+    async def connect(
+        cls,
+        target: worker_pb2.WorkerAddress,
+        *,
+        me: worker_pb2.WorkerAddress,
+        model_fingerprint: str,
+        memory: KvMemory,
+        secret: str,
+        options: TransferOptions,
+        host: str,
+    ) -> HandoffPeer:
+        """Open the pair, over the first transport that both sides can use. `host`: this worker's own address.
+
+        Raises HandoffRefused (the two do not fit together) or HandoffLost (the peer is not there).
+        """
+        names, failures = list(options.transports), list[str]()
+        while names:
+            hello = _hello(me, model_fingerprint, memory, names)
+            channel = open_channel(target.address)
+            try:
+                call, welcome = await _shake_hands(channel, target, hello, secret, options.transfer_timeout_s)
+                end = await _open_transport(welcome, memory, target.name, host, options)
+            except TransferError as error:
+                failures.append(f"{welcome.transport}: {error}")
+                names.remove(welcome.transport)
+                await channel.close()
+            except BaseException:
+                await channel.close()
+                raise
+            else:
+                return cls(target, memory, options, channel, call, welcome.transport, end)
+        raise HandoffRefused(f"no transport works between {me.name} and {target.name}: {'; '.join(failures)}")
+
+    def reserve(self, request: worker_pb2.RequestState, *, on_stalled: Callable[[str], None]) -> Handoff:
+        """Ask for pages for a request. `on_stalled(reason)` is called once if they must be waited for."""
+        if self.is_lost:
+            raise HandoffLost(self.lost_reason)
+        self._last_lease_id += 1
+        handoff = Handoff(self, self._last_lease_id, on_stalled)
+        self._handoffs[handoff.lease_id] = handoff
+        self.write(reserve=worker_pb2.Reserve(lease_id=handoff.lease_id, request=request))
+        answer_s = ANSWER_TIMEOUTS * self.options.transfer_timeout_s
+        self._loop.call_later(answer_s, self._lose_if_unanswered, handoff, answer_s)
+        return handoff
+
+    async def close(self) -> None:
+        """Abort what is under way and end the pair. Nothing is written after this."""
+        await asyncio.gather(*(handoff.abort("the prefill worker is stopping") for handoff in self._live()))
+        self.thread.close()
+        await asyncio.to_thread(self.thread.join, CLOSE_TIMEOUT_S)
+        self.on_lost = None
+        self._outgoing.put_nowait(None)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._tasks[1]), CLOSE_TIMEOUT_S)
+        self._lose("the pair is closed")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    # --- for Handoff ---
+
+    def write(self, **kind: Any) -> None:
+        """Queue one message to the peer; dropped when the pair is lost."""
+        if not self.is_lost:
+            self._outgoing.put_nowait(worker_pb2.PrefillMessage(**kind))
+
+    def forget(self, handoff: Handoff) -> None:
+        self._handoffs.pop(handoff.lease_id, None)
+
+    def cut(self, layers: range, num_pages: int) -> list[tuple[range, range]]:
+        """(layers, index range of the pages) of the segments that carry `layers` of num_pages pages to the peer."""
+        return [
+            segment
+            for piece in self._plan
+            for segment in cut_job(
+                self.memory.layout,
+                range(max(layers.start, piece.layers.start), min(layers.stop, piece.layers.stop)),
+                max(0, num_pages),
+            )
+        ]
+
+    async def stop_lane(self, lane: Lane) -> None:
+        """Returns when nothing of the lane is being written, nor will be."""
+        idle = self._loop.create_future()
+        self.thread.stop_lane(lane, lambda: self._in_loop(_set_done, idle))
+        await idle
+
+    async def drained_or(self, answer: asyncio.Future[worker_pb2.Receipt]) -> None:
+        """Returns when all jobs put so far are sent, or when `answer` is there already because the lease is over."""
+        drained = self._loop.create_future()
+        self.thread.call_when_drained(lambda: self._in_loop(_set_done, drained))
+        await asyncio.wait({drained, answer}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def answer_in_time(self, answer: asyncio.Future[worker_pb2.Receipt], what: str) -> worker_pb2.Receipt:
+        limit_s = ANSWER_TIMEOUTS * self.options.transfer_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.shield(answer), limit_s)
+        except TimeoutError:
+            self._lose(f"{self.name} sent no {what} for {limit_s:g} s")
+            raise HandoffLost(self.lost_reason) from None
+
+    # --- the stream ---
+
+    async def _write(self) -> None:
+        try:
+            while (message := await self._outgoing.get()) is not None:
+                await self._call.write(message)
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader says why
+
+    async def _read(self) -> None:
+        try:
+            with suppress(grpc.aio.AioRpcError):
+                while (message := await self._call.read()) is not grpc.aio.EOF:
+                    self._on_message(message)
+            code, details = await self._call.code(), await self._call.details()
+            self._lose(f"{self.name} ended the pair: {details or code.name}")
+        except asyncio.CancelledError:
+            self._lose("the pair is closed")
+
+    def _on_message(self, message: worker_pb2.DecodeMessage) -> None:
+        kind = message.WhichOneof("kind")
+        body: Any = getattr(message, kind) if kind else None
+        handoff = self._handoffs.get(getattr(body, "lease_id", 0))
+        if kind == "ended":
+            self._on_ended(handoff, body)
+        elif handoff is None:
+            pass  # an answer to what was given up meanwhile
+        elif kind == "granted":
+            handoff.on_granted(Grant(tuple(body.pages), body.cached_pages))
+        elif kind == "queued":
+            handoff.on_queued(body.reason)
+        elif kind == "denied":
+            handoff.on_over(HandoffDenied(body.reason, retryable=body.retryable))
+        elif kind == "receipt":
+            handoff.on_receipt(body)
+
+    def _on_ended(self, handoff: Handoff | None, ended: worker_pb2.LeaseEnded) -> None:
+        """The fence: say Stopped once nothing of the lease is being written. After our abort it was said already."""
+        if handoff is None:
+            return
+        handoff.on_over(HandoffDenied(ended.reason, retryable=False))
+        stopped = worker_pb2.Stopped(lease_id=ended.lease_id)
+        self.thread.stop_lane(handoff.lane, lambda: self._in_loop(lambda: self.write(stopped=stopped)))
+
+    def _on_sent(self, sent: Sent) -> None:
+        job = sent.job
+        handoff = self._handoffs.get(job.lease_id)
+        if handoff is not None:
+            handoff.on_sent(sent)
+        number, job.lane.num_announced = job.lane.num_announced, job.lane.num_announced + 1
+        self.write(
+            announce=worker_pb2.Announce(
+                lease_id=job.lease_id,
+                segment=number,
+                layer_begin=job.layers.start,
+                layer_end=job.layers.stop,
+                page_begin=job.page_begin,
+                page_end=job.page_end,
+                bytes=sent.nbytes,
+                checksum=sent.checksum or 0,
+                checksum_off=sent.checksum is None,
+                resend=job.resend,
+                transfer_seq=sent.seq,
+                transfer_s=sent.transfer_s,
+            )
+        )
+
+    def _lose_if_unanswered(self, handoff: Handoff, after_s: float) -> None:
+        if not handoff.is_over and not handoff.was_answered:
+            self._lose(f"{self.name} did not answer a reservation for {after_s:g} s")
+
+    def _lose(self, reason: str) -> None:
+        if self.is_lost:
+            return
+        self.is_lost, self.lost_reason = True, reason
+        self.thread.abort()
+        for handoff in self._live():
+            handoff.on_over(HandoffLost(reason))
+        self._call.cancel()
+        self._outgoing.put_nowait(None)
+        if self.on_lost is not None:
+            self.on_lost(reason)
+
+    def _live(self) -> list[Handoff]:
+        return list(self._handoffs.values())
+
+    def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(call, *args)
+
+
+def _quiet_future() -> asyncio.Future[Any]:
+    """A future whose exception nobody has to fetch."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _hello(
+    me: worker_pb2.WorkerAddress, model_fingerprint: str, memory: KvMemory, transports: Sequence[str]
+) -> worker_pb2.HandoffHello:
+    return worker_pb2.HandoffHello(
+        worker=me,
+        protocol_version=PROTOCOL_VERSION,
+        model_fingerprint=model_fingerprint,
+        layout=memory.layout.signature,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        transports=transports,
+        pid=os.getpid(),
+        host_id=host_id(),
+    )
+
+
+async def _shake_hands(
+    channel: grpc.aio.Channel,
+    target: worker_pb2.WorkerAddress,
+    hello: worker_pb2.HandoffHello,
+    secret: str,
+    timeout_s: float,
+) -> tuple[Any, worker_pb2.HandoffWelcome]:
+    stub: Any = worker_pb2_grpc.HandoffStub  # grpc generates no types
+    call = stub(channel).Connect(metadata=secret_metadata(secret))
+    try:
+        async with asyncio.timeout(timeout_s):
+            with suppress(asyncio.InvalidStateError):  # refused before the hello was out: read says why
+                await call.write(worker_pb2.PrefillMessage(hello=hello))
+            answer = await call.read()
+            if answer is grpc.aio.EOF:
+                raise _refusal(target, await call.code(), await call.details())
+    except TimeoutError:
+        call.cancel()
+        raise HandoffLost(f"{target.name} at {target.address} did not answer for {timeout_s:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise _refusal(target, error.code(), error.details()) from error
+    if target.incarnation and answer.welcome.worker.incarnation != target.incarnation:
+        call.cancel()
+        raise HandoffLost(f"{target.name} at {target.address} was restarted")
+    return call, answer.welcome
+
+
+def _refusal(target: worker_pb2.WorkerAddress, code: Any, details: str | None) -> Exception:
+    reason = f"{target.name} at {target.address}: {details or code.name}"
+    refused = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+    return HandoffRefused(reason) if code in refused else HandoffLost(reason)
+
+
+async def _open_transport(
+    welcome: worker_pb2.HandoffWelcome, memory: KvMemory, peer: str, host: str, options: TransferOptions
+) -> SendEnd:
+    transport = load_transport(welcome.transport)
+    end = await asyncio.to_thread(
+        transport.connect,
+        memory,
+        dict(welcome.transport_params),
+        peer=peer,
+        host=host,
+        timeout_s=options.transfer_timeout_s,
+    )
+    return FaultySendEnd(end, memory, options.faults) if options.faults is not None else end

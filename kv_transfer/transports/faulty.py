@@ -1,0 +1,53 @@
+"""FaultySendEnd makes any transport go wrong in the ways that a test asks for (base.Faults). Never used otherwise."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from kv_transfer.base import Faults, Segment, SendEnd, TransferError
+from kv_transfer.memory import KvMemory
+
+
+class FaultySendEnd:
+    def __init__(self, inner: SendEnd, memory: KvMemory, faults: Faults) -> None:
+        self._inner = inner
+        self._memory = memory
+        self._faults = faults
+
+    @property
+    def one_sided(self) -> bool:
+        return self._inner.one_sided
+
+    def send(self, segment: Segment) -> None:
+        faults = self._faults
+        number, faults.sent = faults.sent, faults.sent + 1
+        if faults.before_send is not None:
+            faults.before_send(segment)
+        if faults.delay_s:
+            time.sleep(faults.delay_s)
+        if number in faults.fail:
+            raise TransferError(f"segment {number} fails because a test asked for it")
+        if faults.drop_all or number in faults.drop:
+            return
+        self._inner.send(self._corrupted(segment) if number in faults.corrupt else segment)
+
+    def _corrupted(self, segment: Segment) -> Segment:
+        """The segment with its first page read from a wrong place. The source's bytes stay as they are: the engine
+        may be reading them."""
+        pages = list(segment.src_pages)
+        keys = self._memory.k(segment.layers.start).flatten(1).view(torch.uint8)
+        differs = (keys != keys[pages[0]]).any(1)
+        pages[0] = int(differs.nonzero()[0])
+        return replace(segment, src_pages=pages)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()

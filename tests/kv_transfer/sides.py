@@ -1,0 +1,167 @@
+"""What the transfer tests share: memories full of random bytes, and one prefill and one decode side over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc.aio
+import torch
+
+from engine.rpc import bind, make_server
+from kv_transfer.base import TransferOptions
+from kv_transfer.layout import KvLayout, LayerKv
+from kv_transfer.memory import KvMemory
+from kv_transfer.receiver import Denied, Granted, HandoffServicer, Queued
+from kv_transfer.sender import Handoff, HandoffPeer
+from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
+
+SECRET = "open sesame"
+PAGE_SIZE = 4
+LAYERS = (LayerKv(2, 8, 8), LayerKv(2, 24, 16), LayerKv(1, 8, 4))  # widths differ, and K from V
+
+
+def random_memory(num_pages: int, *, layers: tuple[LayerKv, ...] = LAYERS, seed: int = 0) -> KvMemory:
+    memory = KvMemory(KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=layers, num_pages=num_pages))
+    memory.bytes.random_(generator=torch.Generator().manual_seed(seed))
+    return memory
+
+
+def snapshot(memory: KvMemory) -> list[torch.Tensor]:
+    """K and V of each layer as bytes, [num_pages, bytes]."""
+    parts = [part for i in range(memory.layout.num_layers) for part in (memory.k(i), memory.v(i))]
+    return [part.flatten(1).view(torch.uint8).clone() for part in parts]
+
+
+def assert_pages_moved(
+    before: list[torch.Tensor], source: KvMemory, target: KvMemory, layers: range, src: list[int], dst: list[int]
+) -> None:
+    """target is what it was `before`, but for `layers` of dst, which are src's of source."""
+    for i, (old, new, sent) in enumerate(zip(before, snapshot(target), snapshot(source), strict=True)):
+        wanted = old.clone()
+        if i // 2 in layers:
+            wanted[dst] = sent[src]
+        assert torch.equal(new, wanted), f"{'KV'[i % 2]} of layer {i // 2} differs"
+
+
+def request(name: str, num_tokens: int, attempt: int = 1) -> worker_pb2.RequestState:
+    return worker_pb2.RequestState(request_id=name, router_id="r", prompt_ids=range(num_tokens), attempt=attempt)
+
+
+@dataclass
+class PageHost:
+    """A ReservationHost with a plain pool of pages, handed out in random order; records what it is told."""
+
+    num_pages: int
+    cached_pages: int = 0
+    answer: Callable[[worker_pb2.RequestState], Granted | Queued | Denied] | None = None
+    free: set[int] = field(default_factory=set)
+    held: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    committed: dict[str, tuple[int, int, generate_pb2.HandoffReceipt]] = field(default_factory=dict)
+    released: list[tuple[str, int, str]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.free = set(range(self.num_pages))
+
+    def reserve(self, request: worker_pb2.RequestState) -> Granted | Queued | Denied:
+        if self.answer is not None:
+            return self.answer(request)
+        return self.take(request)
+
+    def take(self, request: worker_pb2.RequestState) -> Granted:
+        count = -(-(len(request.prompt_ids) + len(request.output_ids)) // PAGE_SIZE)
+        pages = tuple(random.Random(request.request_id).sample(sorted(self.free), count))
+        self.free -= set(pages)
+        self.held[request.request_id, request.attempt] = pages
+        return Granted(pages, min(self.cached_pages, count))
+
+    def on_committed(
+        self, request: worker_pb2.RequestState, token_id: int, num_tokens: int, receipt: generate_pb2.HandoffReceipt
+    ) -> None:
+        self.committed[request.request_id] = (token_id, num_tokens, receipt)
+        self.changed.set()
+
+    def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
+        pages = self.held.pop((request.request_id, request.attempt), ())
+        assert not self.free & set(pages), "a page came back twice"
+        self.free |= set(pages)
+        self.released.append((request.request_id, request.attempt, reason))
+        self.changed.set()
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_true():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass
+class DecodeSide:
+    servicer: HandoffServicer
+    host: PageHost
+    memory: KvMemory
+    address: worker_pb2.WorkerAddress
+    server: grpc.aio.Server
+
+
+@asynccontextmanager
+async def decode_side(
+    options: TransferOptions,
+    *,
+    memory: KvMemory | None = None,
+    fingerprint: str = "m",
+    lease_ttl_s: float = 30.0,
+    cached_pages: int = 0,
+) -> AsyncIterator[DecodeSide]:
+    memory = memory or random_memory(37, seed=2)
+    host = PageHost(memory.layout.num_pages, cached_pages=cached_pages)
+    server = make_server(SECRET, ["kvrelay.v1.Handoff"])
+    port = bind(server, "127.0.0.1", 0)
+    address = worker_pb2.WorkerAddress(name="decode-0", address=f"127.0.0.1:{port}", incarnation="d1")
+    servicer = HandoffServicer(
+        host,
+        memory=memory,
+        me=address,
+        model_fingerprint=fingerprint,
+        options=replace(options, faults=None),
+        lease_ttl_s=lease_ttl_s,
+        address_host="127.0.0.1",
+    )
+    worker_pb2_grpc.add_HandoffServicer_to_server(servicer, server)
+    await server.start()
+    try:
+        yield DecodeSide(servicer, host, memory, address, server)
+        servicer.check_invariants()
+    finally:
+        await servicer.close()
+        await server.stop(0)
+
+
+async def connect(
+    decode: DecodeSide,
+    options: TransferOptions,
+    memory: KvMemory,
+    *,
+    name: str = "prefill-0",
+    fingerprint: str = "m",
+    secret: str = SECRET,
+) -> HandoffPeer:
+    return await HandoffPeer.connect(
+        decode.address,
+        me=worker_pb2.WorkerAddress(name=name, address="127.0.0.1:1", incarnation="p1"),
+        model_fingerprint=fingerprint,
+        memory=memory,
+        secret=secret,
+        options=options,
+        host="127.0.0.1",
+    )
+
+
+def send_all(handoff: Handoff, memory: KvMemory, pages: list[int]) -> None:
+    """Every layer of the pages, layer by layer, as prefill does."""
+    for layer in range(memory.layout.num_layers):
+        handoff.segment_ready(range(layer, layer + 1), 0, len(pages), pages)

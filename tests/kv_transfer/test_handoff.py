@@ -1,0 +1,307 @@
+"""A prefill and a decode side over real gRPC on the loopback address: what is promised of a handoff."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+
+from kv_transfer.base import Faults, TransferOptions
+from kv_transfer.layout import LayerKv
+from kv_transfer.receiver import Denied, Queued
+from kv_transfer.sender import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer, HandoffRefused
+from kv_transfer.transports import shared_memory
+from tests.kv_transfer.sides import (
+    PAGE_SIZE,
+    DecodeSide,
+    assert_pages_moved,
+    connect,
+    decode_side,
+    random_memory,
+    request,
+    send_all,
+    snapshot,
+)
+
+TRANSPORTS = ["loopback", "shared_memory", "process_group"]
+
+
+def no_stall(reason: str) -> None:
+    raise AssertionError(f"stalled: {reason}")
+
+
+def options(transport: str = "shared_memory", **kwargs: object) -> TransferOptions:
+    return TransferOptions(transports=(transport,), **kwargs)  # type: ignore[arg-type]
+
+
+async def hand_off(decode: DecodeSide, peer: HandoffPeer, name: str = "a", num_pages: int = 9) -> None:
+    """One request, checked to the last byte."""
+    src = random.Random(name).sample(range(peer.memory.layout.num_pages), num_pages)
+    before = snapshot(decode.memory)
+    handoff = peer.reserve(request(name, num_pages * PAGE_SIZE - 1), on_stalled=no_stall)
+    send_all(handoff, peer.memory, src)
+    receipt = await handoff.commit(token_id=7, num_tokens=num_pages * PAGE_SIZE - 1, computed_ns=time.monotonic_ns())
+    dst = list(decode.host.held[name, 1])
+    assert_pages_moved(before, peer.memory, decode.memory, range(peer.memory.layout.num_layers), src, dst)
+    assert receipt.pages == num_pages
+    assert receipt.bytes == num_pages * peer.memory.layout.page_bytes()
+    assert receipt.checksums_ok == peer.options.checksums
+    token_id, num_tokens, theirs = decode.host.committed[name]
+    assert (token_id, num_tokens) == (7, num_pages * PAGE_SIZE - 1)
+    assert (theirs.pages, theirs.bytes, theirs.resends) == (receipt.pages, receipt.bytes, receipt.resends)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("checksums", [True, False])
+async def test_good_handoff(transport: str, checksums: bool) -> None:
+    chosen = options(transport, checksums=checksums)
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        assert peer.transport == transport
+        await hand_off(decode, peer, "a")
+        await hand_off(decode, peer, "b")
+        assert decode.servicer.counters["receipts_good"] == 2
+        assert decode.servicer.leased_pages == 0
+        await peer.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_damaged_segment_is_caught_and_sent_again(transport: str) -> None:
+    chosen = options(transport, faults=Faults(corrupt=frozenset({1})))
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        await hand_off(decode, peer)
+        assert decode.host.committed["a"][2].resends == 1
+        counters = decode.servicer.counters
+        assert (counters["receipts_bad"], counters["receipts_good"], counters["resends"]) == (1, 1, 1)
+        await peer.close()
+
+
+async def test_transfer_that_never_happens_fails() -> None:
+    chosen = options(faults=Faults(drop_all=True), max_resends=1)
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        send_all(handoff, peer.memory, [3, 5])
+        with pytest.raises(HandoffFailed, match="2 of 2 pages are not whole: 3 of 6 segments damaged"):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=time.monotonic_ns())
+        await decode.host.until(lambda: len(decode.host.released) == 1)
+        assert len(decode.host.free) == 37
+        assert not decode.host.committed
+        assert decode.servicer.counters["receipts_bad"] == 2
+        await peer.close()
+
+
+async def test_segments_that_were_not_announced_are_missed() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        handoff.segment_ready(range(2), 0, 2, [3, 5])
+        handoff.segment_ready(range(2, 3), 0, 1, [3])
+        with pytest.raises(HandoffFailed, match="1 of 2 pages are not whole: nothing was announced"):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=time.monotonic_ns())
+        await decode.host.until(lambda: len(decode.host.free) == 37)
+        await peer.close()
+
+
+async def test_lease_without_progress_gives_its_pages_back() -> None:
+    async with decode_side(options(), lease_ttl_s=0.05) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 30), on_stalled=no_stall)
+        await handoff.granted()
+        await decode.host.until(lambda: len(decode.host.released) == 1)
+        assert len(decode.host.free) == 37
+        assert decode.servicer.counters["leases_expired"] == 1
+        with pytest.raises(HandoffDenied, match=r"no progress for 0\.05 s"):
+            await handoff.commit(token_id=1, num_tokens=30, computed_ns=0)
+        await peer.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_cancel_during_a_transfer_waits_for_the_fence(transport: str) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        entered.set()
+        assert go_on.wait(20)
+
+    chosen = options(transport, faults=Faults(before_send=hold))
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        send_all(handoff, peer.memory, [3, 5])
+        await asyncio.to_thread(entered.wait, 20)
+        decode.servicer.end("a", "the client went away")
+        decode.servicer.check_invariants()
+        with pytest.raises(HandoffDenied, match="the client went away"):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
+        if transport == "process_group":
+            assert len(decode.host.free) == 37  # only the receiver writes there, and it was told
+        else:
+            assert decode.servicer.leased_pages == 2
+            assert not decode.host.released
+        go_on.set()
+        await decode.host.until(lambda: len(decode.host.free) == 37)
+        await hand_off(decode, peer, "b")
+        await peer.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_same_request_may_come_again_after_an_abort(transport: str) -> None:
+    async with decode_side(options(transport)) as decode:
+        peer = await connect(decode, options(transport), random_memory(50, seed=1))
+        first = peer.reserve(request("a", 33), on_stalled=no_stall)
+        send_all(first, peer.memory, list(range(9)))
+        await first.granted()
+        await first.abort("the engine failed")
+        with pytest.raises(HandoffDenied, match="the engine failed"):
+            await first.commit(token_id=1, num_tokens=8, computed_ns=0)
+        await hand_off(decode, peer, "a")
+        assert decode.host.released == [("a", 1, "prefill-0 gave up: the engine failed")]
+        await peer.close()
+
+
+async def test_queued_reservation_is_granted_later() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        decode.host.answer = lambda _: Queued("decode-0: 0 of 37 pages free")
+        stalls: list[str] = []
+        wanted = request("a", 8)
+        handoff = peer.reserve(wanted, on_stalled=stalls.append)
+        send_all(handoff, peer.memory, [3, 5])
+        other = peer.reserve(request("b", 8), on_stalled=stalls.append)
+        third = peer.reserve(request("c", 8), on_stalled=stalls.append)
+        async with asyncio.timeout(20):
+            while len(stalls) < 3:
+                await asyncio.sleep(0)
+        assert stalls == ["decode-0: 0 of 37 pages free"] * 3
+        decode.servicer.grant("a", 1, decode.host.take(wanted))
+        decode.servicer.deny("b", 1, "it will never fit", retryable=True)
+        decode.servicer.end("c", "cancelled")
+        receipt = await handoff.commit(token_id=1, num_tokens=8, computed_ns=time.monotonic_ns())
+        assert receipt.pages == 2
+        with pytest.raises(HandoffDenied, match="it will never fit") as denied:
+            await other.granted()
+        assert denied.value.retryable
+        with pytest.raises(HandoffDenied, match="cancelled"):
+            await third.granted()
+        assert decode.host.released == [("c", 1, "cancelled")]
+        await peer.close()
+
+
+async def test_queued_reservation_of_a_lost_sender_is_dropped() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        decode.host.answer = lambda _: Queued("full")
+        stalled = asyncio.Event()
+        peer.reserve(request("a", 8), on_stalled=lambda _: stalled.set())
+        await stalled.wait()
+        await peer.close()
+        await decode.host.until(lambda: len(decode.host.released) == 1)
+
+
+async def test_denied() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        decode.host.answer = lambda _: Denied("99 pages wanted, 37 there", retryable=False)
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        with pytest.raises(HandoffDenied, match="99 pages wanted") as denied:
+            await handoff.granted()
+        assert not denied.value.retryable
+        await peer.close()
+
+
+@pytest.mark.parametrize("cached", [3, 9])
+async def test_cached_pages_are_not_written(cached: int) -> None:
+    async with decode_side(options(), cached_pages=cached) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        before = snapshot(decode.memory)
+        handoff = peer.reserve(request("a", 36), on_stalled=no_stall)
+        src = list(range(10, 19))
+        assert (await handoff.granted()).cached_pages == cached
+        for layer in range(3):
+            handoff.segment_ready(range(layer, layer + 1), 0, 4, src[:4])
+            handoff.segment_ready(range(layer, layer + 1), 4, 9, src[4:])
+        receipt = await handoff.commit(token_id=1, num_tokens=36, computed_ns=time.monotonic_ns())
+        assert (receipt.pages, receipt.cached_pages) == (9 - cached, cached)
+        assert receipt.transport == ("" if cached == 9 else "shared_memory")
+        dst = list(decode.host.held["a", 1])
+        assert_pages_moved(before, peer.memory, decode.memory, range(3), src[cached:], dst[cached:])
+        await peer.close()
+
+
+async def test_closing_the_sender_gives_pages_back() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 30), on_stalled=no_stall)
+        await handoff.granted()
+        await peer.close()
+        await decode.host.until(lambda: len(decode.host.free) == 37)
+
+
+async def test_a_failing_transport_ends_the_pair_on_both_sides() -> None:
+    chosen = options(faults=Faults(fail=frozenset({1})))
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        told: list[str] = []
+        peer.on_lost = told.append
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        send_all(handoff, peer.memory, [3, 5])
+        with pytest.raises(HandoffLost, match="because a test asked"):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
+        assert peer.is_lost
+        assert len(told) == 1
+        with pytest.raises(HandoffLost):
+            peer.reserve(request("b", 8), on_stalled=no_stall)
+        await decode.host.until(lambda: len(decode.host.free) == 37)
+        again = await connect(decode, options(), random_memory(50, seed=1))
+        await hand_off(decode, again, "c")
+        await again.close()
+        await peer.close()
+
+
+async def test_a_receiver_that_goes_away_is_a_lost_pair() -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        await handoff.granted()
+        await decode.servicer.close()
+        with pytest.raises(HandoffLost, match="decode-0"):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
+        await peer.close()
+
+
+async def test_what_does_not_match_is_refused_with_both_values() -> None:
+    async with decode_side(options()) as decode:
+        memory = random_memory(50)
+        with pytest.raises(HandoffRefused, match=r"model fingerprint of decode-0 is m, but of prefill-0 other"):
+            await connect(decode, options(), memory, fingerprint="other")
+        narrow = random_memory(50, layers=(LayerKv(1, 8, 8),) * 3)
+        with pytest.raises(HandoffRefused, match=r"layers=1x\(2h,k8,v8\).*layers=3x\(1h,k8,v8\)"):
+            await connect(decode, options(), narrow)
+        with pytest.raises(HandoffRefused, match="decode-0 takes shared_memory, prefill-0 offers loopback"):
+            await connect(decode, options("loopback"), memory)
+        with pytest.raises(HandoffRefused, match="secret"):
+            await connect(decode, options(), memory, secret="wrong")
+    with pytest.raises(HandoffLost, match="decode-0 at"):
+        await connect(decode, options(), memory)
+
+
+async def test_a_transport_that_the_sender_cannot_open_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = TransferOptions(transports=("shared_memory", "loopback"))
+    offer = shared_memory.SharedMemoryTransport.offer
+
+    def offer_elsewhere(*args: object, **kwargs: object) -> object:
+        end = offer(*args, **kwargs)  # type: ignore[arg-type]
+        end._params["pid"] = "999999999"  # type: ignore[attr-defined]
+        return end
+
+    monkeypatch.setattr(shared_memory.SharedMemoryTransport, "offer", offer_elsewhere)
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        assert peer.transport == "loopback"
+        await hand_off(decode, peer)
+        await peer.close()
