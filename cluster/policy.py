@@ -178,10 +178,7 @@ class RouterPolicy:
         better = [d for d in self._decodes(request.shape) if d.view.name != stalled and d.free_pages >= request.pages]
         if not better:
             return None
-        if old := self._decode.get(stalled):
-            old.drop(request_id)
-        better[0].promise(request_id, request.pages)
-        request.decode = better[0].view.name
+        self._move(request, better[0].view.name)
         return request.decode
 
     def on_submitted(self, request_id: str, seq: int) -> None:
@@ -198,10 +195,14 @@ class RouterPolicy:
         self._leave_prefill(request)
         self._rate.append((now, request.work))
 
-    def on_handed_off(self, request_id: str) -> None:
-        """The decode worker holds its KV."""
-        if request := self._requests.get(request_id):
-            request.is_handed_off = True
+    def on_handed_off(self, request_id: str, decode: str) -> None:
+        """`decode` holds its KV. It may be another than was named last: a reassignment can come too late."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.is_handed_off = True
+        if decode != request.decode and decode in self._decode:
+            self._move(request, decode)
 
     def on_finished(self, request_id: str) -> None:
         self._forget(request_id)
@@ -312,6 +313,12 @@ class RouterPolicy:
             return 1.0
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
         return min(max(self._queued_tokens / max(tokens_per_s, 1.0), MIN_RETRY_S), MAX_RETRY_S)
+
+    def _move(self, request: RoutedRequest, decode: str) -> None:
+        if old := self._decode.get(request.decode):
+            old.drop(request.shape.id)
+        self._decode[decode].promise(request.shape.id, request.pages)
+        request.decode = decode
 
     def _leave_prefill(self, request: RoutedRequest) -> None:
         if worker := self._prefill.get(request.prefill):
