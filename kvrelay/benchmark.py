@@ -7,6 +7,7 @@ keeps the lengths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,27 +26,27 @@ from kvrelay.wire import build_request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The flags, as given. Lengths in tokens, times in seconds."""
+    """What `kvrelay bench` may be told; see its --help. Lengths in tokens, times in seconds."""
 
-    num_prompts: int
-    request_rate: float
-    burstiness: float
-    max_concurrency: int | None
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float
-    random_prefix_len: int
-    trace: Path | None
-    trace_timestamps: bool
-    trace_speedup: float
-    trace_scale: float
-    max_input_len: int | None
-    max_output_len: int | None
-    seed: int
-    ignore_eos: bool
-    temperature: float
-    num_warmups: int
-    timeout_s: float | None
+    num_prompts: int = 1000
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    trace: Path | None = None
+    trace_timestamps: bool = False
+    trace_speedup: float = 1.0
+    trace_scale: float = 1.0
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    seed: int = 0
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    num_warmups: int = 0
+    timeout_s: float | None = None
 
 
 def timed_shapes(settings: Settings) -> list[tuple[workload.Shape, float]]:

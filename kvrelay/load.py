@@ -89,10 +89,10 @@ async def _follow(
 ) -> None:
     stream = client.send(request, timeout_s=timeout_s)
     clock, times = time.perf_counter, outcome.token_times_s
-    async for delta in stream:
-        if delta.token_ids:
+    while (message := await stream.read()) is not None:
+        if message.token_ids:
             times.append(clock() - start_s)
-            outcome.output_len += len(delta.token_ids)
+            outcome.output_len += len(message.token_ids)
     if not times:
         raise KvrelayError("INTERNAL", "the answer ended without a token")
     answer = stream.completion()

@@ -48,14 +48,13 @@ class _Timed:
             return None
         return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
-    def _add(self, message: generate_pb2.GenerateResponse) -> Delta:
+    def _add(self, message: generate_pb2.GenerateResponse) -> None:
         self._fold.add(message)
         if message.token_ids and message.index == 0:
             self._num_tokens += len(message.token_ids)
             self._last_s = time.perf_counter()
             if self._first_s is None:
                 self._first_s = self._last_s
-        return delta_from(message)
 
 
 class Stream(_Timed):
@@ -73,13 +72,15 @@ class Stream(_Timed):
         if self._ended:
             raise StopIteration
         try:
-            return self._add(next(self._call))
+            message = next(self._call)
         except StopIteration:
             self._ended = True
             raise
         except grpc.RpcError as error:
             self._ended = True
             raise_kvrelay(error, self._endpoint)
+        self._add(message)
+        return delta_from(message)
 
     def close(self) -> None:
         self._ended = True
@@ -105,8 +106,15 @@ class AsyncStream(_Timed):
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        message = await self.read()
+        if message is None:
             raise StopAsyncIteration
+        return delta_from(message)
+
+    async def read(self) -> generate_pb2.GenerateResponse | None:
+        """The next message as it came, None at the end: for those who count tokens and want nothing made of them."""
+        if self._ended:
+            return None
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
@@ -118,8 +126,9 @@ class AsyncStream(_Timed):
         if message is grpc.aio.EOF:
             self._ended = True
             await self._raise_status()
-            raise StopAsyncIteration
-        return self._add(message)
+            return None
+        self._add(message)
+        return message  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         self._ended = True

@@ -83,7 +83,7 @@ class ScriptedServer(generate_pb2_grpc.GenerateServicer, cluster_pb2_grpc.Cluste
         try:
             async for message in self._answer(request, context):
                 yield message
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the second when gRPC was sending just then
             self.cancelled.set()
             raise
         finally:
