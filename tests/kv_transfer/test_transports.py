@@ -1,0 +1,280 @@
+"""The contract of a transport (kv_transfer/base.py), on every implementation."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import pytest
+
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.layout import LayerKv
+from kv_transfer.memory import KvMemory
+from kv_transfer.transports.registry import MODULES, load_transport
+from tests.kv_transfer.sides import LAYERS, assert_pages_moved, random_memory, snapshot
+
+ALL = sorted(MODULES)
+TWO_SIDED = ["process_group"]
+BETWEEN_PROCESSES = ["process_group", "shared_memory"]
+WIDE = (LayerKv(16, 80, 64), LayerKv(16, 64, 80))  # pages of 20 KiB and 16 KiB: copied as blocks
+ODD = (LayerKv(1, 3, 1),)
+
+
+@dataclass
+class Pair:
+    source: KvMemory
+    target: KvMemory
+    sender: SendEnd
+    receiver: ReceiveEnd
+    pool: ThreadPoolExecutor = field(default_factory=ThreadPoolExecutor)
+    num_segments: int = 0
+
+    def segment(self, layers: range, src: list[int], dst: list[int]) -> Segment:
+        self.num_segments += 1
+        return Segment(seq=self.num_segments - 1, layers=layers, src_pages=src, dst_pages=dst)
+
+    def move(self, *segments: Segment) -> None:
+        arrived = self.pool.submit(self.take, *segments)
+        send(self.sender, *segments)
+        arrived.result(20)
+
+    def take(self, *segments: Segment) -> None:
+        for segment in segments:
+            self.receiver.expect(segment)
+        for segment in segments:
+            self.receiver.receive(segment)
+            self.receiver.place(segment)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self.pool.shutdown(wait=False)
+
+
+def send(end: SendEnd, *segments: Segment) -> None:
+    for segment in segments:
+        end.send(segment)
+    end.flush()
+
+
+def open_pair(
+    name: str, *, layers: tuple[LayerKv, ...] = LAYERS, timeout_s: float = 5.0, target: KvMemory | None = None
+) -> Pair:
+    source = random_memory(23, layers=layers, seed=1)
+    target = target or random_memory(31, layers=layers, seed=2)
+    transport = load_transport(name)
+    receiver = transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=timeout_s)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(receiver.open, timeout_s)
+        sender = transport.connect(source, receiver.params, peer="decode-0", host="127.0.0.1", timeout_s=timeout_s)
+        opened.result(20)
+    return Pair(source, target, sender, receiver)
+
+
+@pytest.fixture(params=ALL)
+def pair(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    opened = open_pair(request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("layers", [LAYERS, WIDE, ODD], ids=["small", "wide", "odd"])
+@pytest.mark.parametrize("order", ["random", "runs", "mixed"])
+def test_right_bytes_in_right_pages_and_nowhere_else(name: str, layers: tuple[LayerKv, ...], order: str) -> None:
+    pair, rng = open_pair(name, layers=layers), random.Random(order)
+    src = {"random": rng.sample(range(23), 11), "runs": list(range(5, 16)), "mixed": [*range(2, 8), *range(18, 23)]}
+    dst = {"random": rng.sample(range(31), 11), "runs": list(range(11, 22)), "mixed": [*range(9), 30, 29]}
+    before = snapshot(pair.target)
+    chosen = range(len(layers) // 2, len(layers))
+    pair.move(pair.segment(chosen, src[order], dst[order]))
+    assert_pages_moved(before, pair.source, pair.target, chosen, src[order], dst[order])
+    pair.close()
+
+
+def test_many_segments_arrive_in_order(pair: Pair) -> None:
+    before = snapshot(pair.target)
+    rounds = [pair.segment(range(3), [page, 22 - page], [4, 9]) for page in (3, 7, 1, 20, 11, 5, 14, 2)]
+    pair.move(*rounds)
+    assert_pages_moved(before, pair.source, pair.target, range(3), [2, 20], [4, 9])
+    before = snapshot(pair.target)
+    pair.move(pair.segment(range(1), [6], [4]))
+    assert_pages_moved(before, pair.source, pair.target, range(1), [6], [4])
+
+
+def test_segments_of_many_sizes(pair: Pair) -> None:
+    before, rng = snapshot(pair.target), random.Random(5)
+    src, dst = rng.sample(range(23), 22), rng.sample(range(31), 22)
+    cuts = [0, 1, 3, 4, 11, 12, 22]
+    pair.move(*(pair.segment(range(3), src[a:b], dst[a:b]) for a, b in itertools.pairwise(cuts)))
+    assert_pages_moved(before, pair.source, pair.target, range(3), src, dst)
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_what_is_not_placed_is_dropped(name: str) -> None:
+    pair = open_pair(name)
+    before = snapshot(pair.target)
+    unwanted, wanted = pair.segment(range(3), [1], [2]), pair.segment(range(3), [3], [4])
+    pair.sender.send(unwanted)
+    pair.sender.send(wanted)
+    pair.receiver.receive(unwanted)
+    pair.take(wanted)
+    assert_pages_moved(before, pair.source, pair.target, range(3), [3], [4])
+    pair.close()
+
+
+def test_after_abort_every_call_raises(pair: Pair) -> None:
+    pair.sender.abort()
+    pair.receiver.abort()
+    with pytest.raises(TransferError):
+        pair.sender.send(pair.segment(range(3), [1], [2]))
+    with pytest.raises(TransferError):
+        pair.receiver.receive(pair.segment(range(3), [], [2]))
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_abort_wakes_a_receiver_that_waits(name: str) -> None:
+    pair = open_pair(name, timeout_s=15)
+    waiting = pair.pool.submit(pair.take, pair.segment(range(3), [], [2]))
+    threading.Timer(0.05, pair.receiver.abort).start()
+    with pytest.raises(TransferError, match="is closed"):
+        waiting.result(10)
+    pair.close()
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_abort_wakes_a_sender_that_waits(name: str) -> None:
+    pair = open_pair(name, timeout_s=15, layers=WIDE)
+
+    segments = [pair.segment(range(2), list(range(20)), list(range(20))) for _ in range(200)]
+    waiting = pair.pool.submit(send, pair.sender, *segments)  # more than the sockets hold
+    threading.Timer(0.05, pair.sender.abort).start()
+    with pytest.raises(TransferError, match="is closed"):
+        waiting.result(10)
+    pair.close()
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_peer_that_sends_nothing_is_given_up(name: str) -> None:
+    pair = open_pair(name, timeout_s=0.3)
+    with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 0\.3 s"):
+        pair.take(pair.segment(range(3), [], [2]))
+    pair.close()
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+@pytest.mark.parametrize(("num_sent", "num_expected"), [(3, 2), (2, 3)])
+def test_sizes_that_disagree_raise_and_harm_nothing(name: str, num_sent: int, num_expected: int) -> None:
+    pair = open_pair(name, timeout_s=0.5)
+    before = snapshot(pair.target)
+    waiting = pair.pool.submit(pair.take, pair.segment(range(3), [], list(range(num_expected))))
+    sent = pair.segment(range(3), list(range(num_sent)), list(range(num_sent)))
+    with pytest.raises(TransferError):
+        send(pair.sender, sent)
+    with pytest.raises(TransferError):
+        waiting.result(10)
+    assert_pages_moved(before, pair.source, pair.target, range(0), [], [])
+    pair.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_two_pairs_at_once_and_one_may_be_aborted(name: str) -> None:
+    first = open_pair(name)
+    second = open_pair(name, target=first.target)
+    before = snapshot(first.target)
+    moved = [p.pool.submit(p.move, p.segment(range(3), [1, 2], dst)) for p, dst in ((first, [3, 4]), (second, [8, 7]))]
+    for future in moved:
+        future.result(20)
+    assert_pages_moved(before, first.source, first.target, range(3), [1, 2, 1, 2], [3, 4, 8, 7])
+    first.sender.abort()
+    first.receiver.abort()
+    second.move(second.segment(range(3), [9, 5], [0, 1]))
+    assert_pages_moved(before, first.source, first.target, range(3), [1, 2, 1, 2, 9, 5], [3, 4, 8, 7, 0, 1])
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n not in TWO_SIDED])
+def test_the_receiver_sees_that_a_one_sided_sender_has_closed(name: str) -> None:
+    pair = open_pair(name)
+    assert not pair.receiver.sender_closed
+    pair.receiver.close()
+    pair.sender.close()
+    assert pair.receiver.sender_closed
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_unusable_parameters_are_refused(name: str) -> None:
+    with pytest.raises(TransferError):
+        load_transport(name).connect(random_memory(3), {}, peer="decode-0", host="127.0.0.1", timeout_s=0.2)
+
+
+@pytest.mark.parametrize("key", ["nonce", "inode", "bytes", "fd"])
+def test_shared_memory_is_not_taken_for_another(key: str) -> None:
+    transport, target = load_transport("shared_memory"), random_memory(9)
+    params = dict(transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=1).params)
+    params[key] = {"nonce": "00" * 16, "fd": params["fence_fd"]}.get(key, "4096")
+    with pytest.raises(TransferError):
+        transport.connect(random_memory(5), params, peer="decode-0", host="127.0.0.1", timeout_s=1)
+
+
+def test_an_unknown_transport_is_named() -> None:
+    with pytest.raises(ValueError, match="transport is 'pigeon'; give one of loopback, process_group, shared_memory"):
+        load_transport("pigeon")
+
+
+def _serve_child(name: str, pipe: Connection) -> None:
+    end = load_transport(name).offer(random_memory(31, seed=2), peer="prefill-0", host="127.0.0.1", timeout_s=5)
+    pipe.send(dict(end.params))
+    end.open(5)
+    pipe.recv()
+
+
+def _connect_child(name: str, pipe: Connection) -> None:
+    end = load_transport(name).connect(random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=5)
+    pipe.send("connected")
+    pipe.recv()
+    end.close()
+
+
+def _in_child(target: Callable[[str, Connection], None], name: str) -> tuple[Connection, SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(name, theirs), daemon=True)
+    process.start()
+    return ours, process
+
+
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
+    pipe, child = _in_child(_serve_child, name)
+    sender = load_transport(name).connect(
+        random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=2
+    )
+    child.kill()
+    child.join()
+    with pytest.raises(TransferError, match="decode-0"):
+        send(sender, Segment(seq=0, layers=range(3), src_pages=[1], dst_pages=[2]))
+    sender.close()
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_killed_sender_is_an_error_to_the_receiver(name: str) -> None:
+    receiver = load_transport(name).offer(random_memory(31), peer="prefill-0", host="127.0.0.1", timeout_s=2)
+    pipe, child = _in_child(_connect_child, name)
+    with ThreadPoolExecutor(1) as pool:
+        opened: Future[None] = pool.submit(receiver.open, 20)
+        pipe.send(dict(receiver.params))
+        assert pipe.recv() == "connected"
+        opened.result(20)
+    child.kill()
+    with pytest.raises(TransferError, match="prefill-0"):
+        receiver.receive(Segment(seq=0, layers=range(3), src_pages=[], dst_pages=[2]))
+    receiver.close()
