@@ -79,9 +79,13 @@ class RouterSpec(_Spec):
     host: str = "auto"  # auto: loopback where kvrelay starts Ray itself, the node's address where it joins one
     port: Port = 50051  # replica i listens on port + i; 0: any free one
     metrics_port: Port | None = None
-    max_queued: int = Field(default=4096, ge=1)  # requests that wait in the router at most
-    max_prompt_tokens_queued: int | None = Field(default=None, ge=1)
-    dead_after_s: Seconds = 1.5  # a worker that says nothing for so long is lost
+    max_queued_requests: int = Field(default=1024, ge=1)  # beyond it requests are rejected
+    max_queued_tokens: int = Field(default=1_048_576, ge=1)  # prompt tokens in the router's queue
+    max_backlog_tokens: int = Field(default=32_768, ge=1)  # prompt tokens sent to one prefill worker and not computed
+    overcommit: float = Field(default=0.25, ge=0)  # share of a decode worker's pages promised beyond those free
+    dead_after_s: Seconds = 2.0  # a worker that says nothing for so long is lost
+    max_attempts: int = Field(default=4, ge=1)  # after so many failed ones a request fails
+    unavailable_grace_s: float = Field(default=0.0, ge=0)  # how long a request may wait while a role has no worker
     drain_s: Seconds = 5.0  # how long running requests may take to end when the cluster stops
     resources: dict[str, float] = {}  # Ray's own names, to place it
 

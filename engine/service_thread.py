@@ -1,0 +1,156 @@
+"""ServiceThread runs one service (a worker, a router) in a thread and an event loop of its own, and says how it goes.
+
+    started -> progress ... -> ready -> ended | failed
+
+It knows no Ray and no role: `build` makes the service (slow: it may load a model), `tell` carries the events away.
+Threads and cores are settled here too, because torch reads them when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+
+class Service(Protocol):
+    async def start(self) -> Any:
+        """Listen; returns an object with `.address`, or the address as text."""
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceEvent:
+    """Where a service stands. Sent whenever that changes; the newest one says all."""
+
+    name: str
+    incarnation: str  # random for each start of the process
+    pid: int
+    host: str
+    stage: str  # started, then the engine's stages, then ready, failed or ended
+    fraction: float = 0.0  # of the stage
+    address: str = ""  # host:port, once ready
+    reason: str = ""  # failed: one sentence
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Tell = Callable[[ServiceEvent], None]
+
+
+class ServiceThread:
+    """`build(incarnation, progress)` runs in the thread and returns the service; then it is started and serves."""
+
+    def __init__(self, name: str, host: str, build: Callable[[str, Progress], Service], tell: Tell) -> None:
+        self._build = build
+        self._tell = tell
+        self._service: Service | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._ended = threading.Event()
+        self._event = ServiceEvent(
+            name=name, incarnation=secrets.token_hex(8), pid=os.getpid(), host=host, stage="started"
+        )
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def begin(self) -> None:
+        self._send()
+        self._thread.start()
+
+    @property
+    def event(self) -> ServiceEvent:
+        return self._event
+
+    @property
+    def service(self) -> Any:
+        return self._service
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine in the service's loop, from another thread."""
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError(f"{self._event.name} does not serve yet")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop serving; returns when it has ended, or after `grace_s` and some seconds. A second call waits too."""
+        if self._loop is not None and self._service is not None and not self._ended.is_set():
+            self.call(self._service.stop(grace_s), grace_s + 5.0)
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._ended.wait(5.0)
+
+    def wait_end(self) -> str:
+        """Block until it has ended; the reason, or nothing if it was asked to."""
+        self._ended.wait()
+        return self._event.reason
+
+    def _say(self, stage: str, fraction: float = 0.0, **changes: str) -> None:
+        fields = asdict(self._event) | {"stage": stage, "fraction": fraction} | changes
+        self._event = ServiceEvent(**fields)
+        self._send()
+
+    def _on_progress(self, stage: str, fraction: float) -> None:
+        """An engine that is ready does not listen yet."""
+        self._say("loaded" if stage == "ready" else stage, fraction)
+
+    def _send(self) -> None:
+        try:
+            self._tell(self._event)
+        except Exception:  # who listens may be restarting; it asks for the event when it is back
+            logger.warning("%s could not tell that it is %s", self._event.name, self._event.stage, exc_info=True)
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+            self._say("ended", 1.0)
+        except Exception as error:
+            logger.exception("%s failed", self._event.name)
+            self._say("failed", reason=sentence_of(error))
+        finally:
+            self._ended.set()
+
+    async def _serve(self) -> None:
+        service = self._build(self._event.incarnation, self._on_progress)  # blocks a loop with nothing else to do
+        started = await service.start()
+        self._service, self._loop = service, asyncio.get_running_loop()
+        self._say("ready", 1.0, address=str(getattr(started, "address", started)))
+        await self._stop.wait()
+
+
+def sentence_of(error: BaseException) -> str:
+    """What a person is told: the error's own words where it has some meant for them, its kind too where not."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | OSError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def set_thread_counts(threads: int) -> None:
+    """For libraries that read their thread count when they are imported: call before torch is."""
+    for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[key] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pin_process(cpus: Iterable[int]) -> None:
+    """Pin every thread of this process, those of torch's pool among them; new threads inherit it."""
+    wanted = set(cpus)
+    if not wanted:
+        return
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), wanted)
+        except ProcessLookupError:  # the thread has ended since
+            continue

@@ -1,0 +1,41 @@
+"""What every command shares: how a failure is told, and how plain data is printed. stdout is for answers only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+FAILURE = 1
+USAGE = 2
+INTERRUPTED = 130
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+class CliError(Exception):
+    """A command ends without having done what was asked: one sentence for a person, and the exit code."""
+
+    def __init__(self, sentence: str, code: int = FAILURE) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def note(text: str) -> None:
+    """For a person, not for a program that reads stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(error: CliError, as_json: bool) -> int:
+    """Tell a person, and with --json a program; returns the exit code."""
+    for line in str(error).splitlines():
+        note(f"error: {line}")
+    if as_json:
+        print_json({"error": {"message": str(error)}})
+    return error.code

@@ -1,0 +1,76 @@
+"""The `kvrelay` command: registers the commands and turns what they raise into exit codes. It does nothing itself.
+
+Exit codes: 0 done; 1 it failed; 2 it was asked wrongly; 130 interrupted. What is heavy (ray, torch, grpc) is imported
+by the commands when they need it, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from kvrelay.cli import state
+from kvrelay.cli.console import INTERRUPTED, CliError, report
+
+ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
+
+app = typer.Typer(
+    name="kvrelay",
+    help="Serve a language model from a prefill pool and a decode pool: Ray places, gRPC streams, the KV cache is "
+    "relayed between them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"kvrelay {version('kvrelay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    return
+
+
+def _register() -> None:
+    from kvrelay.cli import bench, down, generate, make_model, status, up
+
+    modules: list[Any] = [up, down, status, generate, bench, make_model]
+    for module in modules:
+        module.register(app)
+
+
+def _find_endpoint(arguments: list[str]) -> None:
+    """With one cluster running here, the commands that want an endpoint mean that one."""
+    if ENDPOINT_VARIABLE in os.environ or any(a.partition("=")[0] == "--endpoint" for a in arguments):
+        return
+    endpoints = [cluster.endpoints[0] for cluster in state.alive() if cluster.endpoints]
+    if len(endpoints) == 1:
+        os.environ[ENDPOINT_VARIABLE] = endpoints[0]
+
+
+def main() -> None:
+    _register()
+    if sys.argv[1:2] in (["generate"], ["bench"]):
+        _find_endpoint(sys.argv[2:])
+    try:
+        app()
+    except CliError as error:
+        sys.exit(report(error, "--json" in sys.argv))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

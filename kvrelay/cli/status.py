@@ -1,0 +1,100 @@
+"""`kvrelay status`: asks a router what it knows of itself and of the workers, and shows it."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.cli import state
+from kvrelay.cli.console import CliError, JsonOption, print_json
+
+TIMEOUT_S = 5.0
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+
+HELP = """Show what a router knows: its requests, and every worker's state, queue and pages.
+
+Without --endpoint it asks the routers of the clusters that were started from here. Exit code 1: one did not answer.
+
+Examples:
+
+  kvrelay status
+
+  kvrelay status --endpoint 10.0.0.5:50051 --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(status)
+
+
+def status(
+    endpoint: Annotated[str | None, typer.Option(envvar="KVRELAY_ENDPOINT", help="host:port of a router.")] = None,
+    secret: Annotated[str, typer.Option(envvar="KVRELAY_SECRET", help="Where clients need one.", hidden=True)] = "",
+    as_json: JsonOption = False,
+) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
+    answers = [_ask(where, secret) for where in ([endpoint] if endpoint else _endpoints())]
+    if as_json:
+        print_json(answers[0] if len(answers) == 1 else {"routers": answers})
+        return
+    for answer in answers:
+        _show(answer)
+
+
+def _endpoints() -> list[str]:
+    return [where for cluster in state.alive() for where in cluster.endpoints] or [DEFAULT_ENDPOINT]
+
+
+def _ask(endpoint: str, secret: str) -> dict[str, Any]:
+    import grpc
+    from google.protobuf.json_format import MessageToDict
+
+    from engine.rpc import CHANNEL_OPTIONS, secret_metadata
+    from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc
+
+    try:
+        with grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
+            answer = cluster_pb2_grpc.ClusterStub(channel).GetStatus(
+                cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=secret_metadata(secret)
+            )
+    except grpc.RpcError as error:
+        why = "nothing answers" if error.code() == grpc.StatusCode.UNAVAILABLE else str(error.details())
+        raise CliError(f"no status from {endpoint}: {why}; is the cluster up? (kvrelay up)") from None
+    values: dict[str, Any] = MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {"endpoint": endpoint, **_with_numbers(values)}
+
+
+def _with_numbers(value: Any) -> Any:
+    """protobuf writes 64-bit numbers as text in JSON; here they are counts and fit."""
+    if isinstance(value, dict):
+        is_count = {"counters", "waiting_tokens"}
+        return {key: _counts(item) if key in is_count else _with_numbers(item) for key, item in value.items()}
+    return [_with_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _counts(value: Any) -> Any:
+    return {key: int(count) for key, count in value.items()} if isinstance(value, dict) else int(value)
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    heading = (
+        f"{answer['router_id']} at {answer['endpoint']}: {answer['model'] or 'no model yet'}, up "
+        f"{answer['uptime_s']:.0f} s, {answer['num_queued']} queued, {answer['num_in_flight']} in flight"
+    )
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("worker", "state", "address", "waiting", "running", "free pages", "cached", "all", "lost"):
+        table.add_column(column, overflow="fold", justify="left" if column in ("worker", "state") else "right")
+    for worker in answer["workers"]:
+        state_text = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
+        numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
+        numbers += [worker["cached_pages"], worker["total_pages"], worker["losses"]]
+        table.add_row(worker["name"], state_text, worker["address"], *map(str, numbers))
+    Console().print(table)
