@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from engine import loader, parity
+from engine import linear, loader, parity
 from engine.attention import hooks
 from engine.attention.base import AttentionBackend, build_meta
 from engine.attention.hooks import UnsupportedModel
@@ -61,7 +61,13 @@ def _silent(stage: str, fraction: float) -> None:
 
 class Engine:
     def __init__(
-        self, model: PreTrainedModel, info: ModelInfo, memory: KvMemory, backend: AttentionBackend, probe: hooks.Probe
+        self,
+        model: PreTrainedModel,
+        info: ModelInfo,
+        memory: KvMemory,
+        backend: AttentionBackend,
+        probe: hooks.Probe,
+        row_multiple: int,
     ) -> None:
         self.info = info
         self.memory = memory
@@ -69,6 +75,7 @@ class Engine:
         self.backend = backend
         self._model = model
         self._probe = probe
+        self._row_multiple = row_multiple
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress = _silent) -> Engine:
@@ -100,10 +107,13 @@ class Engine:
         probe = loader.probe_model(model, max_len)
         loader.set_attention(model, hooks.SERVE)
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
+        row_multiple = 1
+        if linear.pack_linears(model, dtype):
+            row_multiple = max(linear.MIN_ROWS, linear.row_multiple(model))
 
         progress("kernels", 0.0)
         backend = make_backend(options.attention, probe.layers[0].dtype)
-        engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe)
+        engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe, row_multiple)
         progress("kernels", 1.0)
 
         if reference is not None:
@@ -139,7 +149,7 @@ class Engine:
         self, chunks: Sequence[Chunk], rows: list[int] | None, on_layer: Callable[[int], None] | None
     ) -> torch.Tensor:
         """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
-        meta = build_meta(chunks, self.layout.page_size)
+        meta = build_meta(chunks, self.layout.page_size, self._row_multiple)
         state = hooks.Forward(meta=meta, memory=self.memory, backend=self.backend, probe=self._probe, on_layer=on_layer)
         keep = None if rows is None else torch.tensor(rows, dtype=torch.long)
         return loader.run_packed(self._model, meta.token_ids, meta.positions, keep, state)

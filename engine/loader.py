@@ -114,7 +114,12 @@ def load_model(model: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own class with its weights, in eager attention. Raises UnsupportedModel with one sentence."""
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            model, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
+            model,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
         )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {_first_sentence(error)}") from error

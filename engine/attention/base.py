@@ -63,14 +63,14 @@ class AttentionBackend(Protocol):
         """Causal attention of every row over its sequence's pages: [T, H, E], contiguous, of q's dtype."""
 
 
-def build_meta(chunks: Sequence[Chunk], page_size: int, min_rows: int = 1) -> StepMeta:
-    """Pack `chunks` in order; with fewer than `min_rows` rows, padding rows follow (token 0 at position 0)."""
+def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -> StepMeta:
+    """Pack `chunks` in order; padding rows (token 0 at position 0) follow, up to a multiple of `row_multiple`."""
     lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int64)
     starts = np.array([c.start for c in chunks], dtype=np.int64)
     query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
     rows = int(query_starts[-1])
-    padded = max(rows, min_rows)
+    padded = -(-rows // row_multiple) * row_multiple
 
     token_ids = np.zeros(padded, dtype=np.int64)
     tables = np.zeros((len(chunks), max(len(c.block_table) for c in chunks)), dtype=np.int32)

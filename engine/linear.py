@@ -1,0 +1,192 @@
+"""Matrix products whose rows do not depend on each other: a token's bits are the same in any batch and any chunk.
+
+On CPUs torch picks another kernel, and another order of summation, for few rows than for many. oneDNN's inner product
+does not, once there are two rows or more (measured in float32 and bfloat16 for widths 24 to 14336, 2 to 2048 rows, one
+and two threads). So every product goes there: Linear layers through weights that were reordered once at load, which is
+also the fastest way at small batches, and weights that layers multiply by themselves (routers, experts) through a
+tensor type that sends `linear` and `matmul` to it. Fewer than two rows are padded.
+
+Element by element, torch computes the last elements of a tensor by other code than the rest, when their number does not
+fill whole vectors, and exp, cos and their like may differ there by a bit. So rows are padded to a multiple that fills
+vectors for every width that occurs; for the widths of real models that is 1 or 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+logger = logging.getLogger(__name__)
+
+MIN_ROWS = 2
+VECTOR = 64  # elements that torch computes at once: two AVX-512 registers of bfloat16
+_KEEP_WEIGHT = {
+    "chunk",
+    "contiguous",
+    "flatten",
+    "float",
+    "narrow",
+    "reshape",
+    "squeeze",
+    "t",
+    "to",
+    "transpose",
+    "type",
+}
+_KEEP_WEIGHT |= {"__getitem__", "__get__", "unsqueeze", "view", "select", "unbind", "split", "detach", "permute"}
+
+
+class PackedLinear(nn.Module):
+    """x W^T + b with W [out, in] in oneDNN's own order. The plain weight is not kept."""
+
+    def __init__(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_ON.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_ON.contiguous())
+        self.bias = bias_O
+        self._dtype = weight_ON.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Shape and dtype for those who ask; no values."""
+        return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return invariant_linear(x, self.packed, self.bias, self.out_features)
+
+
+def invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """[..., in] -> [..., out] by oneDNN's inner product; `weight` is [out, in], reordered or plain."""
+    rows = x.numel() // x.shape[-1]
+    if rows >= MIN_ROWS:
+        return _linear(x, weight, bias, "none", [], "")
+    if rows == 0:
+        return x.new_empty(*x.shape[:-1], out_features)
+    padded = x.reshape(1, -1).expand(MIN_ROWS, -1).contiguous()
+    return _linear(padded, weight, bias, "none", [], "")[:1].view(*x.shape[:-1], out_features)
+
+
+_linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+class InvariantWeight(torch.Tensor):
+    """A weight that sends `linear` and `matmul` to the row-invariant product, however a layer slices it first."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            product = _as_linear(func, args, kwargs)
+            if product is not None:
+                return product
+            result = func(*args, **kwargs)
+        return _rewrap(result) if getattr(func, "__name__", "") in _KEEP_WEIGHT else result
+
+
+def _as_linear(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The row-invariant product if `func` is a product with a plain 2-D weight on its right; None otherwise."""
+    if func is nn.functional.linear:
+        x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    elif func in (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm):
+        x, weight, bias = args[0], args[1].mT if args[1].dim() == 2 else args[1], None
+    else:
+        return None
+    if type(x) is InvariantWeight or weight.dim() != 2 or x.dtype != weight.dtype or not _can_pack(weight.dtype):
+        return None
+    plain = weight.as_subclass(torch.Tensor).contiguous()
+    return invariant_linear(x.contiguous(), plain, bias, plain.shape[0])
+
+
+def _rewrap(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.as_subclass(InvariantWeight) if result.is_floating_point() else result
+    if isinstance(result, (tuple, list)):
+        return type(result)(_rewrap(r) for r in result)
+    return result
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Replace every Linear of the model, one at a time, so that memory grows by one weight at most.
+
+    False, and nothing is changed, where oneDNN cannot take the dtype: then rows may depend on the batch.
+    """
+    if not _can_pack(dtype):
+        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
+        return False
+    linears: list[tuple[nn.Module, str, nn.Module]] = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) in (nn.Linear, Conv1D)
+    ]
+    packed: dict[int, PackedLinear] = {}
+    for parent, name, child in linears:
+        if id(child) not in packed:
+            weight = child.weight.detach()
+            bias = None if child.bias is None else child.bias.detach()
+            packed[id(child)] = PackedLinear(weight.t() if isinstance(child, Conv1D) else weight, bias)
+        setattr(parent, name, packed[id(child)])
+    _wrap_bare_weights(model)
+    return True
+
+
+def _wrap_bare_weights(model: nn.Module) -> None:
+    """Weights that a module multiplies by itself: parameters of two dimensions and more outside known layers."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, PackedLinear)):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.dim() < 2 or not parameter.is_floating_point():
+                continue
+            del module._parameters[name]
+            setattr(module, name, parameter.detach().as_subclass(InvariantWeight))
+
+
+def row_multiple(model: nn.Module) -> int:
+    """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    widths = {m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m is not head}
+    widths |= {b.shape[-1] for name, b in model.named_buffers() if name.endswith("inv_freq")}
+    widths |= {module.weight.shape[0] for module in model.modules() if _is_uneven_router(module)}
+    return max((VECTOR // math.gcd(width, VECTOR) for width in widths), default=1)
+
+
+def _is_uneven_router(module: nn.Module) -> bool:
+    """Whether a module with a weight of its own gives a row other bits among few rows than among many."""
+    weight = getattr(module, "weight", None)
+    if type(weight) is not InvariantWeight or weight.dim() != 2:
+        return False
+    x = torch.randn(1, VECTOR, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    try:
+        many = _tensors(module(x))
+        return any(
+            not torch.equal(a.flatten(0, -2)[:rows], b.flatten(0, -2))
+            for rows in (3, 5, 7)
+            for a, b in zip(many, _tensors(module(x[:, :rows])), strict=True)
+        )
+    except Exception:  # it wants other inputs than a router does
+        return False
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    return [t for t in found if isinstance(t, torch.Tensor) and t.dim() >= 2]
