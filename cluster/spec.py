@@ -195,7 +195,8 @@ class ClusterSpec(_Spec):
     @property
     def model_name(self) -> str:
         """What requests call the model."""
-        return self.served_model_name or (Path(self.model).name if Path(self.model).is_absolute() else self.model)
+        is_path = self.model.startswith((".", "/", "~"))
+        return self.served_model_name or (Path(self.model).name if is_path else self.model)
 
 
 def _check_pool(index: int, pool: PoolSpec) -> None:

@@ -90,8 +90,10 @@ def _show(answer: dict[str, Any]) -> None:
         f"{answer['uptime_s']:.0f} s, {answer['num_queued']} queued, {answer['num_in_flight']} in flight"
     )
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("worker", "state", "address", "waiting", "running", "free pages", "cached", "all", "lost"):
-        table.add_column(column, overflow="fold", justify="left" if column in ("worker", "state") else "right")
+    for column in ("worker", "state", "address"):
+        table.add_column(column, no_wrap=column != "state")
+    for column in ("wait", "run", "free", "cached", "pages", "lost"):
+        table.add_column(column, justify="right")
     for worker in answer["workers"]:
         state_text = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]

@@ -73,7 +73,7 @@ def up(
         wanted = build_spec(spec, flags, {"host": host, "port": port}, pool_flags, prefill, decode)
     except SpecError as error:
         raise CliError(str(error), USAGE) from None
-    check_model(wanted.model)
+    wanted = with_found_model(wanted, must_be_here=address is None)
     check_name(wanted.name)
     if detach and address is None and report_fd is None:
         from kvrelay.cli import daemon
@@ -114,11 +114,16 @@ def build_spec(
     return parse_spec(data)
 
 
-def check_model(model: str) -> None:
-    """A directory that is not there is better told now than by a worker in some seconds."""
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and not Path(model).expanduser().is_dir():
-        raise CliError(f"model is {model!r}; there is no such directory, give another or a hub id", USAGE)
+def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
+    """A model directory by its full path, for workers stand elsewhere. That it is not there is better told now than by
+    a worker in some seconds; on other hosts only they can tell."""
+    path = Path(spec.model).expanduser()
+    if path.is_dir():
+        return spec.model_copy(update={"model": str(path.absolute())})
+    looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
+    if looks_like_path and must_be_here:
+        raise CliError(f"model is {spec.model!r}; there is no such directory, give another or a hub id", USAGE)
+    return spec
 
 
 def check_name(name: str) -> None:
