@@ -22,7 +22,7 @@ from kvrelay.types import Receipt, Timeline, Usage
 
 METRICS = {
     "ttft": "Time to first token",
-    "tpot": "Time per output token, first excluded",
+    "tpot": "Time per output token",
     "itl": "Inter-token latency",
     "e2el": "End-to-end latency",
 }

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrelay.cli.console import INTERRUPTED, USAGE, JsonOption
 from kvrelay.client import DEFAULT_ENDPOINT, Client
 from kvrelay.streams import Stream
 from kvrelay.types import Choice, Completion, GenerateOptions, KvrelayError
 
 ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
 SECRET_VARIABLE = "KVRELAY_SECRET"
-_EXIT_CODES = {"INVALID_ARGUMENT": 2, "DEADLINE_EXCEEDED": 124}
-_INTERRUPTED = 130
+_EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
 
 EndpointOption = Annotated[
     str, typer.Option("--endpoint", envvar=ENDPOINT_VARIABLE, help="Where a router listens, host:port.")
@@ -32,7 +32,6 @@ SecretOption = Annotated[
     str,
     typer.Option("--secret", envvar=SECRET_VARIABLE, help="The cluster's secret, where clients need it.", hidden=True),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -91,7 +90,7 @@ def generate(
     except KeyboardInterrupt:
         interrupted = KvrelayError("CANCELLED", "interrupted; the request was cancelled")
         report_error(interrupted, as_json)
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def report_error(error: KvrelayError, as_json: bool) -> int:
