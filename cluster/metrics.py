@@ -77,12 +77,13 @@ class RouterMetrics:
         if self._exposed is not None:
             self._exposed.close()
 
-    def on_tokens(self, count: int, gap_s: float) -> None:
-        """`count` tokens of a request were delivered, `gap_s` after the one before; 0 if they are its first."""
+    def on_tokens(self, count: int, gap_s: float | None) -> None:
+        """`count` tokens of a request were delivered at once, `gap_s` after those before; None: its first ones."""
         self.counts["generation_tokens"] += count
-        if self._exposed is not None and gap_s > 0:
-            for _ in range(count):
-                self._exposed.observe("inter_token_latency_seconds", gap_s / count)
+        if self._exposed is None:
+            return
+        for _ in range(count if gap_s is not None else count - 1):
+            self._exposed.observe("inter_token_latency_seconds", (gap_s or 0.0) / count)
 
     def on_finished(self, timeline: Timeline, num_tokens: int) -> None:
         if self._exposed is None:

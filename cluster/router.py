@@ -406,7 +406,7 @@ class Router:
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
         submission = self._owner[live.wire_id]
         live.timeline.first_token(now)
-        self.metrics.on_tokens(len(tokens), now - live.last_token_s if live.last_token_s else 0.0)
+        self.metrics.on_tokens(len(tokens), now - live.last_token_s if live.last_token_s else None)
         live.last_token_s = now
         finish = FINISH_REASON_FROM_PROTO.get(tokens[-1].finish_reason)
         if finish is None:
