@@ -28,7 +28,7 @@ def kvrelay_error(
             message = f"nothing answers at {endpoint}; is `kvrelay up` running there?"
         elif lowered.startswith(_BROKEN):
             message = f"the connection to {endpoint} was lost"
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED and message.lower() == "deadline exceeded":
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():
         message = "the deadline passed before the answer was complete"
     return KvrelayError(code.name, message, _retry_after_s(trailers))
 

@@ -89,7 +89,7 @@ def bench(
     ] = None,
     percentile_metrics: Annotated[str, typer.Option(help="Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Which percentiles.")] = "50,90,99",
-    seed: Annotated[int, typer.Option(help="Makes lengths, prompts, arrivals and sampling the same again.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed, the same workload; a new one, prompts nobody cached.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Generate the whole length, as the lengths asked for need.")] = True,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     num_warmups: Annotated[int, typer.Option(help="Requests before the clock starts.")] = 0,
