@@ -24,6 +24,7 @@ from enum import Enum
 from typing import Literal
 
 from engine.blocks import OutOfPages, PageHash, PagePool, pages_for
+from kv_transfer.lease import Denied, Granted, Queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +38,6 @@ class DecodeLimits:
             raise ValueError(f"max_batch_size is {self.max_batch_size}; give 1 or more")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark:g}; give a number from 0 to below 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """Pages for each page of the tokens handed over; the first `cached_pages` hold the right KV already."""
-
-    pages: tuple[int, ...]
-    cached_pages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denied:
-    reason: str
-    retryable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

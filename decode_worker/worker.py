@@ -19,10 +19,7 @@ from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kv_transfer.receiver import HandoffServicer
-from kv_transfer.sender import TransferOptions
-
-from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodePolicy, Denied, Granted, Queued
+from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodePolicy
 from engine.blocks import PageHash, PagePool, page_hashes
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
@@ -38,6 +35,9 @@ from engine.types import (
     finish_reason,
 )
 from engine.worker_service import RouterLink, WorkerService
+from kv_transfer.lease import Denied, Granted, Queued
+from kv_transfer.receiver import HandoffServicer
+from kv_transfer.sender import TransferOptions
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -231,8 +231,8 @@ class DecodeWorker:
         live = self._live.get(request.request_id)
         if live is None or live.state.attempt != request.attempt:
             return
-        self._end(live)
-        self._event(live, pb.EVENT_KIND_CANCELLED, reason=reason)
+        log.info("%s: the lease of %s is over: %s", self.options.name, live.id, reason)
+        self._end(live)  # the prefill worker tells the router, if it still matters
         self._service.flush()
 
     # The step loop

@@ -85,7 +85,7 @@ class RouterLink:
             self._outputs = pb.Outputs()
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, host: WorkerHost, *, report_interval_s: float) -> None:
         self._host = host
         self._report_interval_s = report_interval_s

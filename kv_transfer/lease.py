@@ -24,6 +24,29 @@ from typing import Generic, TypeVar
 LeaseKey = TypeVar("LeaseKey", bound=Hashable)
 
 
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """One page for each page of the tokens handed over; the first `cached_pages` hold the right KV already."""
+
+    pages: tuple[int, ...]
+    cached_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """No pages now; the reservation keeps its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """No pages ever; `retryable` says whether another decode worker may do better."""
+
+    reason: str
+    retryable: bool
+
+
 class LeaseState(StrEnum):
     GRANTED = "granted"
     FENCING = "fencing"  # over, but the peer may still be writing

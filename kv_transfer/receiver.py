@@ -35,7 +35,10 @@ from engine.rpc import PROTOCOL_VERSION, host_id
 from kv_transfer.base import ReceiveEnd, Segment, TransferError
 from kv_transfer.base import TransferOptions as TransferOptions
 from kv_transfer.checksum import Checksummer
+from kv_transfer.lease import Denied as Denied
 from kv_transfer.lease import Ended, LeaseState, LeaseTable
+from kv_transfer.lease import Granted as Granted
+from kv_transfer.lease import Queued as Queued
 from kv_transfer.memory import KvMemory
 from kv_transfer.receiving import Arrival, Landing, ReceiveThread
 from kv_transfer.transports.registry import MODULES, load_transport
@@ -45,25 +48,6 @@ FENCE_POLL_S = 0.05  # how often a lost sender is looked at, while pages wait fo
 MAX_SEGMENT_BYTES = 256 << 20  # staged on the way in
 
 LeaseKey = tuple[str, int]  # (pair, lease id)
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """One page for each page of the request's prompt and output so far; the first cached_pages must not be written."""
-
-    pages: tuple[int, ...]
-    cached_pages: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Denied:
-    reason: str
-    retryable: bool
 
 
 class ReservationHost(Protocol):
@@ -527,6 +511,8 @@ class _Pair:
             raise _Malformed(
                 f"{self.name} announces {announce.bytes} bytes for {_range_text(announce)}, which is {nbytes}"
             )
+        if reservation is not None and reservation.granted is None:
+            raise _Malformed(f"{self.name} announces KV for lease {announce.lease_id}, which is queued")
         if announce.transfer_seq != self._next_seq:
             raise _Malformed(f"{self.name} announces transfer {announce.transfer_seq}; {self._next_seq} is next")
         self._next_seq += 1
@@ -544,8 +530,7 @@ class _Pair:
 
     def _take_segment(self, reservation: _Reservation, layers: range, announce: worker_pb2.Announce) -> None:
         granted = reservation.granted
-        if granted is None:
-            raise _Malformed(f"{self.name} announces KV for lease {announce.lease_id}, which is queued")
+        assert granted is not None, "a live lease is granted"
         if not granted.cached_pages <= announce.page_begin < announce.page_end <= len(granted.pages):
             both = f"the lease has {len(granted.pages)}, {granted.cached_pages} of them cached"
             raise _Malformed(f"{self.name} announces {_range_text(announce)}, but {both}")

@@ -427,7 +427,7 @@ class HandoffPeer:
         """The fence: say Stopped once nothing of the lease is being written. After our abort it was said already."""
         if handoff is None:
             return
-        handoff.on_over(HandoffDenied(ended.reason, retryable=False))
+        handoff.on_over(HandoffDenied(ended.reason, retryable=True))
         stopped = worker_pb2.Stopped(lease_id=ended.lease_id)
         self.thread.stop_lane(handoff.lane, lambda: self._in_loop(lambda: self.write(stopped=stopped)))
 

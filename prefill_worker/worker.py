@@ -36,6 +36,7 @@ from engine.types import (
     finish_reason,
 )
 from engine.worker_service import RouterLink, WorkerService
+from kv_transfer.base import Faults
 from kv_transfer.plan import layer_groups
 from kv_transfer.sender import (
     Handoff,
@@ -64,6 +65,7 @@ class _Live:
     decode: pb.WorkerAddress
     handoff: Handoff | None = None
     sent_pages: int = 0
+    is_stalled: bool = False
     moving_to: pb.WorkerAddress | None = None
     task: asyncio.Task[None] | None = None
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
@@ -87,7 +89,7 @@ class _Flight:
 
 
 class PrefillWorker:
-    def __init__(self, options: WorkerOptions, engine: Engine) -> None:
+    def __init__(self, options: WorkerOptions, engine: Engine, *, faults: Faults | None = None) -> None:
         self.options = options
         self.engine = engine
         self.address = pb.WorkerAddress(
@@ -106,7 +108,7 @@ class PrefillWorker:
         self.counters: Counter[str] = Counter()
         self._live: dict[str, _Live] = {}
         self._peers: dict[tuple[str, str], asyncio.Task[HandoffPeer]] = {}
-        self._transfer = TransferOptions.from_worker(options)
+        self._transfer = TransferOptions.from_worker(options, faults)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._is_draining = False
@@ -141,9 +143,7 @@ class PrefillWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop_task
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for peer in self._peers.values():
-            if peer.done() and not peer.cancelled() and peer.exception() is None:
-                await peer.result().close()
+        await asyncio.gather(*(peer.result().close() for peer in self._peers.values() if _is_open(peer)))
         self._thread.shutdown(wait=True)
 
     # What routers send: WorkerHost
@@ -180,7 +180,7 @@ class PrefillWorker:
             return
         self._live[live.id] = live
         peer = self._peer(live.decode)
-        if live.new_tokens_left <= 1 or (peer.done() and not peer.cancelled() and peer.exception() is None):
+        if live.new_tokens_left <= 1 or _is_open(peer):
             self._enqueue(live)
         else:
             self._spawn(self._enqueue_when_connected(live, peer))
@@ -199,10 +199,10 @@ class PrefillWorker:
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         live = self._live.get(reassign.request_id)
-        if live is None or live.is_cancelled or live.handoff is None or live.handoff.is_granted:
+        if live is None or live.is_cancelled or not live.is_stalled:
             return
         live.moving_to = reassign.decode
-        if live.task is not None:  # it waits in commit: the abort makes it look at moving_to
+        if live.task is not None and live.handoff is not None:  # its commit ends, and looks at moving_to
             self._spawn(live.handoff.abort("reassigned"))
 
     def on_router_lost(self, router_id: str) -> None:
@@ -349,12 +349,13 @@ class PrefillWorker:
 
     def _open_handoff(self, live: _Live) -> None:
         peer = self._peer(live.decode)
-        if not peer.done() or peer.cancelled() or peer.exception() is not None:
+        if not _is_open(peer):
             return  # it was lost since: _hand_off opens another one
         live.handoff = peer.result().reserve(live.state, on_stalled=lambda reason: self._on_stalled(live, reason))
         self.policy.on_handoff_opened(live.id)
 
     def _on_stalled(self, live: _Live, reason: str) -> None:
+        live.is_stalled = True
         self.counters["handoffs_stalled"] += 1
         live.link.event(live.state, pb.EVENT_KIND_HANDOFF_STALLED, reason=reason)
         self._service.flush()
@@ -394,7 +395,7 @@ class PrefillWorker:
             await live.handoff.abort("reassigned")
             self._close_handoff(live)
         if live.moving_to is not None:
-            live.decode, live.moving_to = live.moving_to, None
+            live.decode, live.moving_to, live.is_stalled = live.moving_to, None, False
             self.counters["reassigned"] += 1
         peer = await asyncio.shield(self._peer(live.decode))
         if live.is_cancelled:
@@ -444,7 +445,7 @@ class PrefillWorker:
         """The pair with a decode worker, opened at first use and again after it was lost."""
         key = (decode.name, decode.incarnation)
         task = self._peers.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_lost)):
+        if task is None or (task.done() and not _is_open(task)):
             task = asyncio.get_running_loop().create_task(
                 HandoffPeer.connect(
                     decode,
@@ -501,3 +502,8 @@ class PrefillWorker:
     def _all_counters(self) -> dict[str, int]:
         pool = self.policy.pool
         return {**self.counters, "prefix_hit_tokens": pool.hit_tokens, "prefix_lookup_tokens": pool.lookup_tokens}
+
+
+def _is_open(peer: asyncio.Task[HandoffPeer]) -> bool:
+    """Whether the pair is connected and stands."""
+    return peer.done() and not peer.cancelled() and peer.exception() is None and not peer.result().is_lost
