@@ -12,6 +12,7 @@ error the group is of no use: the pair must be opened anew, under a new name.
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import socket
 import threading
@@ -22,6 +23,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed
@@ -35,6 +37,18 @@ dist: Any = torch.distributed  # its names are not all in its type stubs
 
 SENDER, RECEIVER = 0, 1
 BUFFERS = 3  # segments on the wire, or about to be, at once
+
+_wires: WeakSet[_Wire] = WeakSet()
+
+
+@atexit.register
+def _join_wires() -> None:
+    """A thread that the interpreter's end finds inside gloo would end the process with std::terminate."""
+    wires = list(_wires)
+    for wire in wires:
+        wire.abort("this process is ending")
+    for wire in wires:
+        wire.join()
 
 
 class _Wire:
@@ -51,6 +65,12 @@ class _Wire:
         self._works: SimpleQueue[tuple[Any, torch.Tensor, Future[None]] | None] = SimpleQueue()
         self._group: Any = None
         self._thread = threading.Thread(target=self._run, name=f"kv-wire-{peer}", daemon=True)
+        _wires.add(self)
+
+    def join(self) -> None:
+        """After abort: wait for what still waits in gloo, which its timeout bounds."""
+        if self._thread.is_alive():
+            self._thread.join(self._timeout_s + 1.0)
 
     def open(self) -> None:
         """Meet the other rank."""

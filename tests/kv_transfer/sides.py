@@ -63,6 +63,7 @@ class PageHost:
     committed: dict[str, tuple[int, int, generate_pb2.HandoffReceipt]] = field(default_factory=dict)
     released: list[tuple[str, int, str]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    on_freed: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.free = set(range(self.num_pages))
@@ -91,6 +92,8 @@ class PageHost:
         self.free |= set(pages)
         self.released.append((request.request_id, request.attempt, reason))
         self.changed.set()
+        if self.on_freed is not None:
+            self.on_freed()
 
     async def until(self, is_true: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
