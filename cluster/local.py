@@ -94,7 +94,7 @@ class LocalCluster:
     async def stop(self, grace_s: float = 0.0) -> None:
         if self.server is not None:
             await self.server.stop(grace_s)
-        await asyncio.gather(*(worker.stop() for worker in (*self.prefill, *self.decode)))
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:
