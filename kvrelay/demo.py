@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from kvrelay import benchmark, metrics, workload
