@@ -311,7 +311,7 @@ class Router:
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         """Forget the worker; what it had is sent elsewhere, or fails at once when there is nowhere."""
         self._reports.pop(link.name, None)
-        self.metrics.counts["workers_lost"] += 1
+        self.metrics.counts["workers_lost"] += link.name in self._links  # else it was sent away
         affected = [self._live[wire_id] for wire_id in self.policy.on_worker_lost(link.name)]
         self._note_readiness()
         for live in affected:

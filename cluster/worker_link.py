@@ -129,7 +129,7 @@ class WorkerLink:
 
     def leave(self) -> None:
         """The worker is no member any more: lost at once; `close` ends the stream."""
-        self._lose("it is no member any more")
+        self._lose("it is no member any more", level=logging.INFO)
 
     async def close(self) -> None:
         self.leave()
@@ -256,13 +256,13 @@ class WorkerLink:
                 self._lose(f"it said nothing for {self._dead_after_s:g} s")
                 return
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         self.reason = reason
         if self.state is not LinkState.READY:
             return
         self.state = LinkState.LOST
         self.losses += 1
-        log.warning("%s is lost: %s", self.name, reason)
+        log.log(level, "%s is lost: %s", self.name, reason)
         self._host.on_lost(self, reason)
 
 

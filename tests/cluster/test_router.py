@@ -100,7 +100,8 @@ async def test_a_killed_decode_worker_costs_no_token_and_repeats_none() -> None:
             decode.max_steps = 4
         calls = [h.generate.Generate(request([5, 6, i], max_tokens=12)) for i in range(6)]
         readers = [asyncio.create_task(collect(call)) for call in calls]
-        await h.until(lambda: h.decode(0).steps == 4 and h.decode(1).steps == 4)
+        await h.until(lambda: [len(d.running) for d in (h.decode(0), h.decode(1))] == [3, 3])
+        await h.until(lambda: all(live.has_first_token for live in h.router._live.values()))
         await h.decode(0).kill()
         h.decode(1).resume()
         answers = await asyncio.gather(*readers)
