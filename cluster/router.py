@@ -70,6 +70,7 @@ class Router:
         self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again
         self._owner: dict[str, Submission] = {}  # by wire id
         self._parked: dict[str, LiveRequest] = {}  # by wire id: a role has no worker, within the grace
+        self._stalled: dict[str, str] = {}  # wire id: why its decode worker has no pages
         self._closing: set[asyncio.Task[None]] = set()
 
     # what the deployment and the front call
@@ -306,6 +307,8 @@ class Router:
             now,
         )
         self._note_readiness()
+        if is_decode and self._stalled:
+            self._move_stalled()
         self._pump()
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
@@ -358,7 +361,8 @@ class Router:
             case pb.EVENT_KIND_FIRST_TOKEN:
                 live.timeline.enter("handoff", at_s)
             case pb.EVENT_KIND_HANDOFF_STALLED:
-                self._move(link, live, event.reason)
+                self._stalled[live.wire_id] = event.reason
+                self._move(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
                 live.timeline.enter("decode_queue", at_s)
                 live.decode, live.is_handed_off = link.name, True
@@ -373,15 +377,25 @@ class Router:
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s)
 
-    def _move(self, link: WorkerLink, live: LiveRequest, reason: str) -> None:
+    def _move_stalled(self) -> None:
+        """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
+        for wire_id, reason in list(self._stalled.items()):
+            live = self._live.get(wire_id)
+            if live is None or live.is_handed_off:
+                del self._stalled[wire_id]
+            else:
+                self._move(live, reason)
+
+    def _move(self, live: LiveRequest, reason: str) -> None:
         """The decode worker has no pages: name another one that has, if there is one."""
         better = self.policy.reassign(live.wire_id, live.decode)
         if better is None:
             return
         log.info("%s moves from %s to %s: %s", live.wire_id, live.decode, better, reason)
+        del self._stalled[live.wire_id]
         live.decode = better
         self.metrics.counts["reassigned"] += 1
-        link.reassign(live.wire_id, self._links[better].address)
+        self._links[live.prefill].reassign(live.wire_id, self._links[better].address)
 
     def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent) -> None:
         if link.name not in (live.prefill, live.decode):
@@ -460,6 +474,7 @@ class Router:
     def _forget_wire(self, live: LiveRequest) -> Submission:
         self._live.pop(live.wire_id, None)
         self._parked.pop(live.wire_id, None)
+        self._stalled.pop(live.wire_id, None)
         return self._owner.pop(live.wire_id)
 
     def _cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
@@ -483,6 +498,7 @@ class Router:
     def check_invariants(self) -> None:
         self.policy.check_invariants()
         assert self._live.keys() == self._owner.keys(), "a request has no call, or a call no request"
+        assert self._live.keys() >= self._parked.keys() | self._stalled.keys(), "an ended request still waits"
         for wire_id, live in self._live.items():
             assert live.wire_id == wire_id, f"{wire_id} is filed under an old attempt"
             assert live.finish is None, f"{wire_id} has ended and is still here"

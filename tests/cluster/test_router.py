@@ -304,6 +304,27 @@ async def test_a_stalled_handoff_moves_to_a_decode_worker_with_pages() -> None:
         assert h.count("reassigned") == 1
 
 
+async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() -> None:
+    async with serving(1, 2, worker={"num_pages": 8}) as h:
+        h.prefill().is_holding = True
+        h.decode(1).max_steps = 0
+        blocker = pb.RequestState(request_id="another router's", prompt_ids=range(120), router_id="another")
+        h.decode(1).take(blocker, generate_pb2.HandoffReceipt())
+        await h.until(lambda: h.router.policy._decode["decode-1"].free_pages == 0)
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 8 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.until(lambda: bool(h.router._stalled))
+        assert not h.prefill().reassigns
+        h.decode(1).running.clear()
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        h.prefill().compute(pb.Submit(request=submit.request, decode=h.prefill().reassigns[0].decode))
+        h.decode(1).resume()
+        assert (await call).timeline.decode_worker == "decode-1"
+
+
 async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
     async with serving(1, 2) as h:
         h.prefill().is_holding = True
