@@ -22,8 +22,10 @@ REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 # A Ray of our own listens on loopback only (Ray turns 127.0.0.1 into the machine's address unless it believes that it
-# cannot be a cluster), takes a token that only its own processes know, and reports to nobody.
+# cannot be a cluster), takes a token that only its own processes know, and reports to nobody. Ray makes actors yield to
+# every other process (niceness 15), its own helpers among them; here the actors are what must answer in time.
 ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
