@@ -1,0 +1,65 @@
+"""What the tests of a whole cluster share: options for small clusters, prompts, and what transformers says to them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.local import LocalCluster
+from engine.engine import EngineOptions
+from engine.spec import WorkerOptions
+from tests.zoo import VOCAB
+
+PAGE_SIZE = 16  # tokens
+FIRST_ID = 5  # below are the special tokens
+ENGINE = EngineOptions(
+    model="", dtype="float32", page_size=PAGE_SIZE, num_pages=96, max_model_len=512, threads=1, parity_check=False
+)
+WORKER = WorkerOptions(name="", role="prefill", max_batch_tokens=48, short_prompt_tokens=32)
+
+
+def engine_with(**changes: object) -> EngineOptions:
+    return replace(ENGINE, **changes)  # type: ignore[arg-type]
+
+
+def worker_with(**changes: object) -> WorkerOptions:
+    return replace(WORKER, **changes)  # type: ignore[arg-type]
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(FIRST_ID, VOCAB) for _ in range(length)]
+
+
+def transformers_tokens(directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """What `generate` makes of each prompt alone: greedy, in float32, with the model's own eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+        )
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
+
+
+def counters(cluster: LocalCluster) -> Counter[str]:
+    """The sum of all workers' counters, and the router's under `router_` names."""
+    total: Counter[str] = Counter()
+    for worker in cluster.workers:
+        total.update(worker.report().counters)
+    assert cluster.server is not None
+    for name, count in cluster.server.router.metrics.counts.items():
+        total[f"router_{name}"] += count
+    return total
