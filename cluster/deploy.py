@@ -25,6 +25,7 @@ from cluster.spec import ClusterSpec
 
 CONTROLLER = "controller"
 STOP_TIMEOUT_S = 300.0  # the controller bounds what it waits for itself; this is for one that hangs
+CONTROLLER_RETRY_S = 0.2
 POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal or a dead controller is noticed
 
 
@@ -65,9 +66,22 @@ class Deployment:
         self._controller = launch(self.spec, self._secret, loopback=self._local is not None)
 
     def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
-        """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while."""
-        change = self._controller.wait_change.remote(self._version, timeout_s)
-        snapshot: dict[str, Any] = change.future().result()  # unlike ray.get a signal interrupts this at once
+        """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
+
+        A controller that Ray is restarting is waited for. Raises DeployError when it is gone for good.
+        """
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        while True:
+            change = self._controller.wait_change.remote(self._version, timeout_s)
+            try:
+                snapshot: dict[str, Any] = change.future().result()  # unlike ray.get a signal interrupts this at once
+                break
+            except ActorUnavailableError:
+                self._version = -1  # the next one counts anew
+                time.sleep(CONTROLLER_RETRY_S)
+            except ActorDiedError:
+                raise DeployError("the controller is gone: somebody has ended it, or Ray, from outside") from None
         self._version = snapshot["version"]
         if self._local is not None:
             self._local.remember()

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+OUR_PACKAGES = ("engine.", "kv_transfer.", "prefill_worker.", "decode_worker.", "cluster.")
 Progress = Callable[[str, float], None]
 
 
@@ -130,9 +131,10 @@ class ServiceThread:
 
 
 def sentence_of(error: BaseException) -> str:
-    """What a person is told: the error's own words where it has some meant for them, its kind too where not."""
+    """What a person is told: the error's own words where they are ours or meant for them, its kind too where not."""
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError | OSError) and text:
+    is_ours = type(error).__module__.startswith(OUR_PACKAGES)
+    if text and (is_ours or isinstance(error, ValueError | OSError)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

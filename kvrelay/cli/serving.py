@@ -118,22 +118,15 @@ def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
 
 
 def wait_serving(endpoint: str) -> None:
-    """Until the router says SERVING: it has reached the workers by then. It is told, it does not ask again."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    """Until the router says SERVING: it has reached the workers by then."""
+    from kvrelay.client import Client
+    from kvrelay.types import KvrelayError
 
-    with grpc.insecure_channel(endpoint, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=""), timeout=SERVING_TIMEOUT_S, wait_for_ready=True
-        )
-        try:
-            for answer in watch:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    watch.cancel()
-                    return
-        except grpc.RpcError as error:
-            raise CliError(f"the router at {endpoint} does not serve: {error.code().name}") from None
-    raise CliError(f"the router at {endpoint} does not serve: it ended its answer")
+    try:
+        with Client(endpoint) as client:
+            client.wait_ready(SERVING_TIMEOUT_S)
+    except KvrelayError as error:
+        raise CliError(str(error)) from None
 
 
 def _watch(deployment: Deployment, view: View) -> None:

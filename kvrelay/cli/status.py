@@ -91,9 +91,9 @@ def _show(answer: dict[str, Any]) -> None:
     )
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("worker", "state", "address"):
-        table.add_column(column, no_wrap=column != "state")
-    for column in ("wait", "run", "free", "cached", "pages", "lost"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("wait", "run", "free", "cached", "all", "lost"):
+        table.add_column(column, justify="right", no_wrap=True)
     for worker in answer["workers"]:
         state_text = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]

@@ -1,0 +1,143 @@
+"""The command's exit codes and sentences where nothing comes to run, and that nothing stays where it failed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.demo_model import make_demo_model
+from tests.deploy.running import COMMAND, environment, gone, kvrelay
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    shown = kvrelay(tmp_path, "--help")
+    assert shown.returncode == 0
+    for command in ("up", "down", "status", "generate", "bench", "make-model"):
+        assert f" {command} " in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "make-model"])
+def test_help_shows_examples(tmp_path: Path, command: str) -> None:
+    shown = kvrelay(tmp_path, command, "--help")
+    assert shown.returncode == 0
+    assert f"kvrelay {command}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["up"], 2, "nothing to serve; give a spec file, or --model DIR"),
+        (
+            ["up", "--model", "/nowhere/m"],
+            2,
+            "model is '/nowhere/m'; there is no such directory, give another or a hub id",
+        ),
+        (["up", "--model", "org/m", "--prefill", "0"], 2, "pools[0].replicas is 0; give a number of 1 or more"),
+        (["up", "--model", "org/m", "--dtype", "int4"], 2, "dtype is 'int4'; give 'auto', 'float32' or 'bfloat16'"),
+        (["up", "nowhere.yaml"], 2, "nowhere.yaml cannot be read: No such file or directory"),
+        (["down"], 1, "0 clusters were started from here; none runs"),
+        (["down", "chat"], 1, "no cluster named chat was started from here; none runs"),
+        (
+            ["status", "--endpoint", "127.0.0.1:1"],
+            1,
+            "no status from 127.0.0.1:1: nothing answers; is the cluster up? (kvrelay up)",
+        ),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_in_a_sentence(
+    tmp_path: Path, arguments: list[str], code: int, sentence: str
+) -> None:
+    plain = kvrelay(tmp_path, *arguments)
+    assert (plain.returncode, plain.stderr) == (code, f"error: {sentence}\n")
+    as_json = kvrelay(tmp_path, *arguments, "--json")
+    assert as_json.returncode == code
+    assert json.loads(as_json.stdout) == {"error": {"message": sentence}}
+
+
+def test_an_unknown_flag_is_wrong_usage(tmp_path: Path) -> None:
+    assert kvrelay(tmp_path, "up", "--frobnicate").returncode == 2
+
+
+def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("modle: m\npools: [{role: prefill}, {role: decode}]\n")
+    refused = kvrelay(tmp_path, "up", str(spec))
+    assert (refused.returncode, refused.stderr) == (2, "error: modle is not a known key; did you mean model?\n")
+
+
+def test_pool_sizes_do_not_go_with_a_spec(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: org/m\npools: [{role: prefill}, {role: decode}]\n")
+    refused = kvrelay(tmp_path, "up", str(spec), "--decode", "2")
+    assert refused.returncode == 2
+    assert "change replicas in its pools" in refused.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = kvrelay(tmp_path, "up", "--model", str(model), "--port", str(port))
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"error: router cannot listen on 127.0.0.1:{port}: address already in use; give another --port, or 0\n"
+    )
+
+
+def test_a_model_that_cannot_be_served_ends_the_start_with_its_sentence(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    before = {process.pid for process in psutil.process_iter()}
+    failed = kvrelay(
+        tmp_path, "up", "--model", str(broken), "--port", "0", "--kv-memory", "32MiB", "--detach", "--json"
+    )
+    assert failed.returncode == 1
+    message = json.loads(failed.stdout)["error"]["message"]
+    assert message.startswith(("prefill-0: ", "decode-0: "))
+    assert "Traceback" not in failed.stderr
+    ours = [p for p in psutil.process_iter() if p.pid not in before and _is_ours(p, tmp_path)]
+    assert not gone(ours)
+    assert not list((tmp_path / "kvrelay" / "clusters").glob("*.json"))
+
+
+def test_ctrl_c_while_it_starts_ends_all_of_it(tmp_path: Path, model: Path) -> None:
+    up = subprocess.Popen(
+        [*COMMAND, "up", "--model", str(model), "--port", "0", "--kv-memory", "32MiB"],
+        env=environment(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert up.stderr is not None
+    for line in up.stderr:
+        if "prefill-0: started" in line:
+            break
+    processes = psutil.Process(up.pid).children(recursive=True)
+    assert processes
+    up.send_signal(signal.SIGINT)
+    up.communicate(timeout=60)
+    assert up.returncode == 130
+    assert not gone(processes)
+
+
+def _is_ours(process: psutil.Process, state_dir: Path) -> bool:
+    try:
+        return process.environ().get("XDG_STATE_HOME") == str(state_dir)
+    except psutil.Error:
+        return False

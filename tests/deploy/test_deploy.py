@@ -1,0 +1,147 @@
+"""A cluster on real Ray: it serves, what is killed comes back and serves again, and `down` leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import Client
+from kvrelay.demo_model import make_demo_model
+from kvrelay.types import KvrelayError
+from tests.deploy.running import Running, gone, kvrelay, until
+
+READY_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    state_dir = tmp_path_factory.mktemp("state")
+    model = make_demo_model(tmp_path_factory.mktemp("models") / "tiny")
+    flags = ["--model", str(model), "--name", "test", "--port", "0", "--kv-memory", "32MiB", "--decode", "2"]
+    began = kvrelay(state_dir, "up", *flags, "--detach", "--json")
+    assert began.returncode == 0, began.stderr
+    running = Running(state_dir, json.loads(began.stdout))
+    processes = running.processes()
+    try:
+        yield running
+    finally:
+        ended = kvrelay(state_dir, "down")
+        assert ended.returncode == 0, ended.stderr
+        assert not gone(processes)
+
+
+@pytest.fixture
+def client(cluster: Running) -> Iterator[Client]:
+    with Client(cluster.endpoint) as client:
+        client.wait_ready(READY_TIMEOUT_S)
+        yield client
+
+
+def test_up_says_where_it_serves_and_what_runs(cluster: Running) -> None:
+    assert cluster.summary["served_model_name"] == "tiny"
+    assert [member["name"] for member in cluster.summary["members"]] == [
+        "router-0",
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+    ]
+
+
+def test_a_request_goes_through_both_pools(client: Client) -> None:
+    answer = client.generate("a prompt that fills more than one page of tokens, surely", max_tokens=8, ignore_eos=True)
+    assert len(answer.token_ids) == 8
+    assert answer.receipt is not None
+    assert answer.receipt.checksums_ok
+    assert answer.receipt.pages > 0
+
+
+def test_status_shows_every_worker(cluster: Running, client: Client) -> None:
+    workers = cluster.status()["workers"]
+    assert {(worker["name"], worker["state"]) for worker in workers} == {
+        ("prefill-0", "ready"),
+        ("decode-0", "ready"),
+        ("decode-1", "ready"),
+    }
+    table = kvrelay(cluster.state_dir, "status")
+    assert table.returncode == 0
+    assert "decode-1" in table.stdout
+
+
+def test_the_state_file_is_for_its_owner_only(cluster: Running) -> None:
+    path = cluster.state_dir / "kvrelay" / "clusters" / "test.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_name_that_is_taken_is_refused(cluster: Running, tmp_path: Path) -> None:
+    model = cluster.summary["model"]
+    again = kvrelay(cluster.state_dir, "up", "--model", model, "--name", "test", "--port", "0")
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: a cluster named test runs already")
+
+
+def test_a_killed_decode_worker_costs_no_token_and_comes_back(cluster: Running, client: Client) -> None:
+    expected = [client.generate(f"prompt {i}", max_tokens=200, ignore_eos=True, temperature=0.0) for i in range(4)]
+    victims = cluster.actors("DecodeActor")
+    begun = threading.Barrier(5)
+
+    def stream(i: int) -> tuple[int, ...]:
+        with client.stream(f"prompt {i}", max_tokens=200, ignore_eos=True, temperature=0.0) as answer:
+            for n, _ in enumerate(answer):
+                if n == 3:
+                    begun.wait(timeout=60)
+            return tuple(answer.completion().token_ids)
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(stream, i) for i in range(4)]
+        begun.wait(timeout=60)
+        os.kill(min(victims), signal.SIGKILL)
+        assert [future.result(timeout=120) for future in running] == [tuple(e.token_ids) for e in expected]
+    until(lambda: len(cluster.actors("DecodeActor") - {min(victims)}) == 2, "Ray starts the decode worker again")
+    until(lambda: all(w["state"] == "ready" for w in cluster.status()["workers"]), "the router reaches it")
+
+
+def test_a_killed_prefill_worker_comes_back_and_serves(cluster: Running, client: Client) -> None:
+    (victim,) = cluster.actors("PrefillActor")
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: not _serves(client), "the router notices that nothing can prefill", timeout_s=10.0)
+    client.wait_ready(READY_TIMEOUT_S)
+    assert cluster.actors("PrefillActor").isdisjoint({victim})
+    assert len(client.generate("again", max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def _serves(client: Client) -> bool:
+    try:
+        client.generate("any", max_tokens=1)
+    except KvrelayError as error:
+        if error.code != "UNAVAILABLE":
+            raise
+        return False
+    return True
+
+
+def test_a_killed_controller_finds_all_again(cluster: Running, client: Client) -> None:
+    (victim,) = cluster.actors("Controller")
+    os.kill(victim, signal.SIGKILL)
+    assert len(client.generate("meanwhile", max_tokens=4, ignore_eos=True).token_ids) == 4
+    until(lambda: bool(cluster.actors("Controller") - {victim}), "Ray starts the controller again")
+    (worker,) = cluster.actors("PrefillActor")
+    os.kill(worker, signal.SIGKILL)  # only the new controller can tell the router where the next one is
+    until(lambda: bool(cluster.actors("PrefillActor") - {worker}), "Ray starts the prefill worker again")
+    client.wait_ready(READY_TIMEOUT_S)
+    assert len(client.generate("after", max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Client) -> None:
+    (victim,) = cluster.actors("RouterActor")
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: bool(cluster.actors("RouterActor") - {victim}), "Ray starts the router again")
+    with Client(cluster.endpoint) as again:
+        again.wait_ready(READY_TIMEOUT_S)
+        assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
