@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 import grpc
 
 from cluster.accounts import Report, RequestShape, WorkerView
+from cluster.fleet import Fleet
 from cluster.live import LiveRequest, NewRequest, RequestFailed, Submission, Update
 from cluster.metrics import RouterMetrics
 from cluster.policy import Assigned, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
-from cluster.worker_link import LinkState, Member, WorkerLink, WorkerRefused
+from cluster.worker_link import Member, WorkerLink
 from engine.blocks import page_hashes
 from engine.convert import FINISH_REASON_FROM_PROTO
 from engine.types import FinishReason
@@ -59,49 +60,31 @@ class Router:
         self.router_id = f"{self.options.name}/{secrets.token_hex(4)}"
         self.policy = RouterPolicy(self.options.policy)
         self.metrics = RouterMetrics()
-        self.model: generate_pb2.GetModelInfoResponse | None = None  # of the last worker that came up
         self._clock = clock
         self._started_s = clock()
         self._on_readiness = on_readiness
         self._was_ready = False
-        self._links: dict[str, WorkerLink] = {}
-        self._reports: dict[str, tuple[pb.WorkerReport, float]] = {}  # the last one, and when it came
+        self.fleet = Fleet(
+            self, router_id=self.router_id, secret=self.options.secret, dead_after_s=self.options.dead_after_s
+        )
         self._submissions: dict[str, Submission] = {}
         self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again
         self._owner: dict[str, Submission] = {}  # by wire id
         self._parked: dict[str, LiveRequest] = {}  # by wire id: a role has no worker, within the grace
         self._stalled: dict[str, str] = {}  # wire id: why its decode worker has no pages
-        self._closing: set[asyncio.Task[None]] = set()
 
     # what the deployment and the front call
 
     def set_members(self, members: Iterable[Member]) -> None:
         """These are the cluster's workers from now on: links to new ones are opened, to others closed."""
-        wanted = {member.name: member for member in members}
-        for name, link in list(self._links.items()):
-            if wanted.get(name) != link.member:
-                del self._links[name]
-                self._reports.pop(name, None)
-                link.leave()
-                task = asyncio.get_running_loop().create_task(link.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        for name, member in wanted.items():
-            if name not in self._links:
-                options = self.options
-                link = WorkerLink(
-                    member, self, router_id=self.router_id, secret=options.secret, dead_after_s=options.dead_after_s
-                )
-                self._links[name] = link
-                link.start()
+        self.fleet.set_members(members)
 
     async def close(self) -> None:
         """Fail what still runs, end all links."""
         for submission in list(self._submissions.values()):
             self._fail(submission, RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another"))
         await asyncio.sleep(0)  # cancels leave before the streams end
-        links, self._links = list(self._links.values()), {}
-        await asyncio.gather(*(link.close() for link in links), *self._closing)
+        await self.fleet.close()
 
     @property
     def is_ready(self) -> bool:
@@ -167,8 +150,7 @@ class Router:
 
     def _shape(self, live: LiveRequest, avoid: frozenset[str] = frozenset()) -> RequestShape:
         tokens = [*live.prompt_ids, *live.output_ids]
-        page_size = next((link.hello.page_size for link in self._links.values() if link.hello is not None), 0)
-        hashes = page_hashes(tokens, page_size) if page_size else []
+        hashes = page_hashes(tokens, self.fleet.page_size) if self.fleet.page_size else []
         return RequestShape(
             id=live.wire_id,
             prompt_len=len(tokens),
@@ -202,7 +184,7 @@ class Router:
         live.prefill, live.decode = assigned.prefill, assigned.decode
         live.timeline.enter("prefill_queue", now)
         state = live.state(self.router_id, None if deadline_s is None else deadline_s - now)
-        seq = self._links[live.prefill].submit(state, self._links[live.decode].address)
+        seq = self.fleet[live.prefill].submit(state, self.fleet[live.decode].address)
         self.policy.on_submitted(live.wire_id, seq)
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)
 
@@ -262,10 +244,7 @@ class Router:
     # what workers say: LinkHost
 
     def on_ready(self, link: WorkerLink) -> None:
-        hello = link.hello
-        assert hello is not None, f"{link.name} is ready without a hello"
-        self._check_fits(link, hello)
-        self.model = hello.model
+        hello = self.fleet.welcome(link)
         role = link.member.role
         view = WorkerView(name=link.name, role=role, total_pages=hello.num_pages, page_size=hello.page_size)
         self.policy.on_worker_up(view, self._clock())
@@ -274,23 +253,9 @@ class Router:
         asyncio.get_running_loop().call_soon(self._unpark)
         asyncio.get_running_loop().call_soon(self._pump)
 
-    def _check_fits(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
-        """All workers of a router serve one model from pages of one size; the others' values are named if not."""
-        for other in self._links.values():
-            if other is link or other.state is not LinkState.READY or other.hello is None:
-                continue
-            theirs = other.hello
-            if hello.model.fingerprint != theirs.model.fingerprint:
-                mine, named = f"{hello.model.name} ({hello.model.fingerprint})", theirs.model
-                raise WorkerRefused(f"it serves {mine}; {other.name} serves {named.name} ({named.fingerprint})")
-            if hello.page_size != theirs.page_size:
-                raise WorkerRefused(
-                    f"its pages hold {hello.page_size} tokens; those of {other.name} {theirs.page_size}"
-                )
-
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None:
         now = self._clock()
-        self._reports[link.name] = (report, now)
+        self.fleet.note_report(link, report, now)
         is_decode = link.member.role == "decode"
         self.policy.on_report(
             link.name,
@@ -313,8 +278,8 @@ class Router:
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         """Forget the worker; what it had is sent elsewhere, or fails at once when there is nowhere."""
-        self._reports.pop(link.name, None)
-        self.metrics.counts["workers_lost"] += link.name in self._links  # else it was sent away
+        self.fleet.forget_report(link)
+        self.metrics.counts["workers_lost"] += self.fleet.get(link.name) is link  # else it was sent away
         affected = [self._live[wire_id] for wire_id in self.policy.on_worker_lost(link.name)]
         self._note_readiness()
         for live in affected:
@@ -395,7 +360,7 @@ class Router:
         del self._stalled[live.wire_id]
         live.decode = better
         self.metrics.counts["reassigned"] += 1
-        self._links[live.prefill].reassign(live.wire_id, self._links[better].address)
+        self.fleet[live.prefill].reassign(live.wire_id, self.fleet[better].address)
 
     def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent) -> None:
         if link.name not in (live.prefill, live.decode):
@@ -480,7 +445,7 @@ class Router:
     def _cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
         names = {live.decode} if live.is_handed_off else {live.prefill, live.decode}
         for name in sorted(names - {but, ""}):
-            if link := self._links.get(name):
+            if link := self.fleet.get(name):
                 link.cancel(live.wire_id, reason)
 
     def _on_deadline(self, submission: Submission) -> None:
@@ -503,12 +468,14 @@ class Router:
             assert live.wire_id == wire_id, f"{wire_id} is filed under an old attempt"
             assert live.finish is None, f"{wire_id} has ended and is still here"
 
+    @property
+    def model(self) -> generate_pb2.GetModelInfoResponse | None:
+        """What the workers serve; None before the first one came up."""
+        return self.fleet.model
+
     def workers(self) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
         """Each link, prefill first, by name, with the worker's last report and its age in seconds."""
-        now = self._clock()
-        links = sorted(self._links.values(), key=lambda link: (link.member.role != "prefill", link.name))
-        known = ((link, *self._reports.get(link.name, (None, now))) for link in links)
-        return [(link, report, now - came_s) for link, report, came_s in known]
+        return self.fleet.workers(self._clock())
 
     @property
     def uptime_s(self) -> float:

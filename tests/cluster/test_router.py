@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 
 import grpc
 import pytest
@@ -430,3 +432,58 @@ def test_a_workers_clock_is_read_from_the_quickest_round_trip() -> None:
     clock.add(sent_ns=2_000_000_000, worker_ns=101_500_000_500, received_ns=2_000_001_000)
     assert clock.to_router_s(101_500_000_500, now_s=9.0) == pytest.approx(2.0000005, abs=1e-9)
     assert clock.to_router_s(200_000_000_000, now_s=9.0) == 9.0  # nothing happened later than now
+
+
+# everything at once
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    async with serving(2, 3, options=RouterOptions(port=0, dead_after_s=1.0, max_attempts=50)) as h:
+        decodes = [h.decode(i) for i in range(3)]
+        for decode in decodes:
+            decode.step_s = 0.002
+        outcomes: Counter[str] = Counter()
+
+        async def one(i: int) -> None:
+            prompt = [rng.randrange(3, 900) for _ in range(rng.randrange(1, 60))]
+            count, choices = rng.randrange(1, 40), rng.choice((1, 1, 2))
+            call = h.generate.Generate(
+                request(prompt, max_tokens=count, n=choices), timeout=0.05 if i % 17 == 0 else 30
+            )
+            if i % 7 == 0:
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, call.cancel)
+            try:
+                responses = await collect(call)
+            except asyncio.CancelledError:
+                outcomes["cancelled"] += 1
+            except grpc.aio.AioRpcError as error:
+                outcomes[error.code().name] += 1
+            else:
+                outcomes["whole"] += 1
+                for choice in range(choices):
+                    assert tokens_of(responses, choice) == scripted_tokens(prompt, count)
+
+        async def trouble() -> None:
+            while True:
+                await asyncio.sleep(0.03)
+                decode = rng.choice(decodes)
+                if decode.running and rng.random() < 0.7:
+                    decode.preempt(rng.choice(sorted(decode.running)))
+                elif rng.random() < 0.4:
+                    victim = rng.choice([*decodes, h.prefill(0), h.prefill(1)])
+                    await victim.kill()
+                    await victim.start()
+                h.router.check_invariants()
+
+        troubles = asyncio.create_task(trouble())
+        for wave in range(4):
+            await asyncio.gather(*(one(wave * 40 + i) for i in range(40)))
+        troubles.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await troubles
+        await h.until(lambda: h.router.num_submissions == 0 and not any(d.running for d in decodes))
+        assert outcomes["whole"] > 80
+        assert set(outcomes) <= {"whole", "cancelled", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
+        assert h.count("retries") > 0
