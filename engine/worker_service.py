@@ -49,7 +49,7 @@ class RouterLink:
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.last_submit_seq = 0
-        self.outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self.outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()  # None: the stream has ended
         self._outputs = pb.Outputs()
 
     def token(self, output: pb.TokenOutput) -> None:
@@ -121,16 +121,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[pb.WorkerMessage]:
         link = await self._greet(requests, context)
         reader = asyncio.get_running_loop().create_task(self._read(requests, link))
+        reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
         try:
             yield pb.WorkerMessage(hello=self._host.hello())
             yield pb.WorkerMessage(report=self._report_for(link, self._host.report()))
-            while True:
-                message = await _next_or_end(link.outbox, reader)
-                if message is None:
-                    return
+            while (message := await link.outbox.get()) is not None:
                 yield message
         finally:
             reader.cancel()
+            _check_reader(reader, link.router_id)
             if self._links.get(link.router_id) is link:
                 del self._links[link.router_id]
                 log.info("router %s is gone; its requests are dropped", link.router_id)
@@ -194,16 +193,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return mine
 
 
-async def _next_or_end(outbox: asyncio.Queue[pb.WorkerMessage], reader: asyncio.Task[None]) -> pb.WorkerMessage | None:
-    """The next message to send, or None once the stream from the router has ended."""
-    if not outbox.empty():
-        return outbox.get_nowait()
-    get = asyncio.ensure_future(outbox.get())
-    await asyncio.wait((get, reader), return_when=asyncio.FIRST_COMPLETED)
-    if get.done():
-        return get.result()
-    get.cancel()
-    error = reader.exception()
-    if error is not None and not isinstance(error, grpc.aio.AioRpcError):
-        log.error("the stream from a router failed", exc_info=error)
-    return None
+def _check_reader(reader: asyncio.Task[None], router_id: str) -> None:
+    """Say why a stream's reader ended, unless it was the stream's own end."""
+    if reader.done() and not reader.cancelled():
+        error = reader.exception()
+        if error is not None and not isinstance(error, grpc.aio.AioRpcError):
+            log.error("the stream from router %s failed", router_id, exc_info=error)

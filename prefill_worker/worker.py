@@ -374,6 +374,9 @@ class PrefillWorker:
                 if live.moving_to is not None and not live.is_cancelled:
                     continue
                 failure = (str(error), not isinstance(error, HandoffRefused) and getattr(error, "retryable", True))
+            except Exception as error:  # a bug must fail one request, not leave it waiting
+                log.exception("the handoff of %s broke", live.id)
+                failure = (f"{self.options.name}: {type(error).__name__}: {error}", True)
             else:
                 self._count_receipt(live, receipt)
             break
