@@ -119,12 +119,16 @@ class RouterServer:
             self._codec.close()
 
     def _expose(self, host: str, port: int) -> int:
-        return self.router.metrics.expose(
-            host,
-            port,
-            model=lambda: self._generate.model_name if self._generate is not None else "",
-            workers=lambda: gauges_of(self.router),
-        )
+        try:
+            return self.router.metrics.expose(
+                host,
+                port,
+                model=lambda: self._generate.model_name if self._generate is not None else "",
+                workers=lambda: gauges_of(self.router),
+            )
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
 
     def _on_readiness(self, is_ready: bool) -> None:
         if self._generate is None or self._generate.is_draining:

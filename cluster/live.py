@@ -169,6 +169,22 @@ class Submission:
         self._updates: list[Update] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    @classmethod
+    def of(cls, request: NewRequest, router_id: str) -> Submission:
+        """The choices of a request, each with an id that is unique in the cluster."""
+        many = len(request.sampling) > 1
+        choices = [
+            LiveRequest(
+                id=f"{router_id}/{request.id}-{i}" if many else f"{router_id}/{request.id}",
+                choice=i,
+                prompt_ids=request.prompt_ids,
+                sampling=sampling,
+                arrived_s=request.arrived_s,
+            )
+            for i, sampling in enumerate(request.sampling)
+        ]
+        return cls(request.id, choices, request.deadline_s)
+
     @property
     def is_over(self) -> bool:
         return self.num_running == 0 or self.error is not None

@@ -70,8 +70,10 @@ class RouterMetrics:
         self, host: str, port: int, *, model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
     ) -> int:
         """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken."""
-        self._exposed = _Exposed(self.counts, model, workers)
-        return self._exposed.serve(host, port)
+        exposed = _Exposed(self.counts, model, workers)
+        bound = exposed.serve(host, port)
+        self._exposed = exposed
+        return bound
 
     def close(self) -> None:
         if self._exposed is not None:

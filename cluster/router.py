@@ -104,22 +104,12 @@ class Router:
             raise RequestFailed(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id {request.id!r} is in use; give another, or none"
             )
-        many = len(request.sampling) > 1
-        choices = [
-            LiveRequest(
-                id=f"{self.router_id}/{request.id}-{i}" if many else f"{self.router_id}/{request.id}",
-                choice=i,
-                prompt_ids=request.prompt_ids,
-                sampling=sampling,
-                arrived_s=request.arrived_s,
-            )
-            for i, sampling in enumerate(request.sampling)
-        ]
+        submission = Submission.of(request, self.router_id)
+        choices = submission.choices
         if taken := next((c for c in choices if c.wire_id in self._live), None):
             raise RequestFailed(
                 grpc.StatusCode.ALREADY_EXISTS, f"request {taken.id} is in use; give another request_id"
             )
-        submission = Submission(request.id, choices, request.deadline_s)
         self._submissions[request.id] = submission
         self.metrics.counts["requests"] += 1
         for live in choices:

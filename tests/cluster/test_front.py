@@ -347,6 +347,14 @@ async def test_a_taken_port_is_named() -> None:
         other = RouterServer(RouterOptions(port=h.server.port))
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{h.server.port}: address already in use"):
             await other.start()
+        await other.stop()
+        metrics = RouterServer(RouterOptions(port=0, metrics_port=h.server.port))
+        sentence = (
+            f"cannot serve metrics on 127.0.0.1:{h.server.port}: address already in use; give another metrics_port"
+        )
+        with pytest.raises(OSError, match=sentence):
+            await metrics.start()
+        await metrics.stop()
 
 
 async def test_a_drain_lets_running_requests_end_and_refuses_new_ones() -> None:
