@@ -53,7 +53,9 @@ console = Console()
 def spec(model: Path) -> dict[str, Any]:
     """One worker of each kind, a core each, one thread each."""
     cores = sorted(os.sched_getaffinity(0))
-    pools = [{"role": role, "threads": 1, "kv_memory": "512MiB"} for role in ("prefill", "decode")]
+    pools: list[dict[str, Any]] = [
+        {"role": role, "threads": 1, "kv_memory": "512MiB"} for role in ("prefill", "decode")
+    ]
     if len(cores) > 1:
         pools = [pool | {"cpus": [core]} for pool, core in zip(pools, cores, strict=False)]
     return {
