@@ -386,10 +386,10 @@ async def test_a_deadline_reaches_the_workers() -> None:
     async with serving() as h:
         h.decode().max_steps = 2
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await collect(h.generate.Generate(request(max_tokens=50), timeout=0.4))
+            await collect(h.generate.Generate(request(max_tokens=50), timeout=1.0))
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await h.until(lambda: not h.decode().running)
-        assert 0 < h.prefill().submits[0].request.deadline_left_ms <= 400
+        assert 0 < h.prefill().submits[0].request.deadline_left_ms <= 1000
 
 
 async def test_a_removed_member_is_not_used_any_more_and_an_added_one_is() -> None:
