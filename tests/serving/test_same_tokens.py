@@ -1,0 +1,73 @@
+"""A sampled request with a seed gives the same tokens however it ran: alone, in a batch, in other chunks, on other
+workers, after preemption. In float32 and bfloat16, for a dense model, one with normalised queries and keys, and a
+mixture of experts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.local import LocalCluster
+from kvrelay.client import AsyncClient
+from kvrelay.types import Completion, GenerateOptions
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import counters, engine_with, random_prompt, worker_with
+
+NEW_TOKENS = 40
+DECODE_PAGES = 26  # all nine prompts and a spare page; with their output they take 51
+PROMPT_LENS = (3, 16, 21, 35, 40, 47, 64, 70, 75)
+
+PLAIN = GenerateOptions(temperature=0.9, top_p=0.95)
+PENALISED = GenerateOptions(
+    temperature=0.9, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
+)
+NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02)
+OPTIONS = (PLAIN, PENALISED, NARROW)
+
+
+async def _run(client: AsyncClient, index: int) -> Completion:
+    return await client.generate(
+        random_prompt(PROMPT_LENS[index], seed=index),
+        seed=1000 + index,
+        max_tokens=NEW_TOKENS,
+        min_tokens=NEW_TOKENS,
+        timeout_s=60,
+        **OPTIONS[index % len(OPTIONS)],
+    )
+
+
+def _tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, dtype: str, model_dir: ModelDir) -> None:
+    directory = str(model_dir(name))
+    everyone = range(len(PROMPT_LENS))
+
+    one_by_one = LocalCluster(
+        directory, engine=engine_with(dtype=dtype), worker=worker_with(max_batch_tokens=512, prefix_cache=False)
+    )
+    async with one_by_one as cluster, AsyncClient(cluster.endpoint) as client:
+        alone = [await _run(client, index) for index in everyone]
+        batched = await asyncio.gather(*(_run(client, index) for index in everyone))
+        assert counters(cluster)["preemptions"] == 0
+    assert _tokens(batched) == _tokens(alone)
+    assert len(set(_tokens(alone))) == len(alone)
+
+    crowded = LocalCluster(
+        directory,
+        prefill=2,
+        decode=2,
+        engine=engine_with(dtype=dtype),
+        decode_engine=engine_with(dtype=dtype, num_pages=DECODE_PAGES // 2),
+        worker=worker_with(max_batch_tokens=20),
+    )
+    async with crowded as cluster, AsyncClient(cluster.endpoint) as client:
+        moved = await asyncio.gather(*(_run(client, index) for index in everyone))
+        assert counters(cluster)["preemptions"] > 0
+        assert all(worker.counters["generated_tokens"] for worker in cluster.workers)
+    assert _tokens(moved) == _tokens(alone)
