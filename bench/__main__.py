@@ -1,0 +1,40 @@
+"""`python -m bench [NAMES...] [--quick]`: run benchmarks one after another, each in a process of its own.
+
+A benchmark is a module of this folder that runs by itself (`python -m bench.NAME`), takes --quick and writes
+bench/results/NAME.json. One that fails does not stop the others; the exit code says how many failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from bench.common import REPO, RESULTS
+
+NAMES = ("engine", "handoff", "router", "e2e", "startup")
+
+
+def run(name: str, quick: bool) -> bool:
+    print(f"\n{name}: python -m bench.{name}{' --quick' if quick else ''}", flush=True)
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", f"bench.{name}", *(["--quick"] if quick else [])], cwd=REPO)
+    print(f"{name}: {'done' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - began_s:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Run kvrelay's benchmarks.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all when none is given")
+    parser.add_argument("--quick", action="store_true", help="a look that takes minutes; figures are rough")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in NAMES]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; give some of {', '.join(NAMES)}")
+    failed = [name for name in args.names or NAMES if not run(name, args.quick)]
+    print(f"\nresults are in {RESULTS.relative_to(REPO)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return len(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
