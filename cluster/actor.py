@@ -4,6 +4,7 @@ gRPC, tells the controller how that goes, and hands the router the workers' addr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ class _RouterService:
         port = await self._server.start()
         where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
         return f"{where}:{port}"
+
+    async def wait_broken(self) -> None:
+        """Never: a router has no loop of its own that could break, and Ray sees its process die."""
+        await asyncio.get_running_loop().create_future()
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)

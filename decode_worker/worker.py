@@ -11,7 +11,6 @@ says who leaves; the router is told and has the request computed again (prompt a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -101,6 +100,7 @@ class DecodeWorker:
             lease_ttl_s=options.lease_ttl_s,
             address_host=options.host,
         )
+        self._ended = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> pb.WorkerAddress:
@@ -113,6 +113,7 @@ class DecodeWorker:
         await self._server.start()
         self._service.start()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
+        self._loop_task.add_done_callback(lambda _: self._ended.set())
         log.info("%s serves decode on %s", self.options.name, self.address.address)
         return self.address
 
@@ -129,9 +130,14 @@ class DecodeWorker:
         await self._server.stop(0)
         if self._loop_task is not None:
             self._loop_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop_task
+            await asyncio.gather(self._loop_task, return_exceptions=True)
         self._thread.shutdown(wait=True)
+
+    async def wait_broken(self) -> None:
+        """Raises what broke the step loop, if ever: whoever keeps the worker must end it, for it serves nothing."""
+        await self._ended.wait()
+        if self._loop_task is not None and not self._loop_task.cancelled():
+            self._loop_task.result()
 
     # What routers send: WorkerHost
 

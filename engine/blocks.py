@@ -17,6 +17,7 @@ LRU counts events, not seconds, so that the simulator and the live worker evict 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def page_hashes(
     hashes: list[PageHash] = []
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         digest = hashlib.blake2b(parent, digest_size=16, salt=salt[:16])
-        digest.update(b"".join(t.to_bytes(4, "little") for t in token_ids[start : start + page_size]))
+        digest.update(array("I", token_ids[start : start + page_size]).tobytes())
         parent = digest.digest()
         hashes.append(parent)
     return hashes

@@ -23,12 +23,17 @@ T = TypeVar("T")
 OUR_PACKAGES = ("engine.", "kv_transfer.", "prefill_worker.", "decode_worker.", "cluster.")
 Progress = Callable[[str, float], None]
 
+BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
+
 
 class Service(Protocol):
     async def start(self) -> Any:
         """Listen; returns an object with `.address`, or the address as text."""
 
     async def stop(self, grace_s: float) -> None: ...
+
+    async def wait_broken(self) -> None:
+        """Raises what broke the service, if ever: then its process ends, and whoever keeps it starts another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,17 @@ Tell = Callable[[ServiceEvent], None]
 class ServiceThread:
     """`build(incarnation, progress)` runs in the thread and returns the service; then it is started and serves."""
 
-    def __init__(self, name: str, host: str, build: Callable[[str, Progress], Service], tell: Tell) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        build: Callable[[str, Progress], Service],
+        tell: Tell,
+        crash: Callable[[int], object] = os._exit,
+    ) -> None:
         self._build = build
         self._tell = tell
+        self._crash = crash
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -118,6 +131,8 @@ class ServiceThread:
             self._say("ended", 1.0)
         except Exception as error:
             logger.exception("%s failed", self._event.name)
+            if self._event.stage == "ready":
+                self._crash(BROKEN_EXIT_CODE)  # a bug, not a bad model: a new process may serve again
             self._say("failed", reason=sentence_of(error))
         finally:
             self._ended.set()
@@ -127,7 +142,12 @@ class ServiceThread:
         started = await service.start()
         self._service, self._loop = service, asyncio.get_running_loop()
         self._say("ready", 1.0, address=str(getattr(started, "address", started)))
-        await self._stop.wait()
+        broken = asyncio.ensure_future(service.wait_broken())
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((broken, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if broken.done():
+            broken.result()
+        broken.cancel()
 
 
 def sentence_of(error: BaseException) -> str:

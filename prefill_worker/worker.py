@@ -12,7 +12,6 @@ the pages come back once neither the engine nor a handoff reads them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -114,6 +113,7 @@ class PrefillWorker:
         self._is_draining = False
         self._service = WorkerService(self, report_interval_s=options.report_interval_s)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> pb.WorkerAddress:
@@ -125,6 +125,7 @@ class PrefillWorker:
         await self._server.start()
         self._service.start()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
+        self._loop_task.add_done_callback(lambda _: self._ended.set())
         log.info("%s serves prefill on %s", self.options.name, self.address.address)
         return self.address
 
@@ -140,11 +141,16 @@ class PrefillWorker:
         await self._server.stop(0)
         if self._loop_task is not None:
             self._loop_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop_task
+            await asyncio.gather(self._loop_task, return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(peer.result().close() for peer in self._peers.values() if _is_open(peer)))
         self._thread.shutdown(wait=True)
+
+    async def wait_broken(self) -> None:
+        """Raises what broke the step loop, if ever: whoever keeps the worker must end it, for it serves nothing."""
+        await self._ended.wait()
+        if self._loop_task is not None and not self._loop_task.cancelled():
+            self._loop_task.result()
 
     # What routers send: WorkerHost
 
