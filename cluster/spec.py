@@ -23,7 +23,7 @@ __all__ = ["ClusterSpec", "PoolSpec", "RouterSpec", "SpecError", "TransferSpec",
 
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
-TRANSPORTS = ("shared_memory", "process_group", "cuda_ipc", "loopback")
+TRANSPORTS = ("shared_memory", "process_group")  # between processes; loopback is for tests within one
 PREFILL_KEYS = ("max_batch_tokens", "max_prefill_requests", "short_prompt_tokens", "short_share")
 DECODE_KEYS = ("max_batch_size", "admission", "watermark")
 
@@ -98,7 +98,7 @@ class PoolSpec(_Spec):
     threads: int | Literal["auto"] = "auto"  # of each worker
     cpus: Literal["auto"] | tuple[int, ...] | None = "auto"  # pinned to these, shared out evenly; null: not pinned
     kv_memory: int | Literal["auto"] = "auto"  # of each worker
-    attention: Literal["auto", "torch", "native", "flashinfer"] = "auto"
+    attention: Literal["auto", "torch", "native"] = "auto"
     tensor_parallel: Parallel = 1
     pipeline_parallel: Parallel = 1
 
