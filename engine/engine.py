@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from engine import linear, loader, parity
+from engine import fuse, linear, loader, parity
 from engine.attention import hooks
 from engine.attention.base import AttentionBackend, build_meta
 from engine.attention.hooks import UnsupportedModel
@@ -107,12 +107,14 @@ class Engine:
         probe = loader.probe_model(model, max_len)
         loader.set_attention(model, hooks.SERVE)
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
+        progress("kernels", 0.0)
+        backend = make_backend(options.attention, probe.layers[0].dtype)
+        if backend.name == "native":
+            fuse.fuse(model, probe.layer_of)
         row_multiple = 1
         if linear.pack_linears(model, dtype):
             row_multiple = max(linear.MIN_ROWS, linear.row_multiple(model))
 
-        progress("kernels", 0.0)
-        backend = make_backend(options.attention, probe.layers[0].dtype)
         engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe, row_multiple)
         progress("kernels", 1.0)
 

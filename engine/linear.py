@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _rewrap(result: Any) -> Any:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -141,9 +142,11 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> bool:
     packed: dict[int, PackedLinear] = {}
     for parent, name, child in linears:
         if id(child) not in packed:
-            weight = child.weight.detach()
-            bias = None if child.bias is None else child.bias.detach()
-            packed[id(child)] = PackedLinear(weight.t() if isinstance(child, Conv1D) else weight, bias)
+            parameters = dict(child.named_parameters(recurse=False))
+            weight, bias = parameters["weight"].detach(), parameters.get("bias")
+            packed[id(child)] = PackedLinear(
+                weight.t() if isinstance(child, Conv1D) else weight, None if bias is None else bias.detach()
+            )
         setattr(parent, name, packed[id(child)])
     _wrap_bare_weights(model)
     return True
@@ -163,28 +166,29 @@ def _wrap_bare_weights(model: nn.Module) -> None:
 
 def row_multiple(model: nn.Module) -> int:
     """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     widths = {m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m is not head}
     widths |= {b.shape[-1] for name, b in model.named_buffers() if name.endswith("inv_freq")}
-    widths |= {module.weight.shape[0] for module in model.modules() if _is_uneven_router(module)}
+    widths |= {width for module in model.modules() if (width := _uneven_router_width(module))}
     return max((VECTOR // math.gcd(width, VECTOR) for width in widths), default=1)
 
 
-def _is_uneven_router(module: nn.Module) -> bool:
-    """Whether a module with a weight of its own gives a row other bits among few rows than among many."""
+def _uneven_router_width(module: nn.Module) -> int:
+    """The width of a module with its own weight that gives a row other bits among few rows than among many; or 0."""
     weight = getattr(module, "weight", None)
     if type(weight) is not InvariantWeight or weight.dim() != 2:
-        return False
+        return 0
     x = torch.randn(1, VECTOR, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     try:
         many = _tensors(module(x))
-        return any(
+        uneven = any(
             not torch.equal(a.flatten(0, -2)[:rows], b.flatten(0, -2))
             for rows in (3, 5, 7)
             for a, b in zip(many, _tensors(module(x[:, :rows])), strict=True)
         )
     except Exception:  # it wants other inputs than a router does
-        return False
+        return 0
+    return int(weight.shape[0]) if uneven else 0
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "csrc" / "paged_attention.cpp"
+SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 BUILD_TIMEOUT_S = 300.0
 
@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NativeUnavailable("no C++ compiler was found (looked for $CXX, g++ and c++)")
-    path = _cache_dir() / f"paged_attention-{_key(compiler)}.so"
+    path = _cache_dir() / f"kernels-{_key(compiler)}.so"
     if not path.exists():
         _build(compiler, path)
     try:
@@ -62,7 +62,9 @@ def _cache_dir() -> Path:
 
 def _key(compiler: str) -> str:
     """What the machine code depends on."""
-    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
+    for source in sorted(SOURCES.glob("*.[ch]*")):
+        digest.update(source.read_bytes())
     for part in (" ".join(FLAGS), _output([compiler, "--version"]), platform.machine(), _cpu_flags()):
         digest.update(part.encode())
     return digest.hexdigest()
@@ -91,7 +93,7 @@ def _build(compiler: str, path: Path) -> None:
             return
         built = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            _output([compiler, *FLAGS, "-o", str(built), str(SOURCE)])
+            _output([compiler, *FLAGS, "-o", str(built), *sorted(map(str, SOURCES.glob("*.cpp")))])
             os.replace(built, path)
         finally:
             built.unlink(missing_ok=True)

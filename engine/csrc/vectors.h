@@ -1,0 +1,147 @@
+// Vectors of 16 floats and the few functions on them that the kernels share. Every multiply-add is spelled out.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IVec __attribute__((vector_size(64)));
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline Vec load(const float* p) {
+    Vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#ifdef __AVX512F__
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    Vec r;
+    for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return r;
+#endif
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float widen(uint16_t x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline uint16_t narrow(float f) {  // round to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &f, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x to about 1 ulp for x <= 0 (Cephes' expf: range reduction by ln 2 in two parts, degree 5); 0 below -87.
+inline Vec exp_nonpositive(Vec x) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const auto tiny = x < splat(-87.0f);
+    x = tiny ? splat(-87.0f) : x;  // NaN stays NaN
+    const Vec n = fma(x, splat(1.44269504088896341f), magic) - magic;
+    Vec r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r + splat(1.0f));
+    const IVec power = (__builtin_convertvector(n, IVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return tiny ? Vec{} : p * scale;
+}
+
+inline Vec tanh_any(Vec x) {
+    const auto negative = x < Vec{};
+    const Vec size = negative ? -x : x;
+    const Vec e = exp_nonpositive(size * splat(-2.0f));
+    const Vec t = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return negative ? -t : t;
+}
+
+inline float sum_lanes(Vec v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] + x[i + width];
+    return x[0];
+}
+
+inline float max_lanes(Vec v) {
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+}
+
+// Rows of float32 or bfloat16, read and written as floats; n < 16 for a row's last elements
+
+inline Vec read(const float* p) { return load(p); }
+
+inline Vec read(const uint16_t* p) {
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    Half h;
+    std::memcpy(&h, p, sizeof h);
+    const IVec bits = __builtin_convertvector(h, IVec) << 16;
+    Vec v;
+    std::memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+template <class Element>
+inline Vec read_some(const Element* p, int64_t n) {
+    Element padded[LANES] = {};
+    std::memcpy(padded, p, n * sizeof(Element));
+    return read(padded);
+}
+
+inline void write(float* p, Vec v) { store(p, v); }
+
+inline void write(uint16_t* p, Vec v) {
+#ifdef __AVX512BF16__
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &half, sizeof half);
+#else
+    for (int i = 0; i < LANES; i++) p[i] = narrow(v[i]);
+#endif
+}
+
+template <class Element>
+inline void write_some(Element* p, Vec v, int64_t n) {
+    Element padded[LANES];
+    write(padded, v);
+    std::memcpy(p, padded, n * sizeof(Element));
+}
+
+// What storing v as an Element and reading it again gives
+inline Vec rounded(Vec v, float) { return v; }
+
+inline Vec rounded(Vec v, uint16_t) {
+    uint16_t half[LANES];
+    write(half, v);
+    return read(half);
+}
+
+}  // namespace
