@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_transfer.base import Segment, SendEnd, TransferOptions
-from kv_transfer.checksum import Checksummer
+from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.layout import KvLayout, LayerKv
 from kv_transfer.memory import KvMemory
 from kv_transfer.plan import layer_groups
@@ -133,17 +133,15 @@ def timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def move(end: SendEnd, segments: list[Segment], checksummer: Checksummer | None, pipe: Connection) -> float:
+def move(end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> float:
     """Seconds until the bytes stand in the other process's pages."""
     if not end.one_sided:
-        pipe.send(("receive", (segments, checksummer is not None)))
+        pipe.send(("receive", (segments, checked)))
         assert pipe.recv() == "ready"
 
     def run() -> None:
         for segment in segments:
-            if checksummer is not None:
-                checksummer.digest(segment.layers, segment.src_pages)
-            end.send(segment)
+            end.send(segment, RunningDigest().see if checked else None)
         end.flush()
         if not end.one_sided:
             assert pipe.recv() == "done"
@@ -165,12 +163,11 @@ def send_raw(group: Any, buffer: torch.Tensor, pipe: Connection) -> float:
 def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Median GB/s of each way."""
     layout = layout_of(model, num_tokens)
-    source, copy, checksummer = KvMemory(layout), KvMemory(layout), None
+    source, copy = KvMemory(layout), KvMemory(layout)
     source.bytes.random_()
     copy.bytes.zero_()
     nbytes = layout.page_bytes() * layout.num_pages
     buffer = torch.ones(nbytes, dtype=torch.uint8)
-    checksummer = Checksummer(source)
     orders = {"consecutive": list(range(layout.num_pages)), "scattered": list(range(layout.num_pages))}
     random.Random(0).shuffle(orders["scattered"])
     segments = {name: segments_of(layout, order) for name, order in orders.items()}
@@ -183,7 +180,7 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
         }
         for name, order, checked in itertools.product(ends, orders, (False, True)):
             ways[f"{name}/{order}/{'checksums' if checked else 'plain'}"] = way(
-                ends[name], segments[order], checksummer if checked else None, pipe
+                ends[name], segments[order], checked, pipe
             )
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):  # in turns; the first warms up
@@ -197,10 +194,8 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     return {"model": model, "prompt_tokens": num_tokens, "mbytes": nbytes / 1e6, "gbytes_per_s": speeds}
 
 
-def way(
-    end: SendEnd, segments: list[Segment], checksummer: Checksummer | None, pipe: Connection
-) -> Callable[[], float]:
-    return lambda: move(end, segments, checksummer, pipe)
+def way(end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> Callable[[], float]:
+    return lambda: move(end, segments, checked, pipe)
 
 
 def void(_: object) -> None:

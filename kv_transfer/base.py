@@ -19,6 +19,7 @@ from typing import Protocol
 
 from engine.spec import WorkerOptions
 from kv_transfer.memory import KvMemory
+from kv_transfer.rows import Seen
 
 
 class TransferError(Exception):
@@ -44,9 +45,9 @@ class SendEnd(Protocol):
     @property
     def one_sided(self) -> bool: ...
 
-    def send(self, segment: Segment) -> None:
-        """Move the bytes. One-sided: they stand in the receiver's pages on return. Two-sided: they have left the
-        source pages on return, and errors of an earlier segment may be raised. Raises TransferError."""
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
+        """Move the bytes, and show them to `seen`. One-sided: they stand in the receiver's pages on return. Two-sided:
+        they have left the source pages, and errors of an earlier segment may be raised. Raises TransferError."""
 
     def flush(self) -> None:
         """Two-sided: block until all that was sent has left. Raises TransferError."""

@@ -12,7 +12,21 @@ import torch
 import xxhash
 
 from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows, Rows
+from kv_transfer.rows import PageRows, Rows, Seen
+
+
+class RunningDigest:
+    """The digest of bytes that are shown block by block, while a transport has them in the cache."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_64()
+
+    def see(self, block: Rows) -> None:
+        self._hasher.update(memoryview(block))  # type: ignore[arg-type]  # numpy: no Buffer before Python 3.12
+
+    @property
+    def value(self) -> int:
+        return int(self._hasher.intdigest())
 
 
 class Checksummer:
@@ -23,11 +37,15 @@ class Checksummer:
         self._rows = PageRows(memory.layout, memory.bytes.numpy()) if memory.device == "cpu" else None
 
     def digest(self, layers: range, pages: Sequence[int]) -> int:
-        hasher = xxhash.xxh3_64()
+        running = RunningDigest()
+        self.show(layers, pages, running.see)
+        return running.value
+
+    def show(self, layers: range, pages: Sequence[int], seen: Seen) -> None:
+        """Show `seen` the pages' bytes in the order of KvLayout.spans."""
         blocks = self._rows.blocks(layers, pages) if self._rows else self._device_blocks(layers, pages)
         for block in blocks:
-            hasher.update(memoryview(block))  # type: ignore[arg-type]  # numpy: no Buffer before Python 3.12
-        return int(hasher.intdigest())
+            seen(block)
 
     def _device_blocks(self, layers: range, pages: Sequence[int]) -> list[Rows]:
         index = torch.tensor(pages, device=self._memory.bytes.device)

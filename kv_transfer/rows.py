@@ -7,7 +7,7 @@ loop of memmove 1.5, 4.5, 12 GB/s at pages of 1, 4, 24 KiB; these loops 6, 9, 14
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kv_transfer.layout import KvLayout
 
 Rows = npt.NDArray[Any]  # [num_pages, words of a page]
 Pages = npt.NDArray[np.intp]
+Seen = Callable[[Rows], None]  # is shown all bytes in the order of KvLayout.spans, cut anyhow, while they are in cache
 
 CHUNK_BYTES = 256 * 1024  # a bounce through a buffer of this size stays in the cache
 BLOCK_BYTES = 16 * 1024  # runs of at least this many bytes on average are copied one by one
@@ -38,18 +39,24 @@ class PageRows:
         for layer in layers:
             yield from self._rows[layer]
 
-    def copy_from(self, source: PageRows, layers: range, src_pages: Sequence[int], dst_pages: Sequence[int]) -> None:
+    def copy_from(
+        self,
+        source: PageRows,
+        layers: range,
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+        seen: Seen | None = None,
+    ) -> None:
         """Copy pages of `source`, which may have another number of pages, into these."""
         src, dst = np.asarray(src_pages, np.intp), np.asarray(dst_pages, np.intp)
         runs = _paired_runs(src, dst)
         for src_rows, dst_rows in zip(source.parts(layers), self.parts(layers), strict=True):
             if _is_blocky(src_rows, len(src), len(runs)):
-                for s, d, count in runs:
-                    dst_rows[d : d + count] = src_rows[s : s + count]
+                _copy_blocks(src_rows, dst_rows, runs, seen)
             else:
-                _copy_scattered(src_rows, dst_rows, src, dst)
+                _copy_scattered(src_rows, dst_rows, src, dst, seen)
 
-    def gather(self, layers: range, pages: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+    def gather(self, layers: range, pages: Sequence[int], out: npt.NDArray[np.uint8], seen: Seen | None = None) -> None:
         """Put the pages' bytes into `out` in the order of KvLayout.spans."""
         index, at = np.asarray(pages, np.intp), 0
         runs = _paired_runs(index, np.arange(len(index)))
@@ -57,10 +64,9 @@ class PageRows:
             block = _rows(out, at, len(index), _row_bytes(rows))
             at += block.nbytes
             if _is_blocky(rows, len(index), len(runs)):
-                for s, d, count in runs:
-                    block[d : d + count] = rows[s : s + count]
+                _copy_blocks(rows, block, runs, seen)
             else:
-                np.take(rows, index, 0, out=block, mode="clip")
+                _take_scattered(rows, block, index, seen)
 
     def scatter(self, layers: range, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """The inverse of gather."""
@@ -70,8 +76,7 @@ class PageRows:
             block = _rows(data, at, len(index), _row_bytes(rows))
             at += block.nbytes
             if _is_blocky(rows, len(index), len(runs)):
-                for s, d, count in runs:
-                    rows[d : d + count] = block[s : s + count]
+                _copy_blocks(block, rows, runs, None)
             else:
                 rows[index] = block
 
@@ -106,7 +111,20 @@ def _is_blocky(rows: Rows, num_pages: int, num_runs: int) -> bool:
     return num_pages * _row_bytes(rows) >= num_runs * BLOCK_BYTES
 
 
-def _copy_scattered(src_rows: Rows, dst_rows: Rows, src: Pages, dst: Pages) -> None:
+def _copy_blocks(src_rows: Rows, dst_rows: Rows, runs: list[tuple[int, int, int]], seen: Seen | None) -> None:
+    if seen is None:
+        for s, d, count in runs:
+            dst_rows[d : d + count] = src_rows[s : s + count]
+        return
+    step = _chunk_pages(src_rows)
+    for s, d, count in runs:
+        for at in range(0, count, step):
+            block = src_rows[s + at : s + min(at + step, count)]
+            dst_rows[d + at : d + at + len(block)] = block
+            seen(block)
+
+
+def _copy_scattered(src_rows: Rows, dst_rows: Rows, src: Pages, dst: Pages, seen: Seen | None) -> None:
     step = _chunk_pages(src_rows)
     buffer = np.empty((min(step, len(src)), src_rows.shape[1]), src_rows.dtype)
     for at in range(0, len(src), step):
@@ -114,6 +132,17 @@ def _copy_scattered(src_rows: Rows, dst_rows: Rows, src: Pages, dst: Pages) -> N
         block = buffer[: len(chunk)]
         np.take(src_rows, chunk, 0, out=block, mode="clip")
         dst_rows[dst[at : at + step]] = block
+        if seen is not None:
+            seen(block)
+
+
+def _take_scattered(rows: Rows, out: Rows, index: Pages, seen: Seen | None) -> None:
+    step = _chunk_pages(rows)
+    for at in range(0, len(index), step):
+        block = out[at : at + step]
+        np.take(rows, index[at : at + step], 0, out=block, mode="clip")
+        if seen is not None:
+            seen(block)
 
 
 def _gathered_chunks(rows: Rows, index: Pages) -> Iterator[Rows]:

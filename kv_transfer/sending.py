@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.base import Segment, SendEnd, TransferError
-from kv_transfer.checksum import Checksummer
+from kv_transfer.checksum import RunningDigest
 from kv_transfer.layout import KvLayout
 from kv_transfer.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 4 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
+SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
 
 
 class Lane:
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A segment that was sent (one-sided) or is about to be (two-sided). checksum None: checksums are off."""
+    """A segment that was sent (one-sided) or is on its way (two-sided). checksum None: checksums are off."""
 
     job: Job
     seq: int
@@ -91,7 +91,7 @@ class SendThread:
     ) -> None:
         self._end = end
         self._layout = memory.layout
-        self._checksummer = Checksummer(memory) if checksums else None
+        self._checksums = checksums
         self._on_sent = on_sent
         self._on_error = on_error
         self._queue: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
@@ -168,14 +168,12 @@ class SendThread:
                 then()
 
     def _send(self, job: Job) -> None:
-        checksum = self._checksummer.digest(job.layers, job.src_pages) if self._checksummer else None
+        digest = RunningDigest() if self._checksums else None
         segment = Segment(seq=self._seq, layers=job.layers, src_pages=job.src_pages, dst_pages=job.dst_pages)
         self._seq += 1
         nbytes = self._layout.page_bytes(job.layers) * len(job.src_pages)
-        if not self._end.one_sided:
-            self._on_sent(Sent(job=job, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=0.0))
         started = time.perf_counter()
-        self._end.send(segment)
-        took = time.perf_counter() - started
-        if self._end.one_sided:
-            self._on_sent(Sent(job=job, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=took))
+        self._end.send(segment, digest.see if digest else None)
+        took_s = time.perf_counter() - started
+        checksum = digest.value if digest else None
+        self._on_sent(Sent(job=job, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=took_s))

@@ -8,20 +8,23 @@ from dataclasses import replace
 import torch
 
 from kv_transfer.base import Faults, Segment, SendEnd, TransferError
+from kv_transfer.checksum import Checksummer
 from kv_transfer.memory import KvMemory
+from kv_transfer.rows import Seen
 
 
 class FaultySendEnd:
     def __init__(self, inner: SendEnd, memory: KvMemory, faults: Faults) -> None:
         self._inner = inner
         self._memory = memory
+        self._checksummer = Checksummer(memory)
         self._faults = faults
 
     @property
     def one_sided(self) -> bool:
         return self._inner.one_sided
 
-    def send(self, segment: Segment) -> None:
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
         faults = self._faults
         number, faults.sent = faults.sent, faults.sent + 1
         if faults.before_send is not None:
@@ -30,9 +33,14 @@ class FaultySendEnd:
             time.sleep(faults.delay_s)
         if number in faults.fail:
             raise TransferError(f"segment {number} fails because a test asked for it")
-        if faults.drop_all or number in faults.drop:
+        is_dropped, is_corrupted = faults.drop_all or number in faults.drop, number in faults.corrupt
+        if not is_dropped and not is_corrupted:
+            self._inner.send(segment, seen)
             return
-        self._inner.send(self._corrupted(segment) if number in faults.corrupt else segment)
+        if seen is not None:  # the checksum is of what should have arrived
+            self._checksummer.show(segment.layers, segment.src_pages, seen)
+        if is_corrupted and not is_dropped:
+            self._inner.send(self._corrupted(segment))
 
     def _corrupted(self, segment: Segment) -> Segment:
         """The segment with its first page read from a wrong place. The source's bytes stay as they are: the engine

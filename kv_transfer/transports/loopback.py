@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
 from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows
+from kv_transfer.rows import PageRows, Seen
 
 _offers: WeakValueDictionary[str, LoopbackReceiveEnd] = WeakValueDictionary()  # by token, while the receiver lives
 
@@ -59,10 +59,10 @@ class LoopbackSendEnd:
         self._peer = peer
         self._aborted = False
 
-    def send(self, segment: Segment) -> None:
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
         if self._aborted or self._receiver.is_closed:
             raise TransferError(f"the loopback transport to {self._peer} is closed; open a new pair")
-        self._receiver.rows.copy_from(self._rows, segment.layers, segment.src_pages, segment.dst_pages)
+        self._receiver.rows.copy_from(self._rows, segment.layers, segment.src_pages, segment.dst_pages, seen)
 
     def flush(self) -> None:
         pass

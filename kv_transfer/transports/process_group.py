@@ -31,12 +31,12 @@ import torch.distributed
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
 from kv_transfer.layout import KvLayout
 from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows
+from kv_transfer.rows import PageRows, Seen
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 
 SENDER, RECEIVER = 0, 1
-BUFFERS = 3  # segments on the wire, or about to be, at once
+BUFFERS = 8  # segments on the wire, or about to be, at once
 
 _wires: WeakSet[_Wire] = WeakSet()
 
@@ -163,14 +163,16 @@ class _Staging:
         whole = buffer.untyped_storage()
         self._buffers.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(whole))
 
-    def gather(self, segment: Segment, out: torch.Tensor) -> None:
+    def gather(self, segment: Segment, out: torch.Tensor, seen: Seen | None) -> None:
         if self._rows is not None:
-            self._rows.gather(segment.layers, segment.src_pages, out.numpy())
+            self._rows.gather(segment.layers, segment.src_pages, out.numpy(), seen)
             return
         index = torch.tensor(segment.src_pages, device=self._memory.device)
         for part, block in self._blocks(segment.layers, len(segment.src_pages), out):
             torch.index_select(part, 0, index, out=block)
         torch.cuda.current_stream().synchronize()
+        if seen is not None:
+            seen(out.cpu().numpy().reshape(1, -1))
 
     def scatter(self, segment: Segment, data: torch.Tensor) -> None:
         if self._rows is not None:
@@ -201,11 +203,11 @@ class ProcessGroupSendEnd:
         self._peer = peer
         self._on_wire: deque[tuple[Future[None], torch.Tensor]] = deque()
 
-    def send(self, segment: Segment) -> None:
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
         if len(self._on_wire) >= BUFFERS:
             self._finish_oldest()
         data = self._staging.take(_num_bytes(self._layout, segment.layers, segment.src_pages))
-        self._staging.gather(segment, data)
+        self._staging.gather(segment, data, seen)
         self._on_wire.append((self._wire.send(data), data))
 
     def flush(self) -> None:

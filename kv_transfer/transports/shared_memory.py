@@ -21,7 +21,7 @@ import numpy as np
 
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
 from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows
+from kv_transfer.rows import PageRows, Seen
 
 FENCE_BYTES = 4096
 NONCE_BYTES = 16
@@ -101,12 +101,12 @@ class SharedMemorySendEnd:
         self._target = PageRows(layout, np.frombuffer(self._map, np.uint8))
         self._pidfd = os.pidfd_open(pid)
 
-    def send(self, segment: Segment) -> None:
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
         if self._is_aborted:
             raise TransferError(f"the shared_memory transport to {self._peer} is closed; open a new pair")
         if _has_exited(self._pidfd):
             raise TransferError(f"{self._peer} is dead; hand off to another worker")
-        self._target.copy_from(self._source, segment.layers, segment.src_pages, segment.dst_pages)
+        self._target.copy_from(self._source, segment.layers, segment.src_pages, segment.dst_pages, seen)
 
     def flush(self) -> None:
         pass

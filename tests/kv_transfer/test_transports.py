@@ -15,6 +15,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.layout import LayerKv
 from kv_transfer.memory import KvMemory
 from kv_transfer.transports.registry import MODULES, load_transport
@@ -107,6 +108,20 @@ def test_many_segments_arrive_in_order(pair: Pair) -> None:
     before = snapshot(pair.target)
     pair.move(pair.segment(range(1), [6], [4]))
     assert_pages_moved(before, pair.source, pair.target, range(1), [6], [4])
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("layers", [LAYERS, WIDE, ODD], ids=["small", "wide", "odd"])
+def test_the_bytes_are_shown_in_the_order_of_the_checksum(name: str, layers: tuple[LayerKv, ...]) -> None:
+    pair = open_pair(name, layers=layers)
+    pages = [3, 4, 5, 6, 7, 8, 1, 22, 0]
+    segment, shown = pair.segment(range(len(layers)), pages, pages[::-1]), RunningDigest()
+    arrived = pair.pool.submit(pair.take, segment)
+    pair.sender.send(segment, shown.see)
+    arrived.result(20)
+    assert shown.value == Checksummer(pair.source).digest(segment.layers, pages)
+    assert shown.value == Checksummer(pair.target).digest(segment.layers, pages[::-1])
+    pair.close()
 
 
 def test_segments_of_many_sizes(pair: Pair) -> None:
