@@ -107,15 +107,13 @@ class Engine:
         probe = loader.probe_model(model, max_len)
         loader.set_attention(model, hooks.SERVE)
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
+
         progress("kernels", 0.0)
         backend = make_backend(options.attention, probe.layers[0].dtype)
-        if backend.name == "native":
-            fuse.fuse(model, probe.layer_of)
-        row_multiple = 1
-        if linear.pack_linears(model, dtype):
-            row_multiple = max(linear.MIN_ROWS, linear.row_multiple(model))
-
-        engine = cls(model, info, KvMemory(_layout(options, probe)), backend, probe, row_multiple)
+        row_multiple = _prepare_weights(model, backend, probe, dtype)
+        with torch.inference_mode(False):  # transports write into the pages from outside inference mode
+            memory = KvMemory(_layout(options, probe))
+        engine = cls(model, info, memory, backend, probe, row_multiple)
         progress("kernels", 1.0)
 
         if reference is not None:
@@ -169,6 +167,18 @@ class Engine:
         finally:
             self.memory.close()
             self.memory = served
+
+
+def _prepare_weights(model: PreTrainedModel, backend: AttentionBackend, probe: hooks.Probe, dtype: torch.dtype) -> int:
+    """Fuse and pack what can be; the multiple to which a step's rows are to be padded."""
+    if not linear.can_pack(dtype):
+        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
+        return 1
+    if backend.name == "native":
+        count = fuse.fuse(model, probe.layer_of)
+        logger.info("%d modules of %s run fused", count, type(model).__name__)
+    linear.pack_linears(model)
+    return max(linear.MIN_ROWS, linear.row_multiple(model))
 
 
 def _layout(options: EngineOptions, probe: hooks.Probe) -> KvLayout:

@@ -13,7 +13,6 @@ vectors for every width that occurs; for the widths of real models that is 1 or 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-
-logger = logging.getLogger(__name__)
 
 MIN_ROWS = 2
 VECTOR = 64  # elements that torch computes at once: two AVX-512 registers of bfloat16
@@ -103,7 +100,7 @@ def _as_linear(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         x, weight, bias = args[0], args[1].mT if args[1].dim() == 2 else args[1], None
     else:
         return None
-    if type(x) is InvariantWeight or weight.dim() != 2 or x.dtype != weight.dtype or not _can_pack(weight.dtype):
+    if type(x) is InvariantWeight or weight.dim() != 2 or x.dtype != weight.dtype or not can_pack(weight.dtype):
         return None
     plain = weight.as_subclass(torch.Tensor).contiguous()
     return invariant_linear(x.contiguous(), plain, bias, plain.shape[0])
@@ -117,7 +114,8 @@ def _rewrap(result: Any) -> Any:
     return result
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
@@ -125,14 +123,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Replace every Linear of the model, one at a time, so that memory grows by one weight at most.
-
-    False, and nothing is changed, where oneDNN cannot take the dtype: then rows may depend on the batch.
-    """
-    if not _can_pack(dtype):
-        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
-        return False
+def pack_linears(model: nn.Module) -> None:
+    """Replace every Linear of the model, one at a time, so that memory grows by one weight at most."""
     linears: list[tuple[nn.Module, str, nn.Module]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -149,7 +141,6 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> bool:
             )
         setattr(parent, name, packed[id(child)])
     _wrap_bare_weights(model)
-    return True
 
 
 def _wrap_bare_weights(model: nn.Module) -> None:

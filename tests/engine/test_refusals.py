@@ -1,0 +1,149 @@
+"""What cannot be served exactly is refused at load, in one sentence that says why; so are options out of range."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine import parity
+from engine.engine import Engine, EngineOptions, UnsupportedModel
+from tests.engine.test_engine import save
+
+UNSUPPORTED = {
+    "recurrent hybrid": ("Qwen3NextConfig", {"head_dim": 16, "num_experts": 4}, "linear_attention"),
+    "recurrent": ("MambaConfig", {}, "not KV"),
+    "no attention interface": ("BloomConfig", {"n_head": 4, "n_layer": 2}, "attention interface"),
+    "attends twice": ("DiffLlamaConfig", {}, "twice"),
+    "temperature from the cache": (
+        "Llama4TextConfig",
+        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        "attn_temperature_tuning",
+    ),
+    "pattern in the mask": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 64,
+            "attention_chunk_size": 32,
+            "attn_temperature_tuning": False,
+        },
+        "pattern in its mask",
+    ),
+    "dynamic rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "dynamic RoPE",
+    ),
+}
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def load(directory: str, **options: Any) -> Engine:
+    return Engine.load(EngineOptions(model=directory, **{"num_pages": 16, **options}))
+
+
+@pytest.mark.parametrize(("config_class", "changes", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_an_architecture_that_pages_cannot_carry(
+    tmp_path: Path, config_class: str, changes: dict[str, Any], reason: str
+) -> None:
+    directory = save(tmp_path, config_class, **changes)
+    with pytest.raises(UnsupportedModel, match=reason) as refusal:
+        load(directory)
+    assert "\n" not in str(refusal.value)
+
+
+def test_longrope_is_served_only_as_far_as_requests_cannot_change_each_other(tmp_path: Path) -> None:
+    directory = save(tmp_path, "Phi3Config", **LONGROPE)
+    with pytest.raises(UnsupportedModel, match="set max_model_len to at most 64"):
+        load(directory)
+    assert load(directory, max_model_len=64).info.max_model_len == 64
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("llama"), "LlamaConfig")
+
+
+def test_the_parity_check_refuses_a_model_whose_two_paths_disagree(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = parity.reference_logits
+
+    def shifted(*args: Any) -> parity.Reference:
+        reference = own(*args)
+        return parity.Reference(reference.token_ids, tuple(x.roll(1, 0) for x in reference.logits), reference.tolerance)
+
+    monkeypatch.setattr(parity, "reference_logits", shifted)
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM gives other logits through pages"):
+        load(llama)
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
+        load(str(tmp_path))
+
+
+def test_a_directory_without_weights(llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load(str(tmp_path))
+
+
+def test_corrupt_weights(llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 100)
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load(str(tmp_path))
+
+
+def test_incomplete_weights(llama: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    state = {name: w for name, w in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(UnsupportedModel, match="lacks 1 of its weights"):
+        load(str(tmp_path))
+
+
+def test_an_architecture_that_transformers_does_not_know(llama: str, tmp_path: Path) -> None:
+    config = json.loads((Path(llama) / "config.json").read_text())
+    config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="martian"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'; give one of auto, float32, bfloat16"),
+        ({"max_model_len": 257}, "max_model_len is 257, but the model has 256 positions"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"num_pages": None, "kv_bytes": 100}, "kv_bytes is 100, less than one page"),
+        ({"kv_bytes": 1 << 20}, "give one of the two"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"attention": "magic"}, "attention is 'magic'"),
+    ],
+)
+def test_an_option_out_of_range(llama: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        load(llama, **options)
+
+
+def test_auto_dtype_takes_float16_as_bfloat16(tmp_path: Path) -> None:
+    directory = save(tmp_path, "LlamaConfig", dtype=torch.float16)
+    engine = load(directory)
+    assert engine.info.dtype == "bfloat16"
+    assert engine.layout.dtype == "bfloat16"
