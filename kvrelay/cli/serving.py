@@ -80,7 +80,7 @@ def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode
             endpoints = tuple(_endpoints(snapshot))
             own_state = replace(own_state, endpoints=endpoints, pid=0 if mode == "joined" else own_state.pid)
             state.write(own_state)
-            view.ready(summary(deployment.spec, snapshot, ready_s))
+            view.ready(summary(deployment.spec, snapshot, ready_s) | {"detached": mode == "joined"})
             if mode == "joined":
                 keep = True
                 return 0
