@@ -1,0 +1,162 @@
+"""`python docs/fill_benchmarks.py`: writes the tables of docs/benchmarks.md from bench/results/*.json, no more.
+
+Each table stands between `<!-- NAME -->` and `<!-- /NAME -->`. A result that is not there leaves a sentence that says
+so; one that has no table of its own here is shown as what it holds, one row for each figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "bench" / "results"
+HEAD_KEYS = ("date", "commit", "has_uncommitted_changes", "machine", "torch", "grpcio")
+MAX_FIGURES = 60
+
+sys.path.insert(0, str(ROOT))
+
+from bench.peers import PEERS  # noqa: E402  (plain data: no torch)
+
+
+def main() -> None:
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+def filled(page: str) -> str:
+    """The page with the tables of the results that exist now."""
+    return re.sub(
+        r"<!-- (\w+) -->\n.*?<!-- /\1 -->",
+        lambda match: f"<!-- {match[1]} -->\n{section(match[1])}\n<!-- /{match[1]} -->",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def section(name: str) -> str:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return f"Not measured yet: `{path.relative_to(ROOT)}` is not there."
+    result = json.loads(path.read_text())
+    return f"{heading(result)}\n\n{TABLES.get(name, figures)(result)}"
+
+
+def heading(result: Mapping[str, Any]) -> str:
+    machine = result.get("machine", {})
+    parts = [f"{machine['cores']} cores of {machine['cpu']}"] if machine else []
+    parts += [f"commit {result['commit']}"] if "commit" in result else []
+    if result.get("has_uncommitted_changes"):
+        parts[-1] += " with changes"
+    return f"*{', '.join(parts) or 'Measured'}.*"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def slashed(values: Mapping[str, float] | Sequence[float]) -> str:
+    numbers = values.values() if isinstance(values, Mapping) else values
+    return "/".join(f"{number:.0f}" for number in numbers)
+
+
+def e2e(result: Mapping[str, Any]) -> str:
+    rows: list[list[object]] = [
+        [
+            "kvrelay 1P1D, a core each",
+            f"{row['asked_per_s']:g}, {row['request_throughput']:.2f}",
+            slashed(row["latency_ms"]["ttft"]),
+            slashed(row["latency_ms"]["tpot"]),
+            f"{row['attainment']:.0%}",
+            f"{row['other_cores']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    rows += [
+        [
+            peer.server,
+            f"{peer.asked_per_s:g}, {peer.served_per_s:.2f}",
+            slashed(peer.ttft_ms),
+            slashed(peer.tpot_ms),
+            *("", ""),
+        ]
+        for peer in PEERS
+    ]
+    columns = ["server", "requests/s asked, served", "TTFT P50/P90/P99 ms", "TPOT P50/P90/P99 ms"]
+    shown = table([*columns, "meet both", "cores of other work"], rows)
+    return f"{shown}\n\nHeld to {result['held_per_s']:g} requests/s. Ready after {result['ready_s']:.1f} s."
+
+
+def handoff(result: Mapping[str, Any]) -> str:
+    rows = [
+        [f"{row['model']}, {row['prompt_tokens']}, {way}", f"{row['mbytes']:.0f}", f"{speed:.1f}"]
+        + [f"{speed / row['gbytes_per_s'][base]:.0%}" for base in ("memcpy", "raw_gloo")]
+        for row in result["bytes"]
+        for way, speed in row["gbytes_per_s"].items()
+        if "/" in way
+    ]
+    parts = [table(["Bytes: model, prompt tokens, way", "MB", "GB/s", "of memcpy", "of raw gloo"], rows)]
+    for key, title in (("handoff", "Handoff"), ("hidden", "Hidden")):
+        head = list(result[key][0])
+        cells = [[cell(row[name]) for name in head] for row in result[key]]
+        parts.append(table([f"{title}: {head[0]}", *(name.replace("_", " ") for name in head[1:])], cells))
+    return "\n\n".join(parts)
+
+
+def router(result: Mapping[str, Any]) -> str:
+    latency, added = result["latency_ms"], result["added_ms"]
+    first = table(
+        ["one request after another", "P50 ms", "P99 ms"],
+        [
+            ["through the router", latency["router"]["p50"], latency["router"]["p99"]],
+            ["the bare server", latency["bare"]["p50"], latency["bare"]["p99"]],
+            ["added", added["p50"], added["p99"]],
+        ],
+    )
+    names = {
+        "requests": "requests, 64 at once",
+        "tokens_paced": "tokens, paced",
+        "tokens_flood": "tokens, flood",
+    }
+    rows = [
+        [
+            text,
+            *(result[key][name] for name in ("router_per_s", "bare_per_s")),
+            f"{result[key]['share_of_bare']:.0%}",
+            *(result[key][name] for name in ("router_cpu_us", "bare_cpu_us", "router_per_cpu_s")),
+        ]
+        for key, text in names.items()
+    ]
+    columns = ["", "router /s", "bare /s", "of bare", "router CPU us each", "bare CPU us each", "router, a CPU second"]
+    return f"{first}\n\n{table(columns, rows)}"
+
+
+def figures(result: Mapping[str, Any]) -> str:
+    """What is known of a result without its own table: its figures, by their names."""
+    rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
+    left_out = f"\n\n{len(rows) - MAX_FIGURES} more are in the file." if len(rows) > MAX_FIGURES else ""
+    return table(["figure", ""], rows[:MAX_FIGURES]) + left_out
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"e2e": e2e, "handoff": handoff, "router": router}
+
+if __name__ == "__main__":
+    main()
