@@ -259,7 +259,9 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         self._poll_fences()
 
     def _poll_fences(self) -> None:
-        self._fence_poll = None
+        if self._fence_poll is not None:
+            self._fence_poll.cancel()
+            self._fence_poll = None
         for pair in list(self._fenced_pairs):
             if pair.reservations and pair.sender_has_stopped():
                 for lease in self._table.on_peer_dead(pair.id, f"{pair.name} is gone"):
@@ -349,6 +351,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         if reservation.granted is None:
             self._end(reservation, reason)
             return
+        self.counters["leases_aborted"] += self.is_live(reservation)
         reservation.pair.thread.close_landing(reservation.landing)
         lease = self._table.on_stopped(reservation.key, reason)
         if lease is not None:
@@ -560,6 +563,8 @@ class _Pair:
         if token is None:
             return
         reservation, number = token
+        if not self._servicer.is_live(reservation):
+            return  # its pages may be another's by now: what was read of them says nothing
         announce, counters = reservation.segments[number], self._servicer.counters
         counters["segments_received"] += 1
         counters["bytes_received"] += announce.bytes if is_intact else 0
@@ -572,9 +577,8 @@ class _Pair:
         reservation.transfer_s += announce.transfer_s if self.one_sided else took_s
         if not is_intact:
             reservation.bad.add(number)
-        if self._servicer.is_live(reservation):
-            self._servicer.touch(reservation)
-            self._answer_if_complete(reservation)
+        self._servicer.touch(reservation)
+        self._answer_if_complete(reservation)
 
     def _on_commit(self, reservation: _Reservation, commit: worker_pb2.Commit) -> None:
         if reservation.granted is not None and not self._servicer.is_live(reservation):

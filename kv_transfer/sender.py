@@ -1,22 +1,15 @@
-"""HandoffPeer is a prefill worker's side of its pair with one decode worker; Handoff is one request's way through it.
+"""HandoffPeer is a prefill worker's side of its pair with one decode worker: the handshake, the stream, the thread.
 
-    reserve -> (stalled) -> granted -> segments, as layers are computed -> commit -> receipt
-                                    \\-> abort, from anywhere
-
-The control stream lives in the event loop; the bytes are moved by one thread for each pair. The engine's thread only
-calls `Handoff.segment_ready`. The source pages are the caller's: they must stay as they are until `commit` has
-returned or raised, or `abort` has returned.
+The control stream lives in the event loop; the bytes are moved by one thread for each pair. Requests go through it as
+Handoffs (handoff.py), whose names are this module's too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -26,226 +19,21 @@ from engine.rpc import PROTOCOL_VERSION, host_id, open_channel, secret_metadata
 from kv_transfer.base import Faults as Faults
 from kv_transfer.base import SendEnd, TransferError
 from kv_transfer.base import TransferOptions as TransferOptions
+from kv_transfer.handoff import Grant as Grant
+from kv_transfer.handoff import Handoff as Handoff
+from kv_transfer.handoff import HandoffDenied as HandoffDenied
+from kv_transfer.handoff import HandoffFailed as HandoffFailed
+from kv_transfer.handoff import HandoffLost as HandoffLost
+from kv_transfer.handoff import HandoffRefused as HandoffRefused
 from kv_transfer.memory import KvMemory
 from kv_transfer.plan import Parallel, plan_transfer
-from kv_transfer.sending import Job, Lane, SendThread, Sent, cut_job
+from kv_transfer.sending import Lane, SendThread, Sent, cut_job
 from kv_transfer.transports.faulty import FaultySendEnd
 from kv_transfer.transports.registry import load_transport
-from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 CLOSE_TIMEOUT_S = 2.0
 ANSWER_TIMEOUTS = 3  # an answer may wait behind this many transfers
-
-
-class HandoffDenied(Exception):
-    """The decode worker will not take the request, or no longer."""
-
-    def __init__(self, reason: str, *, retryable: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retryable = retryable
-
-
-class HandoffLost(Exception):
-    """The pair broke; its peer must be connected anew."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class HandoffFailed(Exception):
-    """The bytes did not arrive whole, however often they were sent. The pair still stands; the lease is over."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class HandoffRefused(Exception):
-    """The two workers do not fit together: one sentence with both values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    pages: tuple[int, ...]
-    cached_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    layers: range
-    page_begin: int
-    page_end: int
-    src_pages: tuple[int, ...]
-
-
-class Handoff:
-    """One request's pages on their way. Made by HandoffPeer.reserve; used in the event loop but for segment_ready."""
-
-    def __init__(self, peer: HandoffPeer, lease_id: int, on_stalled: Callable[[str], None]) -> None:
-        self.lease_id = lease_id
-        self.lane = Lane()
-        self._peer = peer
-        self._on_stalled = on_stalled
-        self._granted: asyncio.Future[Grant] = _quiet_future()
-        self._answer: asyncio.Future[worker_pb2.Receipt] = _quiet_future()
-        self._ready_lock = threading.Lock()
-        self._ready: list[_Ready] = []  # segments that came before the grant
-        self._sent: list[Job] = []  # by segment number
-        self._bytes_sent = 0
-        self._transfer_s = 0.0
-        self._error: Exception | None = None  # why this is over, if it is over badly
-        self.is_over = False
-        self.was_answered = False
-
-    async def granted(self) -> Grant:
-        """Wait for pages. Raises HandoffDenied or HandoffLost."""
-        return await asyncio.shield(self._granted)
-
-    def segment_ready(self, layers: range, page_begin: int, page_end: int, src_pages: Sequence[int]) -> None:
-        """The KV of token pages page_begin .. page_end - 1 in `layers` stands in src_pages, in that order.
-
-        From any thread; returns at once. What comes before the grant is kept; what the peer has cached is skipped.
-        """
-        assert len(src_pages) == page_end - page_begin, "src_pages must name one page for each token page"
-        ready = _Ready(layers, page_begin, page_end, tuple(src_pages))
-        with self._ready_lock:
-            if not self._granted.done():
-                self._ready.append(ready)
-                return
-        self._enqueue(ready)
-
-    async def commit(self, *, token_id: int, num_tokens: int, computed_ns: int) -> generate_pb2.HandoffReceipt:
-        """Wait until all segments stand in the peer's pages and it has said so; segments that it calls bad go again.
-
-        `computed_ns`: time.monotonic_ns() when the last layer was computed. Raises HandoffDenied (the lease ended),
-        HandoffLost, HandoffFailed.
-        """
-        grant = await self.granted()
-        for resends_left in range(self._peer.options.max_resends, -1, -1):
-            receipt = await self._commit_once(token_id, num_tokens, computed_ns)
-            if receipt.ok:
-                self._finish()
-                return self._receipt(grant, receipt, computed_ns)
-            if not receipt.bad_segments or not resends_left:
-                break
-            for number in receipt.bad_segments:
-                self._resend(self._sent[number])
-        reason = f"{self._peer.name}: {receipt.reason}"
-        await self.abort(reason)
-        raise HandoffFailed(reason)
-
-    async def abort(self, reason: str) -> None:
-        """Give up. Returns when nothing more will be written, so that the source pages may be used again."""
-        if self.is_over:
-            return
-        self._finish()
-        self._fail(HandoffDenied(reason, retryable=False))
-        await self._peer.stop_lane(self.lane)
-        self._peer.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
-
-    def _finish(self) -> None:
-        self.is_over = True
-        self._peer.forget(self)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        for future in (self._granted, self._answer):
-            if not future.done():
-                future.set_exception(self._error)
-
-    async def _commit_once(self, token_id: int, num_tokens: int, computed_ns: int) -> worker_pb2.Receipt:
-        if self._answer.done() and self._error is None:
-            self._answer = _quiet_future()
-        await self._peer.drained_or(self._answer)
-        if self._error is not None:
-            raise self._error
-        self._peer.write(
-            commit=worker_pb2.Commit(
-                lease_id=self.lease_id,
-                segments=len(self._sent),
-                token_id=token_id,
-                num_tokens=num_tokens,
-                computed_ns=computed_ns,
-            )
-        )
-        return await self._peer.answer_in_time(self._answer, "receipt")
-
-    def _resend(self, job: Job) -> None:
-        self._peer.thread.put(
-            Job(
-                lane=job.lane,
-                lease_id=job.lease_id,
-                layers=job.layers,
-                page_begin=job.page_begin,
-                page_end=job.page_end,
-                src_pages=job.src_pages,
-                dst_pages=job.dst_pages,
-                resend=True,
-            )
-        )
-
-    def _receipt(self, grant: Grant, receipt: worker_pb2.Receipt, computed_ns: int) -> generate_pb2.HandoffReceipt:
-        return generate_pb2.HandoffReceipt(
-            transport=self._peer.transport if self._sent else "",
-            pages=receipt.pages,
-            bytes=receipt.bytes,
-            checksums_ok=self._peer.options.checksums,
-            cached_pages=grant.cached_pages,
-            resends=sum(job.resend for job in self._sent),
-            transfer_s=self._transfer_s,
-            exposed_s=max(0.0, (time.monotonic_ns() - computed_ns) / 1e9),
-        )
-
-    def _enqueue(self, ready: _Ready) -> None:
-        if self._granted.cancelled() or self._granted.exception() is not None:
-            return
-        grant = self._granted.result()
-        begin = max(ready.page_begin, grant.cached_pages)
-        assert ready.page_end <= len(grant.pages), f"page {ready.page_end} of a lease with {len(grant.pages)} pages"
-        src_pages = ready.src_pages[begin - ready.page_begin :]
-        for layers, index in self._peer.cut(ready.layers, ready.page_end - begin):
-            self._peer.thread.put(
-                Job(
-                    lane=self.lane,
-                    lease_id=self.lease_id,
-                    layers=layers,
-                    page_begin=begin + index.start,
-                    page_end=begin + index.stop,
-                    src_pages=src_pages[index.start : index.stop],
-                    dst_pages=grant.pages[begin + index.start : begin + index.stop],
-                )
-            )
-
-    # --- what the peer says, in the event loop ---
-
-    def on_granted(self, grant: Grant) -> None:
-        self.was_answered = True
-        with self._ready_lock:
-            if not self._granted.done():
-                self._granted.set_result(grant)
-            ready, self._ready = self._ready, []
-        for entry in ready:
-            self._enqueue(entry)
-
-    def on_queued(self, reason: str) -> None:
-        self.was_answered = True
-        self._on_stalled(reason)
-
-    def on_over(self, error: Exception) -> None:
-        """Denied, ended by the peer, or the pair is lost."""
-        self._finish()
-        self._fail(error)
-
-    def on_receipt(self, receipt: worker_pb2.Receipt) -> None:
-        if not self._answer.done():
-            self._answer.set_result(receipt)
-
-    def on_sent(self, sent: Sent) -> None:
-        self._sent.append(sent.job)
-        self._bytes_sent += sent.nbytes
-        self._transfer_s += sent.transfer_s
 
 
 class HandoffPeer:
@@ -281,7 +69,7 @@ class HandoffPeer:
             name=f"kv-send-{target.name}",
             checksums=options.checksums,
             on_sent=lambda sent: self._in_loop(self._on_sent, sent),
-            on_error=lambda reason: self._in_loop(self._lose, reason),
+            on_error=self.lose,
         )
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
@@ -351,6 +139,10 @@ class HandoffPeer:
         if not self.is_lost:
             self._outgoing.put_nowait(worker_pb2.PrefillMessage(**kind))
 
+    def lose(self, reason: str) -> None:
+        """The pair is of no more use. From any thread."""
+        self._in_loop(self._lose, reason)
+
     def forget(self, handoff: Handoff) -> None:
         self._handoffs.pop(handoff.lease_id, None)
 
@@ -405,6 +197,8 @@ class HandoffPeer:
             self._lose(f"{self.name} ended the pair: {details or code.name}")
         except asyncio.CancelledError:
             self._lose("the pair is closed")
+        finally:
+            await self._channel.close()
 
     def _on_message(self, message: worker_pb2.DecodeMessage) -> None:
         kind = message.WhichOneof("kind")
@@ -476,13 +270,6 @@ class HandoffPeer:
     def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(call, *args)
-
-
-def _quiet_future() -> asyncio.Future[Any]:
-    """A future whose exception nobody has to fetch."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

@@ -36,7 +36,7 @@ from kv_transfer.rows import PageRows, Seen
 dist: Any = torch.distributed  # its names are not all in its type stubs
 
 SENDER, RECEIVER = 0, 1
-BUFFERS = 8  # segments on the wire, or about to be, at once
+BUFFERS = 3  # segments on the wire, or about to be, at once
 
 _wires: WeakSet[_Wire] = WeakSet()
 

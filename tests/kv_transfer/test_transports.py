@@ -253,6 +253,7 @@ def _serve_child(name: str, pipe: Connection) -> None:
 
 
 def _connect_child(name: str, pipe: Connection) -> None:
+    pipe.send("started")
     end = load_transport(name).connect(random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=5)
     pipe.send("connected")
     pipe.recv()
@@ -284,6 +285,7 @@ def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
 def test_a_killed_sender_is_an_error_to_the_receiver(name: str) -> None:
     receiver = load_transport(name).offer(random_memory(31), peer="prefill-0", host="127.0.0.1", timeout_s=2)
     pipe, child = _in_child(_connect_child, name)
+    assert pipe.recv() == "started"  # importing torch may take longer than the receiver waits
     with ThreadPoolExecutor(1) as pool:
         opened: Future[None] = pool.submit(receiver.open, 20)
         pipe.send(dict(receiver.params))
