@@ -164,13 +164,6 @@ class DecodePolicy:
             request.computed_len += 1
             self._drop_if_unused(request)
 
-    def on_batch_failed(self, batch: DecodeBatch) -> None:
-        """The engine could not compute the batch; its requests end. No other batch may be in flight."""
-        for entry in batch.entries:
-            request = self._requests[entry.request_id]
-            request.scheduled_len = request.computed_len
-            self.on_finished(entry.request_id)
-
     def on_page_filled(self, request_id: str, page_hash: PageHash) -> None:
         """The tokens of the next full page are known: its hash, chained to the pages before it."""
         request = self._requests.get(request_id)

@@ -22,6 +22,7 @@ from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodeP
 from engine.blocks import PageHash, PagePool, page_hashes
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
+from engine.execution import run_step
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
 from engine.types import (
@@ -253,13 +254,7 @@ class DecodeWorker:
                 await self._wake.wait()
                 continue
             step = Step(chunks=[self._chunk(entry) for entry in batch.entries])
-            try:
-                sampled = await loop.run_in_executor(self._thread, self.engine.step, step)
-            except Exception as error:  # the engine's step is the one place where a request's data can break it
-                log.exception("a decode step failed")
-                self._fail_batch(batch, error)
-                continue
-            self._process(batch, sampled)
+            self._process(batch, await loop.run_in_executor(self._thread, run_step, self.engine, step))
 
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:
@@ -301,6 +296,10 @@ class DecodeWorker:
         self._service.flush()
 
     def _on_token(self, live: _Live, token: SampledToken) -> None:
+        if token.error:
+            self._event(live, pb.EVENT_KIND_FAILED, reason=f"{self.options.name}: {token.error}")
+            self._end(live, is_step=True)
+            return
         self._publish_full_pages(live)
         live.tokens.append(token.token_id)
         self.counters["generated_tokens"] += 1
@@ -326,16 +325,6 @@ class DecodeWorker:
             self.policy.on_page_filled(live.id, page_hash)
         live.parent, live.hashed_pages = new[-1], live.hashed_pages + len(new)
 
-    def _fail_batch(self, batch: DecodeBatch, error: Exception) -> None:
-        self.policy.on_batch_failed(batch)
-        for entry in batch.entries:
-            live = self._live.pop(entry.request_id, None)
-            if live is not None:
-                reason = f"{self.options.name}: {type(error).__name__}: {error}"
-                self._event(live, pb.EVENT_KIND_FAILED, reason=reason)
-        self._grant_queued()
-        self._service.flush()
-
     def _end(self, live: _Live, *, is_step: bool = False) -> None:
         """Forget a request; its pages go as soon as no batch uses them."""
         self._live.pop(live.id, None)
@@ -359,7 +348,7 @@ class DecodeWorker:
     ) -> None:
         link = self._service.link(live.state.router_id)
         if link is not None:
-            link.event(live.state, kind, reason=reason, retryable=True, receipt=receipt)
+            link.event(live.state, kind, reason=reason, receipt=receipt)
 
     @property
     def _salt(self) -> bytes:

@@ -57,6 +57,8 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 def resolve_max_len(asked: int | None, config: Any) -> int:
     """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions."""
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own is not None and own < 1:
+        own = None  # xlnet says -1: no limit
     if own is None and asked is None:
         raise ValueError("the model's config names no max_position_embeddings; give max_model_len")
     if asked is None:
@@ -68,8 +70,8 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
     return asked
 
 
-def check_config(config: Any, max_len: int) -> None:
-    """Raise UnsupportedModel for features that need more than pages of K and V, or that read the whole batch."""
+def check_config(config: Any) -> None:
+    """Raise UnsupportedModel for features that need more than pages of K and V."""
     text = config.get_text_config()
     name = (config.architectures or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
@@ -84,6 +86,12 @@ def check_config(config: Any, max_len: int) -> None:
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
             "from a cache object, which pages do not have"
         )
+
+
+def check_ropes(config: Any, max_len: int) -> None:
+    """Raise UnsupportedModel for rotary embeddings that read the whole batch."""
+    text = config.get_text_config()
+    name = (config.architectures or [type(config).__name__])[0]
     for rope in _rope_parameters(text):
         _check_rope(name, rope, text, max_len)
 

@@ -24,6 +24,7 @@ class WorkerOptions:
     max_batch_tokens: int = 512  # computed in one step at most
     max_prefill_requests: int = 64  # in one step at most
     short_prompt_tokens: int = 256  # a prompt with no more left to compute may pass a long one
+    pack_tokens: int = 128  # no more prompts join a step with so many: a CPU's products run at full speed by then
     short_share: float = 0.5  # of a step's tokens that short prompts may take while a long one stands before them
 
     # decode

@@ -170,8 +170,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
+    """`error`, one sentence, says why nothing could be drawn; token_id means nothing then."""
+
     request_id: str
     token_id: int
+    error: str = ""
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = field(default=())
 

@@ -12,6 +12,11 @@ a *long* one: while a long prompt stands before them, short prompts together tak
 So a short prompt with Q short tokens before it begins within Q / (short_share * max_batch_tokens) + 1 steps, however
 long the prompts are; and a long prompt always gets the rest, at least (1 - short_share) of each step.
 
+Packing. From some number of tokens on a step takes longer by each token, and a second prompt in it only delays the
+first. So no further prompt joins a step that has `pack_tokens` tokens, but the oldest one, which always gets its part.
+(Simulated at 6 prompts/s of 128 to 384 tokens and 2,450 tokens/s: TTFT P90 480 ms without, 417 ms with 128.) The bound
+above is then Q / min(pack_tokens, short_share * max_batch_tokens) + 1 steps, each of them shorter.
+
 Memory. A prompt gets pages for all of its tokens when its first chunk is scheduled: the longest cached prefix that
 still leaves one token to compute, and fresh pages for the rest. When there are too few it waits, and the prompts
 behind it wait with it, so that nothing starves.
@@ -31,10 +36,13 @@ class PrefillLimits:
     max_requests: int = 64
     short_prompt_tokens: int = 256
     short_share: float = 0.5
+    pack_tokens: int | None = None  # None: a step is filled up to max_batch_tokens
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1:
             raise ValueError(f"max_batch_tokens is {self.max_batch_tokens}; give 1 or more")
+        if self.pack_tokens is not None and self.pack_tokens < 1:
+            raise ValueError(f"pack_tokens is {self.pack_tokens}; give 1 or more")
         if not 0 <= self.short_share < 1:
             raise ValueError(f"short_share is {self.short_share:g}; give a number from 0 to below 1")
 
@@ -103,9 +111,12 @@ class PrefillPolicy:
         """What to compute next, at most max_batch_tokens; None when nothing can run."""
         left = self.limits.max_batch_tokens
         lengths: dict[str, int] = {}
+        oldest = next(iter(self._queue()), None)
         for request, limit in self._order():
             if left == 0 or len(lengths) == self.limits.max_requests:
                 break
+            if self._is_packed(left) and request is not oldest and request.request_id not in lengths:
+                continue
             if not self._has_pages(request):
                 continue
             taken = lengths.get(request.request_id, 0)
@@ -124,12 +135,13 @@ class PrefillPolicy:
             self._publish(request)
             self._drop_if_unused(request)
 
-    def on_batch_failed(self, batch: PrefillBatch) -> None:
-        """The engine could not compute the batch; its requests end. No other batch may be in flight."""
-        for chunk in batch.chunks:
-            request = self._requests[chunk.request_id]
-            request.scheduled_len = request.computed_len
-            self.on_cancelled(chunk.request_id)
+    def on_failed(self, request_id: str) -> None:
+        """The engine could not compute its chunk: the request ends, and what its pages hold is not to be trusted.
+
+        Called before on_batch_done of that batch.
+        """
+        self._requests[request_id].hashes = ()
+        self.on_finished(request_id)
 
     def on_handoff_opened(self, request_id: str) -> None:
         """From now on the handoff may read the request's pages, until on_handoff_closed."""
@@ -182,9 +194,17 @@ class PrefillPolicy:
         unfinished = [*self._waiting.values(), *self._running.values()]
         return sum(request.num_tokens - request.computed_len for request in unfinished)
 
+    def _queue(self) -> list[_Request]:
+        """Requests with something left to schedule, the oldest first."""
+        return [r for r in self._requests.values() if r.left and not r.is_over]
+
+    def _is_packed(self, tokens_left: int) -> bool:
+        limits = self.limits
+        return limits.pack_tokens is not None and limits.max_batch_tokens - tokens_left >= limits.pack_tokens
+
     def _order(self) -> Iterator[tuple[_Request, int]]:
         """Requests with the tokens each may take in its turn; one may come twice."""
-        queue = [r for r in self._requests.values() if r.left and not r.is_over]
+        queue = self._queue()
         is_short = {r.request_id: r.num_tokens - r.computed_len <= self.limits.short_prompt_tokens for r in queue}
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])

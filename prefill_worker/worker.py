@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
+from engine.execution import run_step
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
 from engine.types import (
@@ -100,6 +101,7 @@ class PrefillWorker:
             PrefillLimits(
                 max_batch_tokens=options.max_batch_tokens,
                 max_requests=options.max_prefill_requests,
+                pack_tokens=options.pack_tokens,
                 short_prompt_tokens=options.short_prompt_tokens,
                 short_share=options.short_share,
             ),
@@ -243,13 +245,7 @@ class PrefillWorker:
                 await self._wake.wait()
                 continue
             flight = self._prepare(batch)
-            try:
-                sampled = await loop.run_in_executor(self._thread, self.engine.step, flight.step)
-            except Exception as error:  # the engine's step is the one place where a request's data can break it
-                log.exception("a prefill step failed")
-                self._fail_batch(batch, error)
-                continue
-            self._process(flight, sampled)
+            self._process(flight, await loop.run_in_executor(self._thread, run_step, self.engine, flight.step))
 
     def _prepare(self, batch: PrefillBatch) -> _Flight:
         chunks: list[Chunk] = []
@@ -317,9 +313,13 @@ class PrefillWorker:
         self.counters["prompt_tokens"] += flight.batch.num_tokens
         tokens = {token.request_id: token for token in sampled}
         for plan in flight.batch.chunks:
-            live = self._live.get(plan.request_id)
-            if plan.is_last and live is not None and not live.is_cancelled:
-                self._on_first_token(live, tokens[plan.request_id], computed_ns)
+            live, token = self._live.get(plan.request_id), tokens.get(plan.request_id)
+            if live is None or live.is_cancelled or token is None:
+                continue
+            if token.error:
+                self._fail(live, f"{self.options.name}: {token.error}")
+            else:
+                self._on_first_token(live, token, computed_ns)
         self.policy.on_batch_done(flight.batch)
         for plan in flight.batch.chunks:
             self._forget_if_gone(plan.request_id)
@@ -337,19 +337,12 @@ class PrefillWorker:
             live.is_cancelled = True
             self._spawn(self._let_go(live, f"finished: {reason}"))
 
-    def _fail_batch(self, batch: PrefillBatch, error: Exception) -> None:
-        for plan in batch.chunks:
-            live = self._live.get(plan.request_id)
-            if live is None or live.is_cancelled:
-                continue
-            reason = f"{self.options.name}: {type(error).__name__}: {error}"
-            live.link.event(live.state, pb.EVENT_KIND_FAILED, reason=reason)
-            live.is_cancelled = True
-            self._spawn(self._let_go(live, reason))
-        self.policy.on_batch_failed(batch)
-        for plan in batch.chunks:
-            self._forget_if_gone(plan.request_id)
-        self._service.flush()
+    def _fail(self, live: _Live, reason: str) -> None:
+        """End a request for good, whose chunk the engine cannot compute: another worker could not, either."""
+        self.policy.on_failed(live.id)
+        live.link.event(live.state, pb.EVENT_KIND_FAILED, reason=reason)
+        live.is_cancelled = True
+        self._spawn(self._let_go(live, reason))
 
     # The handoff of one request
 

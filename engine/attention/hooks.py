@@ -121,13 +121,17 @@ def _probe_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *args: Any,
-    kvrelay: Probe,
+    kvrelay: Probe | None = None,
     sliding_window: int | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     name = type(module).__name__
+    if kvrelay is None:
+        raise UnsupportedModel(
+            f"{name} does not get the forward's keyword arguments, through which attention reaches the pages"
+        )
     if position_bias is not None:
         raise UnsupportedModel(f"{name} adds a position bias to its scores, which paged attention does not know")
     if is_causal is False:

@@ -158,14 +158,6 @@ def test_batches_may_be_asked_for_while_others_are_in_flight() -> None:
     assert policy.pool.usage.held == 0
 
 
-def test_a_failed_batch_ends_its_requests() -> None:
-    policy = make()
-    admit(policy, "r")
-    policy.on_batch_failed(policy.next_batch())
-    assert policy.request_ids == []
-    assert policy.pool.usage.held == 0
-
-
 @pytest.mark.parametrize("admission", ["watermark", "worst_case"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admission: str) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 PAGE = 16
 
 
-def make(num_pages: int = 256, **limits: float) -> PrefillPolicy:
+def make(num_pages: int = 256, **limits: float | None) -> PrefillPolicy:
     chosen = {"max_batch_tokens": 64, "short_prompt_tokens": 32, **limits}
     return PrefillPolicy(PagePool(num_pages, PAGE), PrefillLimits(**chosen))  # type: ignore[arg-type]
 
@@ -77,6 +77,26 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert not any("long" in shares(run(policy)) for _ in range(2))
 
 
+def test_no_prompt_joins_a_step_that_is_packed() -> None:
+    policy = make(pack_tokens=20)
+    for name, length in (("a", 12), ("b", 12), ("c", 30), ("d", 5)):
+        policy.add(name, length, [])
+    assert shares(run(policy)) == {"a": 12, "b": 12}
+    assert shares(run(policy)) == {"c": 30}
+    assert shares(run(policy)) == {"d": 5}
+
+
+def test_a_packed_step_still_has_its_part_for_the_oldest_prompt() -> None:
+    policy = make(num_pages=4096, pack_tokens=10)
+    policy.add("long", 192, [])
+    for step in range(5):
+        policy.add(f"short-{step}", 32, [])
+        policy.add(f"more-{step}", 32, [])
+        batch = shares(run(policy))
+        assert batch.pop("long") == 32
+        assert list(batch.values()) == [32]
+
+
 def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
     policy = make()
     tokens = list(range(48))
@@ -129,15 +149,18 @@ def test_pages_stay_until_neither_a_batch_nor_a_handoff_reads_them() -> None:
     assert not policy.holds("r")
 
 
-def test_a_failed_batch_ends_its_requests_and_gives_their_pages_back() -> None:
+def test_a_failed_request_ends_alone_and_its_pages_are_never_found_again() -> None:
     policy = make()
-    policy.add("a", 20, [])
-    policy.add("b", 100, [])
+    hashes = page_hashes(list(range(20)), PAGE)
+    policy.add("bad", 20, hashes)
+    policy.add("good", 20, [])
     batch = policy.next_batch()
     assert batch is not None
-    policy.on_batch_failed(batch)
-    assert policy.request_ids == []
-    assert policy.pool.usage.free == 256
+    policy.on_failed("bad")
+    policy.on_batch_done(batch)
+    assert policy.request_ids == ["good"]
+    assert policy.pool.count_matching(hashes) == 0
+    assert policy.pool.usage.held == 2
 
 
 def test_limits_that_cannot_work_are_refused() -> None:
@@ -145,12 +168,15 @@ def test_limits_that_cannot_work_are_refused() -> None:
         PrefillLimits(max_batch_tokens=1, short_share=1)
     with pytest.raises(ValueError, match="max_batch_tokens is 0; give 1 or more"):
         PrefillLimits(max_batch_tokens=0)
+    with pytest.raises(ValueError, match="pack_tokens is 0; give 1 or more"):
+        PrefillLimits(max_batch_tokens=1, pack_tokens=0)
 
 
+@pytest.mark.parametrize("pack_tokens", [None, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int) -> None:
+def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, pack_tokens: int | None) -> None:
     rng = random.Random(seed)
-    policy = make(num_pages=40, max_batch_tokens=48)
+    policy = make(num_pages=40, max_batch_tokens=48, pack_tokens=pack_tokens)
     in_flight: list[PrefillBatch] = []
     handoffs: set[str] = set()
     done: dict[str, int] = {}
