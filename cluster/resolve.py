@@ -127,6 +127,7 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> Work
         secret=secret,
         max_batch_tokens=pool.max_batch_tokens,
         max_prefill_requests=pool.max_prefill_requests,
+        pack_tokens=pool.pack_tokens,
         short_prompt_tokens=pool.short_prompt_tokens,
         short_share=pool.short_share,
         max_batch_size=pool.max_batch_size,

@@ -24,7 +24,7 @@ __all__ = ["ClusterSpec", "PoolSpec", "RouterSpec", "SpecError", "TransferSpec",
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 TRANSPORTS = ("shared_memory", "process_group")  # between processes; loopback is for tests within one
-PREFILL_KEYS = ("max_batch_tokens", "max_prefill_requests", "short_prompt_tokens", "short_share")
+PREFILL_KEYS = ("max_batch_tokens", "max_prefill_requests", "pack_tokens", "short_prompt_tokens", "short_share")
 DECODE_KEYS = ("max_batch_size", "admission", "watermark")
 
 
@@ -108,6 +108,7 @@ class PoolSpec(_Spec):
 
     max_batch_tokens: int = Field(default=512, ge=1)
     max_prefill_requests: int = Field(default=64, ge=1)
+    pack_tokens: int = Field(default=128, ge=1)  # no more prompts join a step that has so many tokens
     short_prompt_tokens: int = Field(default=256, ge=0)
     short_share: Share = 0.5
     max_batch_size: int = Field(default=64, ge=1)
