@@ -17,7 +17,9 @@ import ctypes
 import itertools
 import json
 import multiprocessing
+import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -209,8 +211,6 @@ def connect_transport(name: str, memory: KvMemory, pipe: Connection) -> SendEnd:
 
 
 def connect_raw(pipe: Connection) -> Any:
-    import socket
-
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     pipe.send(("gloo", port))
@@ -429,7 +429,7 @@ def bench(quick: bool) -> dict[str, Any]:
 
 def show(results: dict[str, Any]) -> None:
     console = Console()
-    table = Table("model", "tokens", "MB", "memcpy GB/s", "raw gloo GB/s", "way", "GB/s", "of memcpy", "of gloo")
+    table = Table("model", "tokens", "MB", "memcpy", "gloo", "way", "GB/s", "of memcpy", "of gloo")
     for row in results["bytes"]:
         speeds = row["gbytes_per_s"]
         for name, speed in speeds.items():
@@ -451,7 +451,7 @@ def write(results: dict[str, Any]) -> None:
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     machine = {"cpu": cpu[0].split(": ")[1] if cpu else "unknown", "cores": len(cpu), "python": sys.version.split()[0]}
     RESULTS.parent.mkdir(exist_ok=True)
-    about = {"commit": commit.stdout.strip(), "machine": machine, "torch": torch.__version__}
+    about = {"commit": commit.stdout.strip(), "machine": machine, "torch": torch.__version__, "load": os.getloadavg()}
     RESULTS.write_text(json.dumps({**about, **results}, indent=2) + "\n")
 
 

@@ -18,36 +18,29 @@ All methods run in the event loop. Each pair has one thread that receives and ve
 from __future__ import annotations
 
 import asyncio
-import os
-import select
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Protocol
 
 import grpc
 import grpc.aio
 import numpy as np
 
 from engine.rpc import PROTOCOL_VERSION, host_id
-from kv_transfer.base import ReceiveEnd, Segment, TransferError
+from kv_transfer.base import ReceiveEnd, TransferError
 from kv_transfer.base import TransferOptions as TransferOptions
 from kv_transfer.checksum import Checksummer
+from kv_transfer.decode_pair import DecodePair, LeaseKey, Malformed, Reservation
 from kv_transfer.lease import Denied as Denied
 from kv_transfer.lease import Ended, LeaseState, LeaseTable
 from kv_transfer.lease import Granted as Granted
 from kv_transfer.lease import Queued as Queued
 from kv_transfer.memory import KvMemory
-from kv_transfer.receiving import Arrival, Landing, ReceiveThread
 from kv_transfer.transports.registry import MODULES, load_transport
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
 
 FENCE_POLL_S = 0.05  # how often a lost sender is looked at, while pages wait for it
-MAX_SEGMENT_BYTES = 256 << 20  # staged on the way in
-
-LeaseKey = tuple[str, int]  # (pair, lease id)
 
 
 class ReservationHost(Protocol):
@@ -66,34 +59,6 @@ class ReservationHost(Protocol):
 
     def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
         """The reservation is over: its pages, if it had any, are nobody's and go back to the pool."""
-
-
-class _Malformed(Exception):
-    """The peer breaks the protocol: the pair is closed with this sentence."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reservation:
-    pair: _Pair
-    lease_id: int
-    request: worker_pb2.RequestState
-    granted: Granted | None = None  # None: queued
-    landing: Landing = field(default_factory=Landing)
-    covered: np.ndarray[Any, np.dtype[np.bool_]] | None = None  # [layers, pages] that arrived intact
-    segments: list[worker_pb2.Announce] = field(default_factory=list)
-    bad: set[int] = field(default_factory=set)
-    num_verified: int = 0
-    nbytes: int = 0
-    transfer_s: float = 0.0
-    commit: worker_pb2.Commit | None = None
-
-    @property
-    def key(self) -> LeaseKey:
-        return self.pair.id, self.lease_id
-
-    @property
-    def name(self) -> tuple[str, int]:
-        return self.request.request_id, self.request.attempt
 
 
 class HandoffServicer(worker_pb2_grpc.HandoffServicer):
@@ -119,9 +84,9 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         self._lease_ttl_s = lease_ttl_s
         self._address_host = address_host
         self._table: LeaseTable[LeaseKey] = LeaseTable()
-        self._reservations: dict[tuple[str, int], _Reservation] = {}  # by request id and attempt
-        self._pairs: set[_Pair] = set()
-        self._fenced_pairs: set[_Pair] = set()  # lost, but their sender may still write
+        self._reservations: dict[tuple[str, int], Reservation] = {}  # by request id and attempt
+        self._pairs: set[DecodePair] = set()
+        self._fenced_pairs: set[DecodePair] = set()  # lost, but their sender may still write
         self._expiry: asyncio.TimerHandle | None = None
         self._fence_poll: asyncio.TimerHandle | None = None
         self._num_pairs = 0
@@ -189,8 +154,11 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, offer)
             return
         pair = self._open_pair(hello, *offer, context)
+        code = grpc.StatusCode.UNAVAILABLE
         try:
-            code, reason = await pair.serve(request_iterator)
+            reason = await pair.serve(request_iterator)
+        except Malformed as error:
+            code, reason = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         finally:
             self._on_pair_gone(pair)
         if reason:
@@ -236,18 +204,20 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
 
     def _open_pair(
         self, hello: worker_pb2.HandoffHello, transport: str, end: ReceiveEnd, context: grpc.aio.ServicerContext
-    ) -> _Pair:
+    ) -> DecodePair:
         self._num_pairs += 1
         self.counters["pairs_opened"] += 1
-        pair = _Pair(self, f"{hello.worker.name}/{hello.worker.incarnation}/{self._num_pairs}", hello, transport, end)
+        pair = DecodePair(
+            self, f"{hello.worker.name}/{hello.worker.incarnation}/{self._num_pairs}", hello, transport, end
+        )
         self._pairs.add(pair)
-        pair.start(context)
+        pair.start(partial(_send, context))
         pair.write(
             welcome=worker_pb2.HandoffWelcome(worker=self._me, transport=transport, transport_params=dict(end.params))
         )
         return pair
 
-    def _on_pair_gone(self, pair: _Pair) -> None:
+    def _on_pair_gone(self, pair: DecodePair) -> None:
         """The stream is over: so are the pair's reservations; one-sided pages wait for the fence."""
         self.counters["pairs_closed"] += 1
         reason = f"{pair.name} is gone"
@@ -274,8 +244,8 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
 
     # --- reservations ---
 
-    def on_reserve(self, pair: _Pair, reserve: worker_pb2.Reserve) -> None:
-        reservation = _Reservation(pair, reserve.lease_id, reserve.request)
+    def on_reserve(self, pair: DecodePair, reserve: worker_pb2.Reserve) -> None:
+        reservation = Reservation(pair, reserve.lease_id, reserve.request)
         if reservation.name in self._reservations:
             reason = f"{self._me.name} still holds an earlier reservation of attempt {reserve.request.attempt}"
             pair.write(denied=worker_pb2.LeaseDenied(lease_id=reserve.lease_id, reason=reason, retryable=True))
@@ -290,7 +260,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         else:
             self._deny(reservation, answer.reason, answer.retryable)
 
-    def _grant(self, reservation: _Reservation, granted: Granted) -> None:
+    def _grant(self, reservation: Reservation, granted: Granted) -> None:
         assert 0 <= granted.cached_pages <= len(granted.pages), f"{granted.cached_pages} of {len(granted.pages)} cached"
         pair, now = reservation.pair, asyncio.get_running_loop().time()
         reservation.granted = granted
@@ -316,12 +286,12 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             )
         )
 
-    def _deny(self, reservation: _Reservation, reason: str, retryable: bool) -> None:
+    def _deny(self, reservation: Reservation, reason: str, retryable: bool) -> None:
         self._drop(reservation)
         denied = worker_pb2.LeaseDenied(lease_id=reservation.lease_id, reason=reason, retryable=retryable)
         reservation.pair.write(denied=denied)
 
-    def _end(self, reservation: _Reservation, reason: str) -> None:
+    def _end(self, reservation: Reservation, reason: str) -> None:
         if reservation.granted is None:
             self._deny(reservation, reason, retryable=False)
             self._host.on_lease_released(reservation.request, reason)
@@ -330,7 +300,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         if ended is not None:
             self._on_ended(reservation, ended)
 
-    def _on_ended(self, reservation: _Reservation, ended: Ended[LeaseKey]) -> None:
+    def _on_ended(self, reservation: Reservation, ended: Ended[LeaseKey]) -> None:
         """Tell the sender. Two-sided: only our thread writes into the pages, and not after its landing is closed."""
         reservation.pair.thread.close_landing(reservation.landing)
         self.counters["leases_ended"] += 1
@@ -338,15 +308,15 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         if ended.released:
             self._release(reservation, ended.lease.reason)
 
-    def _release(self, reservation: _Reservation, reason: str) -> None:
+    def _release(self, reservation: Reservation, reason: str) -> None:
         self._drop(reservation)
         self._host.on_lease_released(reservation.request, reason)
 
-    def _drop(self, reservation: _Reservation) -> None:
+    def _drop(self, reservation: Reservation) -> None:
         del self._reservations[reservation.name]
         del reservation.pair.reservations[reservation.lease_id]
 
-    def on_stopped(self, reservation: _Reservation, reason: str) -> None:
+    def on_stopped(self, reservation: Reservation, reason: str) -> None:
         """The sender writes no more: it answers our end, or gives up itself."""
         if reservation.granted is None:
             self._end(reservation, reason)
@@ -357,14 +327,14 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         if lease is not None:
             self._release(reservation, lease.reason)
 
-    def touch(self, reservation: _Reservation) -> None:
+    def touch(self, reservation: Reservation) -> None:
         self._table.touch(reservation.key, asyncio.get_running_loop().time())
 
-    def is_live(self, reservation: _Reservation) -> bool:
+    def is_live(self, reservation: Reservation) -> bool:
         lease = self._table.get(reservation.key)
         return lease is not None and lease.state is LeaseState.GRANTED
 
-    def on_good_commit(self, reservation: _Reservation, receipt: generate_pb2.HandoffReceipt) -> None:
+    def on_good_commit(self, reservation: Reservation, receipt: generate_pb2.HandoffReceipt) -> None:
         commit = reservation.commit
         assert commit is not None
         self._table.commit(reservation.key)
@@ -384,292 +354,12 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             self._on_ended(self._find(ended.lease.key), ended)
         self._arm_expiry()
 
-    def _find(self, key: LeaseKey) -> _Reservation:
+    def _find(self, key: LeaseKey) -> Reservation:
         return next(r for r in self._reservations.values() if r.key == key)
 
 
-class _Pair:
-    """The pair with one prefill worker: its stream, its thread, its reservations by lease id."""
-
-    def __init__(
-        self, servicer: HandoffServicer, pair_id: str, hello: worker_pb2.HandoffHello, transport: str, end: ReceiveEnd
-    ) -> None:
-        self.id = pair_id
-        self.name = hello.worker.name
-        self.transport = transport
-        self.one_sided = end.one_sided
-        self.reservations: dict[int, _Reservation] = {}
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._servicer = servicer
-        self._end = end
-        self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[str] = self._loop.create_future()
-        self._last_lease_id = 0
-        self._next_seq = 0
-        self._same_host = hello.host_id == host_id()
-        self._pidfd = _open_pidfd(hello.pid) if self._same_host and self.one_sided else -1
-        self._outgoing: asyncio.Queue[worker_pb2.DecodeMessage] = asyncio.Queue()
-        self._writer: asyncio.Task[None] | None = None
-
-    def start(self, context: grpc.aio.ServicerContext) -> None:
-        self._writer = asyncio.create_task(self._write(context))
-        self.thread: ReceiveThread[tuple[_Reservation, int] | None] = ReceiveThread(
-            self._end,
-            self._servicer.checksummer,
-            name=f"kv-receive-{self.name}",
-            timeout_s=self._servicer.options.transfer_timeout_s,
-            on_verified=lambda token, ok, took_s: self._in_loop(self._on_verified, token, ok, took_s),
-            on_error=lambda reason: self._in_loop(self.fail, reason),
-        )
-
-    async def serve(self, messages: AsyncIterator[worker_pb2.PrefillMessage]) -> tuple[grpc.StatusCode, str]:
-        """Until the stream ends (empty reason) or the pair fails."""
-        reader = asyncio.create_task(self._read(messages))
-        try:
-            either: set[asyncio.Future[Any]] = {reader, self._failure}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                return grpc.StatusCode.UNAVAILABLE, self._failure.result()
-            reader.result()
-            return grpc.StatusCode.OK, ""
-        except _Malformed as error:
-            return grpc.StatusCode.INVALID_ARGUMENT, str(error)
-        finally:
-            reader.cancel()
-            self._failure.cancel()
-
-    def write(self, **kind: Any) -> None:
-        self._outgoing.put_nowait(worker_pb2.DecodeMessage(**kind))
-
-    def fail(self, reason: str) -> None:
-        if not self._failure.done():
-            self._failure.set_result(reason)
-
-    def close(self) -> None:
-        self.thread.abort()
-        if self._writer is not None:
-            self._writer.cancel()
-        if not self.gone.done():
-            self.gone.set_result(None)
-
-    def forget(self) -> None:
-        """Nothing of the pair is left."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    def sender_has_stopped(self) -> bool:
-        """One-sided: whether the sender closed its end or is dead, so that nothing is written any more."""
-        return self._end.sender_closed or (self._same_host and _has_exited(self._pidfd))
-
-    async def _write(self, context: grpc.aio.ServicerContext) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-            while True:
-                await context.write(await self._outgoing.get())
-
-    async def _read(self, messages: AsyncIterator[worker_pb2.PrefillMessage]) -> None:
-        async for message in messages:
-            self._on_message(message)
-
-    def _on_message(self, message: worker_pb2.PrefillMessage) -> None:
-        kind = message.WhichOneof("kind")
-        if kind is None or kind == "hello":
-            raise _Malformed(
-                f"{self.name} sent {kind or 'an empty message'} where a reserve, announce or commit belongs"
-            )
-        body: Any = getattr(message, kind)
-        if kind == "reserve":
-            self._on_reserve(body)
-            return
-        if body.lease_id > self._last_lease_id:
-            raise _Malformed(
-                f"{self.name} speaks of lease {body.lease_id}, but the last it asked for is {self._last_lease_id}"
-            )
-        reservation = self.reservations.get(body.lease_id)
-        if kind == "announce":
-            self._on_announce(reservation, body)
-        elif reservation is None:
-            pass  # over meanwhile, and the sender has been told
-        elif kind == "commit":
-            self._on_commit(reservation, body)
-        elif kind == "abort":
-            self._servicer.on_stopped(reservation, f"{self.name} gave up: {body.reason}")
-        elif kind == "stopped":
-            self._servicer.on_stopped(reservation, f"{self.name} stopped")
-
-    def _on_reserve(self, reserve: worker_pb2.Reserve) -> None:
-        if reserve.lease_id <= self._last_lease_id:
-            raise _Malformed(f"{self.name} asks for lease {reserve.lease_id} after lease {self._last_lease_id}")
-        self._last_lease_id = reserve.lease_id
-        self._servicer.on_reserve(self, reserve)
-
-    def _on_announce(self, reservation: _Reservation | None, announce: worker_pb2.Announce) -> None:
-        layout = self._servicer.memory.layout
-        layers = range(announce.layer_begin, announce.layer_end)
-        num_pages = announce.page_end - announce.page_begin
-        if not (0 <= layers.start < layers.stop <= layout.num_layers and 0 < num_pages <= layout.num_pages):
-            raise _Malformed(f"{self.name} announces {_range_text(announce)} of {layout.num_layers} layers")
-        nbytes = layout.page_bytes(layers) * num_pages
-        if announce.bytes != nbytes or (nbytes > MAX_SEGMENT_BYTES and not self.one_sided):
-            raise _Malformed(
-                f"{self.name} announces {announce.bytes} bytes for {_range_text(announce)}, which is {nbytes}"
-            )
-        if reservation is not None and reservation.granted is None:
-            raise _Malformed(f"{self.name} announces KV for lease {announce.lease_id}, which is queued")
-        if announce.transfer_seq != self._next_seq:
-            raise _Malformed(f"{self.name} announces transfer {announce.transfer_seq}; {self._next_seq} is next")
-        self._next_seq += 1
-        if reservation is None or not self._servicer.is_live(reservation):
-            self._drop_segment(layers, num_pages, announce)
-        else:
-            self._take_segment(reservation, layers, announce)
-
-    def _drop_segment(self, layers: range, num_pages: int, announce: worker_pb2.Announce) -> None:
-        """The lease is over. Two-sided: the bytes are on their way all the same, and must be received."""
-        if self.one_sided:
-            return
-        segment = Segment(seq=announce.transfer_seq, layers=layers, src_pages=(), dst_pages=range(num_pages))
-        self.thread.put(Arrival(token=None, segment=segment, landing=None, checksum=None))
-
-    def _take_segment(self, reservation: _Reservation, layers: range, announce: worker_pb2.Announce) -> None:
-        granted = reservation.granted
-        assert granted is not None, "a live lease is granted"
-        if not granted.cached_pages <= announce.page_begin < announce.page_end <= len(granted.pages):
-            both = f"the lease has {len(granted.pages)}, {granted.cached_pages} of them cached"
-            raise _Malformed(f"{self.name} announces {_range_text(announce)}, but {both}")
-        if announce.segment != len(reservation.segments):
-            raise _Malformed(f"{self.name} announces segment {announce.segment}; {len(reservation.segments)} is next")
-        if reservation.commit is not None:
-            raise _Malformed(f"{self.name} announces a segment of lease {announce.lease_id} after its commit")
-        reservation.segments.append(announce)
-        self._servicer.touch(reservation)
-        self._servicer.counters["resends"] += announce.resend
-        is_checked = self._servicer.options.checksums and not announce.checksum_off
-        self.thread.put(
-            Arrival(
-                token=(reservation, announce.segment),
-                segment=Segment(
-                    seq=announce.transfer_seq,
-                    layers=layers,
-                    src_pages=(),
-                    dst_pages=granted.pages[announce.page_begin : announce.page_end],
-                ),
-                landing=reservation.landing,
-                checksum=announce.checksum if is_checked else None,
-            )
-        )
-
-    def _on_verified(self, token: tuple[_Reservation, int] | None, is_intact: bool, took_s: float) -> None:
-        if token is None:
-            return
-        reservation, number = token
-        if not self._servicer.is_live(reservation):
-            return  # its pages may be another's by now: what was read of them says nothing
-        announce, counters = reservation.segments[number], self._servicer.counters
-        counters["segments_received"] += 1
-        counters["bytes_received"] += announce.bytes if is_intact else 0
-        counters["checksum_mismatches"] += not is_intact
-        assert reservation.covered is not None
-        layers, pages = slice(announce.layer_begin, announce.layer_end), slice(announce.page_begin, announce.page_end)
-        reservation.covered[layers, pages] = is_intact
-        reservation.num_verified += 1
-        reservation.nbytes += announce.bytes if is_intact else 0
-        reservation.transfer_s += announce.transfer_s if self.one_sided else took_s
-        if not is_intact:
-            reservation.bad.add(number)
-        self._servicer.touch(reservation)
-        self._answer_if_complete(reservation)
-
-    def _on_commit(self, reservation: _Reservation, commit: worker_pb2.Commit) -> None:
-        if reservation.granted is not None and not self._servicer.is_live(reservation):
-            return  # ended meanwhile, and the sender has been told
-        if reservation.granted is None or reservation.commit is not None:
-            why = "is queued" if reservation.granted is None else "is committed already"
-            raise _Malformed(f"{self.name} commits lease {commit.lease_id}, which {why}")
-        capacity = len(reservation.granted.pages) * self._servicer.memory.layout.page_size
-        if commit.segments != len(reservation.segments) or not 0 < commit.num_tokens <= capacity:
-            ours = f"{len(reservation.segments)} segments and room for {capacity} tokens"
-            theirs = f"{commit.segments} segments and {commit.num_tokens} tokens"
-            raise _Malformed(f"{self.name} commits {theirs} to lease {commit.lease_id}, which has {ours}")
-        reservation.commit = commit
-        self._answer_if_complete(reservation)
-
-    def _answer_if_complete(self, reservation: _Reservation) -> None:
-        """Give the receipt once every announced segment was looked at."""
-        commit = reservation.commit
-        if commit is None or reservation.num_verified < commit.segments:
-            return
-        assert reservation.covered is not None
-        assert reservation.granted is not None
-        if reservation.covered.all():
-            self._servicer.counters["receipts_good"] += 1
-            self._servicer.on_good_commit(reservation, self._receipt(reservation))
-            pages = len(reservation.granted.pages) - reservation.granted.cached_pages
-            self.write(
-                receipt=worker_pb2.Receipt(lease_id=commit.lease_id, ok=True, pages=pages, bytes=reservation.nbytes)
-            )
-            return
-        self._servicer.counters["receipts_bad"] += 1
-        reservation.commit = None
-        missing = int((~reservation.covered).any(0).sum())
-        bad = sorted(n for n in reservation.bad if not _is_covered(reservation, n))
-        reservation.bad.clear()
-        why = f"{len(bad)} of {commit.segments} segments damaged" if bad else "nothing was announced for them"
-        self.write(
-            receipt=worker_pb2.Receipt(
-                lease_id=commit.lease_id,
-                bad_segments=bad,
-                bytes=reservation.nbytes,
-                reason=f"{missing} of {len(reservation.granted.pages)} pages are not whole: {why}",
-            )
-        )
-
-    def _receipt(self, reservation: _Reservation) -> generate_pb2.HandoffReceipt:
-        """exposed_s needs the sender's clock: it is counted from the commit's computed_ns on one host only, else 0."""
-        granted, commit = reservation.granted, reservation.commit
-        assert granted is not None
-        assert commit is not None
-        is_checked = self._servicer.options.checksums and not any(s.checksum_off for s in reservation.segments)
-        exposed_s = max(0.0, (time.monotonic_ns() - commit.computed_ns) / 1e9) if self._same_host else 0.0
-        return generate_pb2.HandoffReceipt(
-            transport=self.transport if reservation.segments else "",
-            pages=len(granted.pages) - granted.cached_pages,
-            bytes=reservation.nbytes,
-            checksums_ok=is_checked,
-            cached_pages=granted.cached_pages,
-            resends=sum(s.resend for s in reservation.segments),
-            transfer_s=reservation.transfer_s,
-            exposed_s=exposed_s,
-        )
-
-    def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(call, *args)
-
-
-def _is_covered(reservation: _Reservation, number: int) -> bool:
-    """Whether the segment's range stands whole, by a later segment."""
-    s = reservation.segments[number]
-    assert reservation.covered is not None
-    return bool(reservation.covered[s.layer_begin : s.layer_end, s.page_begin : s.page_end].all())
-
-
-def _range_text(announce: worker_pb2.Announce) -> str:
-    layers = f"layers {announce.layer_begin} to {announce.layer_end}"
-    return f"{layers}, pages {announce.page_begin} to {announce.page_end}"
-
-
-def _open_pidfd(pid: int) -> int:
-    """-1 if there is no such process any more."""
+async def _send(context: grpc.aio.ServicerContext, message: worker_pb2.DecodeMessage) -> None:
     try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        return -1
-
-
-def _has_exited(pidfd: int) -> bool:
-    if pidfd < 0:
-        return True
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+        await context.write(message)
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        raise ConnectionError("the stream is over") from error
