@@ -1,0 +1,273 @@
+"""How fast the engine is beside transformers on the same machine, and what share of the possible that is.
+
+    python -m bench.engine [--quick] [--json PATH]
+
+Three run the same 124.7M Llama-shaped model in bfloat16, in one process, with the same threads, turn by turn, so that
+other work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
+(`generate_batch`, its manager kept between calls). A decode step of transformers is the time for 1 + N tokens less that
+for 1, over N. Read the ratios; the rates are this machine's, at this load.
+
+The floor of a decode step is the bytes it must read (weights, KV) over the measured memory bandwidth; that of a prefill
+is its multiplications over the measured bfloat16 rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import about, demo_model, other_cores, save
+from engine.engine import Engine, EngineOptions
+from engine.types import Chunk, SampleSpec, SamplingParams, Step
+
+PREFILL_TOKENS = (512, 2048)
+DECODE_BATCHES = (1, 8, 32)
+PROMPT_TOKENS = 128  # of a request whose decode is measured
+NUM_PAGES = 2048
+PAGE_SIZE = 16
+TARGETS = {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1": 1.0, "decode 8": 1.5, "decode 32": 1.5}
+GREEDY = SamplingParams(temperature=0.0)
+
+Timed = Callable[[int, int], float]  # (batch or tokens, turn) -> seconds
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`prefill(tokens, turn)` and `decode(batch, turn)` give the seconds of a whole prefill, of one decode step."""
+
+    name: str
+    prefill: Timed
+    decode: Timed
+
+
+def prompts(count: int, tokens: int, turn: int) -> list[list[int]]:
+    """New ones each turn, so that no cache of prefixes helps anybody."""
+    generator = torch.Generator().manual_seed(turn * 1000 + count)
+    return torch.randint(3, 30000, (count, tokens), generator=generator).tolist()
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s
+
+
+def ours(engine: Engine, new_tokens: int) -> Contender:
+    def step(sequences: list[list[int]], start: int) -> None:
+        pages = -(-(start + len(sequences[0]) + new_tokens) // PAGE_SIZE)
+        spec = SampleSpec(params=GREEDY, position=start + len(sequences[0]))
+        engine.step(
+            Step(
+                chunks=[
+                    Chunk(
+                        request_id=str(i),
+                        token_ids=ids,
+                        start=start,
+                        block_table=range(i * pages, (i + 1) * pages),
+                        sample=spec,
+                    )
+                    for i, ids in enumerate(sequences)
+                ]
+            )
+        )
+
+    def decode(batch: int, turn: int) -> float:
+        step(prompts(batch, PROMPT_TOKENS, turn), 0)
+        last = [[5]] * batch
+        return _seconds(lambda: [step(last, PROMPT_TOKENS + i) for i in range(new_tokens)]) / new_tokens
+
+    return Contender("kvrelay", lambda tokens, turn: _seconds(lambda: step(prompts(1, tokens, turn), 0)), decode)
+
+
+def generate(model: Any, new_tokens: int) -> Contender:
+    def run(sequences: list[list[int]], new: int) -> None:
+        ids = torch.tensor(sequences)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    def decode(batch: int, turn: int) -> float:
+        sequences = prompts(batch, PROMPT_TOKENS, turn)
+        first = _seconds(lambda: run(sequences, 1))
+        return (_seconds(lambda: run(sequences, 1 + new_tokens)) - first) / new_tokens
+
+    return Contender("generate", lambda tokens, turn: _seconds(lambda: run(prompts(1, tokens, turn), 1)), decode)
+
+
+def continuous_batching(model: Any, new_tokens: int) -> Contender:
+    config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=4096, allow_block_sharing=False)
+
+    def run(sequences: list[list[int]], new: int) -> None:
+        done = model.generate_batch(
+            sequences,
+            generation_config=config,
+            continuous_batching_config=pages,
+            persistent_manager=True,
+            max_new_tokens=new,
+        )
+        lengths = {len(output.generated_tokens) for output in done.values()}
+        assert lengths == {new}, f"requests of {new} tokens gave {lengths}"
+
+    def decode(batch: int, turn: int) -> float:
+        first = _seconds(lambda: run(prompts(batch, PROMPT_TOKENS, turn), 1))
+        both = _seconds(lambda: run(prompts(batch, PROMPT_TOKENS, turn + 500), 1 + new_tokens))
+        return (both - first) / new_tokens
+
+    return Contender("generate_batch", lambda tokens, turn: _seconds(lambda: run(prompts(1, tokens, turn), 1)), decode)
+
+
+def memory_bytes_per_s() -> float:
+    """Of reading one large buffer, best of a few."""
+    buffer = torch.ones(1 << 27)
+    buffer.sum()
+    return buffer.numel() * 4 / min(_seconds(lambda: buffer.sum()) for _ in range(8))
+
+
+def matmul_flops_per_s() -> float:
+    """Of a large bfloat16 product through oneDNN's packed weights, best of a few."""
+    size = 2048
+    x, w = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(w)
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def run() -> None:
+        product(x, packed, None, "none", [], "")
+
+    run()
+    return 2 * size**3 / min(_seconds(run) for _ in range(8))
+
+
+def floors(engine: Engine, embedding_params: int) -> dict[str, float]:
+    """Seconds that the machine itself needs, for each measurement."""
+    read = engine.info.weight_bytes - 2 * embedding_params
+    token_kv = engine.layout.page_bytes() / PAGE_SIZE
+    bandwidth, rate = memory_bytes_per_s(), matmul_flops_per_s()
+    result = {"memory_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": rate / 1e9}
+    for tokens in PREFILL_TOKENS:
+        head_params = embedding_params  # untied; it runs for one row only
+        result[f"prefill {tokens}"] = 2 * (engine.info.num_params - embedding_params - head_params) * tokens / rate
+    for batch in DECODE_BATCHES:
+        result[f"decode {batch}"] = (read + batch * PROMPT_TOKENS * token_kv) / bandwidth
+    return result
+
+
+def measure(contenders: list[Contender], turns: int, say: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped."""
+    plan = [(f"prefill {n}", "prefill", n) for n in PREFILL_TOKENS] + [
+        (f"decode {n}", "decode", n) for n in DECODE_BATCHES
+    ]
+    seconds: dict[str, dict[str, list[float]]] = {key: {c.name: [] for c in contenders} for key, _, _ in plan}
+    for key, kind, size in plan:
+        say(key)
+        for turn in range(turns + 1):
+            for contender in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
+                took = getattr(contender, kind)(size, turn)
+                if turn:
+                    seconds[key][contender.name].append(took)
+    return seconds
+
+
+def summary(seconds: dict[str, dict[str, list[float]]], floor: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for key, by_name in seconds.items():
+        size = int(key.split()[1])
+        median = {name: statistics.median(times) for name, times in by_name.items()}
+        best = min(t for name, t in median.items() if name != "kvrelay")
+        rows.append(
+            {
+                "what": key,
+                "tokens_per_s": {name: round(size / t, 1) for name, t in median.items()},
+                "ms": {name: round(t * 1e3, 2) for name, t in median.items()},
+                "ratio_to_better": round(best / median["kvrelay"], 2),
+                "target": TARGETS[key],
+                "share_of_floor": round(floor[key] / median["kvrelay"], 2),
+            }
+        )
+    return rows
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"124.7M Llama, bfloat16, {result['threads']} threads: tokens/s")
+    for column in ("", "kvrelay", "generate", "generate_batch", "ratio to the better", "target", "share of the floor"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in result["rows"]:
+        rates = [f"{row['tokens_per_s'][name]:,.0f}" for name in ("kvrelay", "generate", "generate_batch")]
+        table.add_row(
+            row["what"],
+            *rates,
+            f"{row['ratio_to_better']:.2f}x",
+            f"{row['target']:.1f}x",
+            f"{row['share_of_floor']:.0%}",
+        )
+    console.print(table)
+    console.print(
+        f"memory {result['floor']['memory_gb_per_s']:.0f} GB/s, bfloat16 products "
+        f"{result['floor']['matmul_gflop_per_s']:.0f} GFLOP/s; {result['other_cores_before']:.1f} cores were busy with "
+        f"other work before, {result['other_cores_after']:.1f} after"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer turns and tokens; figures are rough")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
+    parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="default %(default)s")
+    args = parser.parse_args()
+    turns, new_tokens = (2, 6) if args.quick else (9, 24)
+    console = Console()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+
+    directory = str(demo_model("125m"))
+    engine = Engine.load(
+        EngineOptions(model=directory, dtype="bfloat16", num_pages=NUM_PAGES, page_size=PAGE_SIZE, threads=args.threads)
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    batcher = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    contenders = [ours(engine, new_tokens), generate(model, new_tokens), continuous_batching(batcher, new_tokens)]
+    before = other_cores()
+    floor = floors(engine, model.get_input_embeddings().weight.numel())
+    seconds = measure(contenders, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    result = {
+        **about(),
+        "threads": args.threads,
+        "turns": turns,
+        "transformers": transformers.__version__,
+        "other_cores_before": round(before, 2),
+        "other_cores_after": round(other_cores(), 2),
+        "floor": floor,
+        "rows": summary(seconds, floor),
+        "seconds": seconds,
+    }
+    show(result, console)
+    if args.json is None:
+        console.print(f"written to {save('engine', result)}")
+    else:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
