@@ -136,6 +136,34 @@ def router(result: Mapping[str, Any]) -> str:
     return f"{first}\n\n{table(columns, rows)}"
 
 
+def two_hosts(result: Mapping[str, Any]) -> str:
+    """What was promised and held, then what was served and how each cut went."""
+    promises = [[text, "yes" if kept else "NO"] for text, kept in result["promises"].items()]
+    parts = {name.replace("_", " "): part for name, part in result.items() if isinstance(part, dict)}
+    served = [
+        [
+            name,
+            f"{part['good_receipts']} of {part['requests']}",
+            ", ".join(part["transports"]),
+            part["pages"],
+            f"{part['bytes'] / 1e6:.1f}",
+        ]
+        for name, part in parts.items()
+        if "good_receipts" in part
+    ]
+    times = ("cut_for_s", "stream_failed_s", "refused_s", "serving_after_mend_s")
+    cuts = [[name, *(part[key] for key in times)] for name, part in parts.items() if "cut_for_s" in part]
+    cut_columns = ["cable cut", "for s", "a running stream failed after s", "a new request was refused in s"]
+    return "\n\n".join(
+        [
+            table(["promise", "kept"], promises),
+            table(["requests", "good receipts", "transport", "pages", "MB"], served),
+            table([*cut_columns, "served again, s after the mend"], cuts),
+            f"`ray up` took {result['ray_up_s']:.0f} s, `ray down` {result['ray_down_s']:.0f} s.",
+        ]
+    )
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -156,7 +184,12 @@ def cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"e2e": e2e, "handoff": handoff, "router": router}
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "e2e": e2e,
+    "handoff": handoff,
+    "router": router,
+    "two_hosts": two_hosts,
+}
 
 if __name__ == "__main__":
     main()

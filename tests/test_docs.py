@@ -152,10 +152,18 @@ def test_every_method_is_described() -> None:
 
 
 def test_every_metric_is_described_and_no_other() -> None:
-    described = {name for row in rows(section("Metrics")) for name in code(row[0])}
+    described = {name for row in rows(section("Metrics")) for name in code(row[0]) if name.startswith(PREFIX)}
     scraped = _Exposed(Counter(), lambda: "model", lambda: ()).collect()
     others = {f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in scraped}
     assert described == {PREFIX + name for name in HISTOGRAMS} | others
+
+
+def test_every_counter_of_workers_is_described() -> None:
+    folders = ("prefill_worker", "decode_worker", "kv_transfer")
+    source = "".join(path.read_text() for folder in folders for path in (ROOT / folder).glob("*.py"))
+    counters = set(re.findall(r'counters\["(\w+)"\]', source))
+    assert len(counters) > 15
+    assert counters <= {name for row in rows(section("Metrics")) for cell in row for name in code(cell)}
 
 
 # Links, and the tables of benchmarks
