@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.front import RouterOptions
 from cluster.local import LocalCluster
 from engine.engine import EngineOptions
 from engine.spec import WorkerOptions
@@ -22,6 +23,7 @@ ENGINE = EngineOptions(
     model="", dtype="float32", page_size=PAGE_SIZE, num_pages=96, max_model_len=512, threads=1, parity_check=False
 )
 WORKER = WorkerOptions(name="", role="prefill", max_batch_tokens=48, short_prompt_tokens=32)
+ROUTER = RouterOptions(dead_after_s=20.0)  # a machine that stands still for a while loses no worker
 
 
 def engine_with(**changes: object) -> EngineOptions:
@@ -30,6 +32,10 @@ def engine_with(**changes: object) -> EngineOptions:
 
 def worker_with(**changes: object) -> WorkerOptions:
     return replace(WORKER, **changes)  # type: ignore[arg-type]
+
+
+def router_with(**changes: object) -> RouterOptions:
+    return replace(ROUTER, **changes)  # type: ignore[arg-type]
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -17,7 +17,7 @@ from kv_transfer.memory import KvMemory
 from kvrelay.client import AsyncClient
 from kvrelay.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
 
 TRANSPORTS = ("loopback", "shared_memory", "process_group")
 PROMPT = random_prompt(100, seed=1)  # three chunks, seven pages
@@ -37,7 +37,7 @@ def _expected(directory: Path) -> list[list[int]]:
 
 def _cluster(directory: Path, transport: str, faults: Faults | None = None) -> LocalCluster:
     worker = worker_with(transports=(transport,), transfer_timeout_s=1.0)
-    return LocalCluster(str(directory), engine=engine_with(), worker=worker, faults=faults)
+    return LocalCluster(str(directory), engine=engine_with(), worker=worker, router=ROUTER, faults=faults)
 
 
 async def _generate(client: AsyncClient, prompt: list[int]) -> Completion:

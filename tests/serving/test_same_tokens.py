@@ -13,7 +13,7 @@ from cluster.local import LocalCluster
 from kvrelay.client import AsyncClient
 from kvrelay.types import Completion, GenerateOptions
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import counters, engine_with, random_prompt, worker_with
+from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with
 
 NEW_TOKENS = 40
 DECODE_PAGES = 26  # all nine prompts and a spare page; with their output they take 51
@@ -49,7 +49,10 @@ async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, dtype: str
     everyone = range(len(PROMPT_LENS))
 
     one_by_one = LocalCluster(
-        directory, engine=engine_with(dtype=dtype), worker=worker_with(max_batch_tokens=512, prefix_cache=False)
+        directory,
+        engine=engine_with(dtype=dtype),
+        worker=worker_with(max_batch_tokens=512, prefix_cache=False),
+        router=ROUTER,
     )
     async with one_by_one as cluster, AsyncClient(cluster.endpoint) as client:
         alone = [await _run(client, index) for index in everyone]
@@ -65,6 +68,7 @@ async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, dtype: str
         engine=engine_with(dtype=dtype),
         decode_engine=engine_with(dtype=dtype, num_pages=DECODE_PAGES // 2),
         worker=worker_with(max_batch_tokens=20),
+        router=ROUTER,
     )
     async with crowded as cluster, AsyncClient(cluster.endpoint) as client:
         moved = await asyncio.gather(*(_run(client, index) for index in everyone))

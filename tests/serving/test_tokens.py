@@ -15,7 +15,7 @@ from cluster.local import LocalCluster
 from kvrelay.client import AsyncClient
 from kvrelay.types import Completion
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
 from tests.zoo import TEN
 
 TRANSPORTS = ("loopback", "shared_memory", "process_group")
@@ -40,6 +40,7 @@ async def test_greedy_tokens_equal_transformers(name: str, transport: str, model
         engine=engine_with(),
         decode_engine=engine_with(num_pages=DECODE_PAGES),
         worker=worker_with(transports=(transport,)),
+        router=ROUTER,
     )
     async with cluster:
         client = AsyncClient(cluster.endpoint)
