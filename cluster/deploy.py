@@ -47,6 +47,7 @@ class Deployment:
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
         self._version = -1
+        self._wants: dict[str, str] = {}
         self.spec = spec
 
     def start(self) -> None:
@@ -63,6 +64,7 @@ class Deployment:
                     f"a cluster named {self.spec.name} runs in this Ray already; end it with "
                     f"`kvrelay down {self.spec.name}`, or give another name"
                 )
+        self._wants = wants_of(self.spec)
         self._controller = launch(self.spec, self._secret, loopback=self._local is not None)
 
     def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
@@ -83,6 +85,9 @@ class Deployment:
             except ActorDiedError:
                 raise DeployError("the controller is gone: somebody has ended it, or Ray, from outside") from None
         self._version = snapshot["version"]
+        for member in snapshot["members"]:
+            if member["stage"] == "waiting":
+                member["reason"] = self._wants.get(member["name"], "")
         if self._local is not None:
             self._local.remember()
         return snapshot
@@ -181,6 +186,15 @@ def needs_of(spec: ClusterSpec) -> dict[str, float]:
     for _ in range(spec.router.replicas):
         total.update(spec.router.resources)
     return dict(total)
+
+
+def wants_of(spec: ClusterSpec) -> dict[str, str]:
+    """What each worker waits for before it is started, for people."""
+    wants = {}
+    for plan in workers_of(spec):
+        amounts = ", ".join(f"{name} {amount:g}" for name, amount in bundle_of(plan).items())
+        wants[plan.name] = f"wants {amounts} of Ray" if amounts else ""
+    return wants
 
 
 def launch(spec: ClusterSpec, secret: str, *, loopback: bool) -> Any:
@@ -299,8 +313,13 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
 
 
 def _too_slow(snapshot: Mapping[str, Any], timeout_s: float) -> str:
-    late = [f"{m['name']} is at {m['stage']}" for m in snapshot["members"] if m["stage"] != "ready"]
+    late = [_standing(m) for m in snapshot["members"] if m["stage"] != "ready"]
     return f"not ready after {timeout_s:g} s: {', '.join(late)}; mend it, or raise ready_timeout_s"
+
+
+def _standing(member: Mapping[str, Any]) -> str:
+    reason = f" ({member['reason']})" if member["reason"] else ""
+    return f"{member['name']} is at {member['stage']}{reason}"
 
 
 def endpoints_of(snapshot: Mapping[str, Any]) -> list[str]:

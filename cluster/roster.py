@@ -80,13 +80,6 @@ class Roster:
         """It will not come back by itself."""
         self._set(self._members[name], "failed", reason)
 
-    def note(self, name: str, reason: str) -> None:
-        """Say why it does not get on, such as what it waits for."""
-        member = self._members[name]
-        if member.reason != reason:
-            member.reason = reason
-            self.version += 1
-
     def workers(self) -> list[tuple[str, str, str, str]]:
         """(name, role, address, incarnation) of every worker that has been ready, lost ones included: a router
         knows better and sooner than this roster whether it can reach one."""

@@ -75,7 +75,7 @@ class LineView:
     def progress(self, snapshot: dict[str, Any]) -> None:
         for member in snapshot["members"]:
             now = (member["stage"], member["incarnation"])
-            if member["stage"] != "waiting" and self._shown.get(member["name"]) != now:
+            if self._shown.get(member["name"], ("waiting", "")) != now:
                 self._shown[member["name"]] = now
                 note(line_of(member))
 
@@ -116,7 +116,8 @@ class BarView(LineView):
             name = member["name"]
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, stage="")
-            self._bars.update(self._tasks[name], completed=_done(member), stage=member["stage"])
+            why = f": {member['reason']}" if member["reason"] else ""
+            self._bars.update(self._tasks[name], completed=_done(member), stage=member["stage"] + why)
             self._shown[name] = (member["stage"], member["incarnation"])
 
     def ready(self, summary: dict[str, Any]) -> None:
