@@ -45,9 +45,10 @@ PERCENTILES = (50.0, 90.0, 99.0)
 QUANTILES = tuple(f"p{p:g}" for p in PERCENTILES)
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+WIDTH = 130  # of the tables, where the terminal is narrower or none
 
 Run = dict[str, Any]
-console = Console()
+console = Console(width=max(WIDTH, Console().width))
 
 
 def spec(model: Path) -> dict[str, Any]:
