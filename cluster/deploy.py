@@ -30,7 +30,11 @@ POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal o
 
 
 class DeployError(Exception):
-    """The cluster could not be started or found: one sentence."""
+    """The cluster could not be started or found: one sentence. `is_a_crash`: the logs may say more."""
+
+    def __init__(self, message: str, *, is_a_crash: bool = False) -> None:
+        super().__init__(message)
+        self.is_a_crash = is_a_crash
 
 
 def namespace_of(name: str) -> str:
@@ -305,11 +309,11 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
         snapshot = deployment.next_snapshot()
         yield snapshot
         if snapshot["failed"]:
-            raise DeployError("\n".join(snapshot["failed"]))
+            raise DeployError("\n".join(snapshot["failed"]), is_a_crash=snapshot["has_crashed"])
         if snapshot["is_ready"]:
             return
         if time.monotonic() > deadline:
-            raise DeployError(_too_slow(snapshot, timeout_s))
+            raise DeployError(_too_slow(snapshot, timeout_s), is_a_crash=True)
 
 
 def _too_slow(snapshot: Mapping[str, Any], timeout_s: float) -> str:

@@ -101,6 +101,7 @@ class Roster:
         return {
             "version": self.version,
             "is_ready": all(member.is_ready for member in members),
+            "has_crashed": any(member.stage == "failed" and member.deaths_in_load > 0 for member in members),
             "failed": [f"{member.name}: {member.reason}" for member in members if member.stage == "failed"],
             "members": [asdict(member) for member in members],
         }

@@ -67,7 +67,7 @@ Name = Annotated[str, Field(min_length=1)]
 Parallel = Annotated[int, BeforeValidator(_only_one)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Spec(BaseModel):

@@ -103,8 +103,7 @@ class Engine:
         progress("weights", 1.0)
 
         reference = None
-        if options.parity_check:
-            progress("parity check", 0.0)
+        if options.parity_check:  # the model's own word, before its weights are repacked
             reference = parity.reference_logits(model, config.get_text_config().vocab_size, max_len)
         probe = loader.probe_model(model, max_len)
         loader.set_attention(model, hooks.SERVE)
@@ -119,6 +118,7 @@ class Engine:
         progress("kernels", 1.0)
 
         if reference is not None:
+            progress("parity check", 0.0)
             engine._check_parity_or_in_float32(reference, options)
             progress("parity check", 1.0)
         progress("ready", 1.0)

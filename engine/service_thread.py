@@ -24,6 +24,7 @@ OUR_PACKAGES = ("engine.", "kv_transfer.", "prefill_worker.", "decode_worker.", 
 Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Service(Protocol):
@@ -80,6 +81,7 @@ class ServiceThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def begin(self) -> None:
+        logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO"), format=LOG_FORMAT)
         self._send()
         self._thread.start()
 

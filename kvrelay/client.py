@@ -68,7 +68,9 @@ class Client:
 
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Stream:
         """`stream` for a request that was built before, with kvrelay.wire.build_request."""
-        return Stream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), self.endpoint)
+        opened_s = time.perf_counter()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return Stream(call, self.endpoint, opened_s)
 
     def tokenize(self, text: str, *, model: str = "") -> list[int]:
         """The token ids that the server would make of `text`."""
@@ -150,7 +152,9 @@ class AsyncClient:
 
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
         """`stream` for a request that was built before, with kvrelay.wire.build_request."""
-        return AsyncStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), self.endpoint)
+        opened_s = time.perf_counter()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return AsyncStream(call, self.endpoint, opened_s)
 
     async def tokenize(self, text: str, *, model: str = "") -> list[int]:
         """See Client.tokenize."""

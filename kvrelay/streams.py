@@ -24,9 +24,9 @@ from kvrelay.wire import Fold, delta_from
 class _Timed:
     """When a stream was opened, and when its first and its last tokens came (`time.perf_counter`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, opened_s: float) -> None:
         self._fold = Fold()
-        self._opened_s = time.perf_counter()
+        self._opened_s = opened_s
         self._first_s: float | None = None
         self._last_s = self._opened_s
         self._num_tokens = 0
@@ -60,8 +60,9 @@ class _Timed:
 class Stream(_Timed):
     """Iterates over a request's deltas. Closing it (or leaving its `with`) before the end cancels the request."""
 
-    def __init__(self, call: Any, endpoint: str) -> None:
-        super().__init__()
+    def __init__(self, call: Any, endpoint: str, opened_s: float) -> None:
+        """`opened_s` is read before the call is made: opening the channel is part of what the caller waits for."""
+        super().__init__(opened_s)
         self._call = call
         self._endpoint = endpoint
 
@@ -97,8 +98,9 @@ class AsyncStream(_Timed):
     """Iterates over a request's deltas. Closing it, leaving its `async with`, or cancelling the task that waits for
     the next delta cancels the request."""
 
-    def __init__(self, call: Any, endpoint: str) -> None:
-        super().__init__()
+    def __init__(self, call: Any, endpoint: str, opened_s: float) -> None:
+        """`opened_s` is read before the call is made: opening the channel is part of what the caller waits for."""
+        super().__init__(opened_s)
         self._call = call
         self._endpoint = endpoint
 

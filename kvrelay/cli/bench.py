@@ -60,8 +60,22 @@ def repeat_flag(args: list[str], flag: str) -> list[str]:
     return spread
 
 
+HELP = """Play a trace or random lengths, and print latencies and goodput.
+
+Arrivals are Poisson (or gamma, with --burstiness) at --request-rate, whatever the answers take. Times are the client's,
+from when a request was due. Exit code 1: a request failed (unless --allow-failures).
+
+Examples:
+
+  kvrelay bench --num-prompts 100 --request-rate 4 --random-input-len 256 --random-output-len 64
+
+  kvrelay bench --trace configs/workloads/azure-conv-2023.csv --trace-scale 0.25 --request-rate 2
+  --goodput ttft:500 tpot:50
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command(cls=BenchCommand, help="Play a trace or random lengths, and print latencies and goodput.")(bench)
+    app.command(cls=BenchCommand, help=HELP)(bench)
 
 
 def bench(

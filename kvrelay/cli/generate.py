@@ -25,6 +25,20 @@ ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
 SECRET_VARIABLE = "KVRELAY_SECRET"
 _EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
 
+HELP = """Send one prompt and print the answer as it comes.
+
+The text goes to stdout, one line of figures to stderr; with --json stdout is one object. Exit codes: 0 done, 1 the
+server or the network failed, 2 the request can never be served, 124 --timeout passed, 130 interrupted.
+
+Examples:
+
+  kvrelay generate "The capital of France is" --max-tokens 32
+
+  kvrelay generate --token-ids 1,2,3 --temperature 0.8 --top-p 0.95 --seed 7 --json
+
+  kvrelay generate - --stop END --timeout 10 < prompt.txt
+"""
+
 EndpointOption = Annotated[
     str, typer.Option("--endpoint", envvar=ENDPOINT_VARIABLE, help="Where a router listens, host:port.")
 ]
@@ -35,7 +49,7 @@ SecretOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    app.command(help="Send one prompt and print the answer as it comes.")(generate)
+    app.command(help=HELP)(generate)
 
 
 def generate(

@@ -70,7 +70,7 @@ def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode
 
     own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)
     deployment = Deployment(spec, address=address, secret=secret)
-    keep = False
+    keep = keep_logs = False
     with quiet_stdout():
         try:
             state.write(own_state)
@@ -89,14 +89,16 @@ def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode
         except SpecError as error:
             raise CliError(str(error), USAGE) from None
         except DeployError as error:
-            raise CliError(str(error), FAILURE) from None
+            keep_logs = error.is_a_crash
+            where = f"\nthe logs are in {deployment.logs}" if keep_logs else ""
+            raise CliError(f"{error}{where}", FAILURE) from None
         finally:
             _ignore_signals()
             if keep:
                 deployment.leave()
             else:
                 view.stopping()
-                deployment.stop()
+                deployment.stop(keep_logs=keep_logs)
                 state.remove(spec.name)
 
 

@@ -11,6 +11,7 @@ from kvrelay.cli import state
 from kvrelay.cli.console import CliError, JsonOption, print_json
 
 TIMEOUT_S = 5.0
+PIPED_WIDTH = 160  # columns; a program or a file cuts nothing
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 HELP = """Show what a router knows: its requests, and every worker's state, queue and pages.
@@ -95,8 +96,12 @@ def _show(answer: dict[str, Any]) -> None:
     for column in ("wait", "run", "free", "cached", "all", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
     for worker in answer["workers"]:
-        state_text = f"{worker['state']}: {worker['reason']}" if worker["reason"] else worker["state"]
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
         numbers += [worker["cached_pages"], worker["total_pages"], worker["losses"]]
-        table.add_row(worker["name"], state_text, worker["address"], *map(str, numbers))
-    Console().print(table)
+        table.add_row(worker["name"], worker["state"], worker["address"], *map(str, numbers))
+    console = Console()
+    console = console if console.is_terminal else Console(width=PIPED_WIDTH)
+    console.print(table)
+    for worker in answer["workers"]:
+        if worker["reason"]:
+            console.print(f"{worker['name']} is {worker['state']}: {worker['reason']}", soft_wrap=True)
