@@ -137,10 +137,11 @@ def pack_linears(model: nn.Module) -> None:
             parameters = dict(child.named_parameters(recurse=False))
             weight, bias = parameters["weight"].detach(), parameters.get("bias")
             packed[id(child)] = PackedLinear(
-                weight.t() if isinstance(child, Conv1D) else weight, None if bias is None else bias.detach()
+                weight.t() if isinstance(child, Conv1D) else weight, None if bias is None else bias.detach().clone()
             )
         setattr(parent, name, packed[id(child)])
     _wrap_bare_weights(model)
+    _leave_the_file(model)
 
 
 def _wrap_bare_weights(model: nn.Module) -> None:
@@ -152,7 +153,13 @@ def _wrap_bare_weights(model: nn.Module) -> None:
             if parameter is None or parameter.dim() < 2 or not parameter.is_floating_point():
                 continue
             del module._parameters[name]
-            setattr(module, name, parameter.detach().as_subclass(InvariantWeight))
+            setattr(module, name, parameter.detach().clone().as_subclass(InvariantWeight))
+
+
+def _leave_the_file(model: nn.Module) -> None:
+    """Copy what was not packed: it may be a view of the mapped checkpoint, and would keep all of that in memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def row_multiple(model: nn.Module) -> int:
