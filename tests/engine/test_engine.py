@@ -223,4 +223,4 @@ def test_progress_goes_through_the_stages_in_order(directories: dict[str, str]) 
         EngineOptions(model=directories["llama"], num_pages=8),
         progress=lambda stage, fraction: stages.append(stage) if stage not in stages else None,
     )
-    assert stages == ["weights", "parity check", "kernels", "ready"]
+    assert stages == ["weights", "kernels", "parity check", "ready"]
