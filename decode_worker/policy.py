@@ -14,6 +14,10 @@ is ever preempted. Queued reservations are granted first come, first served: nob
 
 The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
 running request that has no token in flight beyond what its pages can hold.
+
+Runs. A driver that knows the time of steps beforehand (the simulator) may take many of them at once: `begin_run` is
+next_batch without the entries, `advance(n)` is n times on_batch_done and next_batch, and `end_run` is the last
+on_batch_done. Meanwhile the lengths of the running requests lag behind by `_run_lag`, and only pages are handed out.
 """
 
 from __future__ import annotations
@@ -56,6 +60,16 @@ class DecodeBatch:
     preempted: tuple[str, ...]  # lost their pages; not in the batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """A batch of which no entries are wanted. See begin_run."""
+
+    num_entries: int
+    context_tokens: int  # attended to in the first step, the new tokens counted
+    joined: tuple[str, ...]
+    preempted: tuple[str, ...]
+
+
 class _Stage(Enum):
     QUEUED = "queued"
     RESERVED = "reserved"
@@ -95,6 +109,10 @@ class DecodePolicy:
         self._running: dict[str, _Request] = {}
         self._next_order = 0
         self.preemptions = 0
+        self._run: list[_Request] = []  # in the run that is under way
+        self._run_steps = 0  # that it has advanced
+        self._run_lag = 0  # of those, not yet in the lengths of the requests
+        self._run_growth: dict[int, list[_Request]] = {}  # by the step, modulo the page size, that needs a page more
 
     def reserve(
         self, request_id: str, *, num_tokens: int, max_new_tokens: int, hashes: Sequence[PageHash]
@@ -141,20 +159,78 @@ class DecodePolicy:
 
     def next_batch(self) -> DecodeBatch:
         """Who computes a token next; preempts the youngest while pages are short. May be empty."""
+        scheduled, joined, preempted = self._schedule()
+        entries = tuple(
+            DecodeEntry(request_id=r.request_id, position=r.scheduled_len - 1, pages=r.pages) for r in scheduled
+        )
+        return DecodeBatch(entries=entries, joined=joined, preempted=preempted)
+
+    def _schedule(self) -> tuple[list[_Request], tuple[str, ...], tuple[str, ...]]:
+        """The requests that compute a token now, by age; who of them joined; who was preempted."""
+        self._settle()
         joined = self._join()
         preempted: list[str] = []
-        entries: list[DecodeEntry] = []
-        for request in sorted(self._running.values(), key=lambda r: r.order):
-            if request.is_over or request.request_id in preempted or request.scheduled_len >= request.max_len:
+        scheduled: list[_Request] = []
+        page_size = self.pool.page_size
+        for request in sorted(self._running.values(), key=_age):
+            if request.is_over or request.scheduled_len >= request.max_len:
                 continue
-            if self._grow(request, preempted):
-                entries.append(
-                    DecodeEntry(request_id=request.request_id, position=request.scheduled_len, pages=request.pages)
-                )
+            if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
+                scheduled.append(request)
                 request.scheduled_len += 1
-        runs = {entry.request_id for entry in entries}
-        joined_ids = tuple(name for name in joined if name in runs)
-        return DecodeBatch(entries=tuple(entries), joined=joined_ids, preempted=tuple(preempted))
+        if joined:
+            runs = {request.request_id for request in scheduled}
+            joined = [name for name in joined if name in runs]
+        return scheduled, tuple(joined), tuple(preempted)
+
+    def begin_run(self) -> DecodeRun:
+        """As next_batch, for a driver that will call `advance` and `end_run`; no batch may be in flight."""
+        assert not self._run, "a run is under way"
+        scheduled, joined, preempted = self._schedule()
+        self._run, self._run_steps, self._run_lag = scheduled, 0, 0
+        self._run_growth = {}
+        page_size, context_tokens = self.pool.page_size, 0
+        for request in scheduled:
+            context_tokens += request.scheduled_len
+            self._run_growth.setdefault(-request.scheduled_len % page_size, []).append(request)
+        return DecodeRun(num_entries=len(scheduled), context_tokens=context_tokens, joined=joined, preempted=preempted)
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps `advance` can surely take from here before pages run out; 0: begin a new run for each."""
+        count = len(self._run)
+        spare = self.pool.available - count  # everyone takes at most one page more than a full page's steps ask for
+        return spare * self.pool.page_size // count if count and spare > 0 else 0
+
+    def advance(self, steps: int) -> None:
+        """Exactly on_batch_done and next_batch, `steps` times over, while nobody joins, ends or is preempted: the
+        caller sees to it that steps <= steps_ahead and that nobody needs its last token before the run's last step."""
+        page_size = self.pool.page_size
+        begin, end = self._run_steps, self._run_steps + steps
+        self._run_steps = end
+        self._run_lag += steps
+        for at in range(begin - begin % page_size, end, page_size) if self._run_growth else ():
+            for offset in sorted(self._run_growth):
+                if begin <= at + offset < end:
+                    for request in self._run_growth[offset]:
+                        request.pages.extend(self.pool.allocate(1))
+
+    def end_run(self) -> None:
+        """The last step of the run is done."""
+        self._settle()
+        run, self._run = self._run, []
+        for request in run:
+            request.computed_len += 1
+            if request.is_over:
+                self._drop_if_unused(request)
+
+    def _settle(self) -> None:
+        """Bring the lengths of the running requests up to the steps that the run has advanced."""
+        lag, self._run_lag = self._run_lag, 0
+        if lag:
+            for request in self._run:
+                request.computed_len += lag
+                request.scheduled_len += lag
 
     def on_batch_done(self, batch: DecodeBatch) -> None:
         """The engine has computed the batch; batches end in the order they were made."""
@@ -166,6 +242,7 @@ class DecodePolicy:
 
     def on_page_filled(self, request_id: str, page_hash: PageHash) -> None:
         """The tokens of the next full page are known: its hash, chained to the pages before it."""
+        self._settle()
         request = self._requests.get(request_id)
         if request is not None and not request.is_over:
             request.hashes.append(page_hash)
@@ -173,6 +250,7 @@ class DecodePolicy:
 
     def on_finished(self, request_id: str) -> None:
         """The request needs no more tokens. Its pages go as soon as no batch uses them."""
+        self._settle()
         request = self._requests[request_id]
         request.is_over = True
         self._queued.pop(request_id, None)
@@ -270,6 +348,7 @@ class DecodePolicy:
             del self._requests[request.request_id]
 
     def check_invariants(self) -> None:
+        self._settle()
         self.pool.check_invariants()
         held: dict[int, int] = {}
         for request in self._requests.values():
@@ -287,3 +366,7 @@ class DecodePolicy:
             assert all(r.stage is stage and not r.is_over for r in group.values())
         assert len(self._running) <= self.limits.max_batch_size
         self.pool.check_holders(held)
+
+
+def _age(request: _Request) -> int:
+    return request.order
