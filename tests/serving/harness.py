@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from cluster.front import RouterOptions
 from cluster.local import LocalCluster
-from engine.engine import EngineOptions
+from engine.engine import Engine, EngineOptions
 from engine.spec import WorkerOptions
+from engine.types import SampledToken, Step
 from tests.zoo import VOCAB
 
 PAGE_SIZE = 16  # tokens
+WAIT_S = 30.0  # for what must happen soon; a test that waits so long has failed
 FIRST_ID = 5  # below are the special tokens
 ENGINE = EngineOptions(
     model="", dtype="float32", page_size=PAGE_SIZE, num_pages=96, max_model_len=512, threads=1, parity_check=False
@@ -69,3 +74,39 @@ def counters(cluster: LocalCluster) -> Counter[str]:
     for name, count in cluster.server.router.metrics.counts.items():
         total[f"router_{name}"] += count
     return total
+
+
+class Gate:
+    """Holds a worker's engine before a step: `reached` says that it stands there, `open` lets it and all others go.
+
+    `at`: the first step to hold, counted from 1.
+    """
+
+    def __init__(self, engine: Engine, at: int = 1) -> None:
+        self._original = engine.step
+        self._at = at
+        self._steps = 0
+        self._reached = threading.Event()
+        self._open = threading.Event()
+        engine.step = self._step  # type: ignore[method-assign]
+
+    def _step(self, step: Step) -> list[SampledToken]:
+        self._steps += 1
+        if self._steps >= self._at:
+            self._reached.set()
+            assert self._open.wait(WAIT_S), "a test left a gate closed"
+        return self._original(step)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, WAIT_S), "the engine never came to the gate"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def until(predicate: Callable[[], object], what: str) -> None:
+    """Wait for something that happens by itself."""
+    deadline = time.monotonic() + WAIT_S
+    while not predicate():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        await asyncio.sleep(0.002)
