@@ -5,8 +5,10 @@
 A real cluster (Ray, processes, gRPC) serves a 124.7M Llama-shaped model in bf16; what `kvrelay bench` runs is run
 against it: prompts of 128 to 384 and outputs of 32 to 96 tokens, Poisson arrivals. Router and load generator share the
 workers' cores where there are no others. Each rate is repeated with other prompts; the table shows the medians. Beside
-latencies each run keeps the CPU seconds of each process and how many cores other work took meanwhile. Writes
-bench/results/e2e.json. Exit code 1 when a request failed, KV was damaged, or a token was computed twice.
+latencies each run keeps the CPU seconds of each process and how many cores other work took meanwhile. Runs beside half
+a core of other work or more are noisy: a rate's row is made of its quiet runs if it has any (`quiet_runs`), and
+--patience says how long noisy ones are run again. All runs are kept in bench/results/e2e.json. Exit code 1 when a
+request failed, KV was damaged, or a token was computed twice.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ SECONDS, QUICK_SECONDS = 30.0, 10.0  # of arrivals at each rate
 LEAST_REQUESTS = 40
 WARMUPS = 6
 SLOS_S = {"ttft": 0.5, "tpot": 0.05}
+QUIET_CORES = 0.5  # of other work, at most, in a quiet run: what the other servers' rows were measured beside
 PERCENTILES = (50.0, 90.0, 99.0)
 QUANTILES = tuple(f"p{p:g}" for p in PERCENTILES)
 READY_TIMEOUT_S = 300.0
@@ -109,7 +113,7 @@ def _wait_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
             watchdog.cancel()
             return dict(said)
         if "error" in said:
-            raise SystemExit(f"kvrelay up failed: {said['error']}")
+            raise SystemExit(f"kvrelay up failed: {said['error']['message']}")
     raise SystemExit("kvrelay up ended before it was ready")
 
 
@@ -156,14 +160,21 @@ def problems_of(result: Run) -> list[str]:
     return [f"at {result['asked_per_s']:g}/s: {text}" for text, count in found.items() if count]
 
 
+def is_quiet(one: Run) -> bool:
+    return bool(one["other_cores"] + one["stolen_cores"] < QUIET_CORES)
+
+
 def median_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """One row: the median of each figure over the runs of one rate."""
+    """One row: the median of each figure over the quiet runs of one rate, over all if none was quiet."""
+    quiet = [one for one in runs if is_quiet(one)]
+    runs = quiet or runs
     latency = {metric: _medians([one["latency_ms"][metric] for one in runs], QUANTILES) for metric in METRICS}
     figures = ("request_throughput", "output_throughput", "attainment", "other_cores", "stolen_cores")
     per_request = [{part: 1e3 * used / one["requests"] for part, used in one["cpu_s"].items()} for one in runs]
     return {
         "asked_per_s": runs[0]["asked_per_s"],
         "runs": len(runs),
+        "quiet_runs": len(quiet),
         "requests_per_run": runs[0]["requests"],
         **_medians(runs, figures),
         "holds": all(latency[metric]["p90"] <= 1e3 * limit_s for metric, limit_s in SLOS_S.items()),
@@ -228,17 +239,31 @@ def _slashed(values: Sequence[float], digits: int = 0) -> str:
     return "/".join(f"{value:.{digits}f}" for value in values)
 
 
-def measure(rates: Sequence[float], repeats: int, seconds: float, wait_s: float) -> tuple[list[Run], float]:
+def measure(rates: Sequence[float], repeats: int, seconds: float, patience_s: float) -> tuple[list[Run], float]:
+    """Every rate `repeats` times; then, for `patience_s`, those again that have fewer quiet runs."""
     runs: list[Run] = []
     with cluster(spec(demo_model("125m"))) as served:
-        for repeat in range(repeats):
-            for rate in rates:
-                busy = wait_quiet(wait_s, say=console.print) if wait_s else other_cores(1.0)
-                seed = 1000 * repeat + round(10 * rate)  # other prompts each time: none may be in a prefix cache
-                result = asyncio.run(play_rate(served, rate, seconds, seed))
-                runs.append({"busy_cores_before": round(busy, 3), "load_average_before": os.getloadavg()[0], **result})
-                _say(runs[-1])
+        for _ in range(repeats):
+            runs += [_play(served, rate, seconds, len(runs)) for rate in rates]
+        deadline_s = time.monotonic() + patience_s
+        while (noisy := _fewest_quiet(runs, rates, repeats)) is not None and time.monotonic() < deadline_s:
+            wait_quiet(deadline_s - time.monotonic(), say=console.print)
+            runs.append(_play(served, noisy, seconds, len(runs)))
         return runs, served.ready_s
+
+
+def _fewest_quiet(runs: Sequence[Run], rates: Sequence[float], wanted: int) -> float | None:
+    counts = {rate: sum(is_quiet(one) for one in runs if one["asked_per_s"] == rate) for rate in rates}
+    fewest = min(counts, key=lambda rate: counts[rate])
+    return fewest if counts[fewest] < wanted else None
+
+
+def _play(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
+    """`seed`: another one each time, so that no prompt is in a prefix cache."""
+    before = {"busy_cores_before": round(other_cores(1.0), 3), "load_average_before": os.getloadavg()[0]}
+    result = {**before, **asyncio.run(play_rate(served, rate, seconds, seed))}
+    _say(result)
+    return result
 
 
 def _say(one: Run) -> None:
@@ -254,13 +279,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each")
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="runs of each rate; default 3")
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait for other work before each run")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to spend on runs instead of noisy ones")
     args = parser.parse_args()
     rates = args.rates or ((1.0, 3.0) if args.quick else RATES)
     repeats = args.repeats or (1 if args.quick else 3)
 
     head = about()
-    runs, ready_s = measure(rates, repeats, QUICK_SECONDS if args.quick else SECONDS, args.wait_quiet)
+    runs, ready_s = measure(rates, repeats, QUICK_SECONDS if args.quick else SECONDS, args.patience)
     rows = [median_of([one for one in runs if one["asked_per_s"] == rate]) for rate in rates]
     held = held_rate(rows)
     console.print(latency_table(rows), cost_table(rows))
