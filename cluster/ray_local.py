@@ -14,12 +14,14 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
 REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
+PREFIX = "kvrelay-ray-"  # then the process that made it
 
 # A Ray of our own listens on loopback only (Ray turns 127.0.0.1 into the machine's address unless it believes that it
 # cannot be a cluster), takes a token that only its own processes know, and reports to nobody. Ray makes actors yield to
@@ -46,7 +48,8 @@ class LocalRay:
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
-        self.temp_dir = tempfile.mkdtemp(prefix="kvrelay-ray-")
+        _sweep()
+        self.temp_dir = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         custom = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         ray.init(
             address="local",
@@ -81,3 +84,11 @@ class LocalRay:
         psutil.wait_procs(alive, timeout=REAP_TIMEOUT_S)
         if not keep_logs:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove what runs left whose process was killed before it could clean up."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -53,6 +53,10 @@ def _in_ray(name: str | None, address: str) -> state.ClusterState:
 def _pick(name: str | None) -> state.ClusterState:
     clusters = {cluster.name: cluster for cluster in state.alive()}
     if name is not None:
+        stale = state.read(name)
+        if stale is not None and not stale.is_alive:
+            state.remove(name)
+            raise CliError(f"{name} was gone already: process {stale.pid} ended without `kvrelay down`")
         if name not in clusters:
             known = f"there are {', '.join(clusters)}" if clusters else "none runs"
             raise CliError(f"no cluster named {name} was started from here; {known}")

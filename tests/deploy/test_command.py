@@ -141,3 +141,20 @@ def _is_ours(process: psutil.Process, state_dir: Path) -> bool:
         return process.environ().get("XDG_STATE_HOME") == str(state_dir)
     except psutil.Error:
         return False
+
+
+def test_down_after_a_killed_up_says_so_and_forgets_it(tmp_path: Path, model: Path) -> None:
+    flags = ["--model", str(model), "--name", "killed", "--port", "0", "--kv-memory", "32MiB"]
+    up = subprocess.Popen(
+        [*COMMAND, "up", *flags], env=environment(tmp_path), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert up.stderr is not None
+    for line in up.stderr:
+        if "prefill-0: started" in line:
+            break
+    up.kill()
+    up.communicate(timeout=60)
+    told = kvrelay(tmp_path, "down", "killed")
+    assert told.returncode == 1
+    assert told.stderr == f"error: killed was gone already: process {up.pid} ended without `kvrelay down`\n"
+    assert "none runs" in kvrelay(tmp_path, "down", "killed").stderr
