@@ -103,6 +103,11 @@ class Handoff:
                 return
         self._enqueue(ready)
 
+    @property
+    def bytes_sent(self) -> int:
+        """So far; resends counted."""
+        return self._bytes_sent
+
     async def commit(self, *, token_id: int, num_tokens: int, computed_ns: int) -> generate_pb2.HandoffReceipt:
         """Wait until all segments stand in the peer's pages and it has said so; segments that it calls bad go again.
 

@@ -37,6 +37,7 @@ dist: Any = torch.distributed  # its names are not all in its type stubs
 
 SENDER, RECEIVER = 0, 1
 BUFFERS = 3  # segments on the wire, or about to be, at once
+BUFFER_BYTES = 8 << 20  # at least, so that segments of all sizes share buffers whose memory is there already
 
 _wires: WeakSet[_Wire] = WeakSet()
 
@@ -62,7 +63,7 @@ class _Wire:
         self._lock = threading.Lock()
         self._pending: set[Future[None]] = set()
         self._error: TransferError | None = None
-        self._works: SimpleQueue[tuple[Any, torch.Tensor, Future[None]] | None] = SimpleQueue()
+        self._works: SimpleQueue[tuple[Callable[[], Any], Future[None]] | None] = SimpleQueue()
         self._group: Any = None
         self._thread = threading.Thread(target=self._run, name=f"kv-wire-{peer}", daemon=True)
         _wires.add(self)
@@ -76,14 +77,25 @@ class _Wire:
         """Meet the other rank."""
         opened: Future[None] = self._promise()
         self._thread.start()
-        self._works.put((None, torch.empty(0), opened))
+        self._works.put((self._meet, opened))
         opened.result()
 
     def send(self, data: torch.Tensor) -> Future[None]:
-        return self._post(lambda: self._group.send([data], RECEIVER, _tag(data)), data)
+        """Posted in the wire's thread: gloo writes to the socket in the call, and the caller has pages to gather."""
+        done = self._promise()
+        self._works.put((lambda: self._group.send([data], RECEIVER, _tag(data)), done))
+        return done
 
     def receive(self, data: torch.Tensor) -> Future[None]:
-        return self._post(lambda: self._group.recv([data], SENDER, _tag(data)), data)
+        """Posted at once, so that the bytes may come before anybody waits for them."""
+        done = self._promise()
+        try:
+            work = self._group.recv([data], SENDER, _tag(data))
+        except (RuntimeError, ValueError) as error:
+            self.abort(f"cannot reach {self._peer}: {_first_line(error)}")
+            raise TransferError(f"cannot reach {self._peer}: {_first_line(error)}") from error
+        self._works.put((lambda: (work, data)[0], done))  # gloo knows the buffer's address only: it must live as long
+        return done
 
     def abort(self, reason: str) -> None:
         """Fail what is pending and what comes. The thread may linger in gloo until its timeout; it owns its buffers."""
@@ -104,23 +116,11 @@ class _Wire:
             self._pending.add(future)
         return future
 
-    def _post(self, operation: Callable[[], Any], data: torch.Tensor) -> Future[None]:
-        done = self._promise()
-        try:
-            self._works.put((operation(), data, done))
-        except (RuntimeError, ValueError) as error:
-            self.abort(f"cannot reach {self._peer}: {_first_line(error)}")
-            raise TransferError(f"cannot reach {self._peer}: {_first_line(error)}") from error
-        return done
-
     def _run(self) -> None:
         try:
             while (entry := self._works.get()) is not None:
-                work, _, done = entry
-                if work is None:
-                    self._group = self._make_group()
-                else:
-                    self._wait(work)
+                post, done = entry
+                self._wait(post())
                 with self._lock:
                     if self._error is not None:
                         return
@@ -133,7 +133,12 @@ class _Wire:
                 self._group.abort()
             self._group = None
 
+    def _meet(self) -> None:
+        self._group = self._make_group()
+
     def _wait(self, work: Any) -> None:
+        if work is None:
+            return
         if self._device == "cpu":
             work.wait()
             return
@@ -156,7 +161,8 @@ class _Staging:
         """A buffer of exactly nbytes; give it back with `give`."""
         buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
         if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._memory.device)
+            capacity = max(nbytes, BUFFER_BYTES)
+            buffer = torch.empty(capacity, dtype=torch.uint8, device=self._memory.device)
         return buffer[:nbytes]
 
     def give(self, buffer: torch.Tensor) -> None:
