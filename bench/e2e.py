@@ -49,7 +49,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 QUANTILES = tuple(f"p{p:g}" for p in PERCENTILES)
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
-WIDTH = 130  # of the tables, where the terminal is narrower or none
+WIDTH = 136  # of the tables, where the terminal is narrower or none
 
 Run = dict[str, Any]
 console = Console(width=max(WIDTH, Console().width))
@@ -204,7 +204,7 @@ def held_rate(rows: Sequence[Mapping[str, Any]]) -> float:
 def latency_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="End to end: prompts 128-384, outputs 32-96, Poisson; P50/P90/P99 in ms", title_justify="left")
     for name in ("server", "asked, served /s", "TTFT", "TPOT", "within 500/50", "other cores"):
-        table.add_column(name, justify="left" if name == "server" else "right")
+        table.add_column(name, justify="left" if name == "server" else "right", no_wrap=True)
     for row in rows:
         ttft, tpot = (tuple(row["latency_ms"][name].values()) for name in ("ttft", "tpot"))
         table.add_row(
@@ -276,7 +276,7 @@ def _say(one: Run) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each")
+    parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="runs of each rate; default 3")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to spend on runs instead of noisy ones")
@@ -291,7 +291,8 @@ def main() -> int:
     console.print(latency_table(rows), cost_table(rows))
     console.print(f"TTFT P90 under 500 ms and TPOT P90 under 50 ms held to {held:g} requests/s")
     result = {**head, "ready_s": ready_s, "held_per_s": held, "rows": rows, "peers_note": NOTE, "runs": runs}
-    console.print(f"written to {os.path.relpath(save('e2e', result))}")
+    if not args.quick:
+        console.print(f"written to {os.path.relpath(save('e2e', result))}")
     problems = [problem for one in runs for problem in problems_of(one)]
     for problem in problems:
         console.print(f"[red]{problem}")
