@@ -55,7 +55,9 @@ class LocalCluster:
         self._faults = faults
         self.prefill: list[PrefillWorker] = []
         self.decode: list[DecodeWorker] = []
-        self.server: RouterServer | None = None
+        self.routers: list[RouterServer] = []
+        self.server: RouterServer | None = None  # the first router, at `endpoint`
+        self._members: list[Member] = []
         self.endpoint = ""
 
     async def __aenter__(self) -> LocalCluster:
@@ -72,7 +74,7 @@ class LocalCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Load, connect, and return when the router has a stream with every worker."""
+        """Load, connect, and return when the first router has a stream with every worker."""
         for index in range(self._counts["prefill"]):
             engine = await asyncio.to_thread(Engine.load, self._engines["prefill"])
             options = replace(self._worker, name=f"prefill-{index}", role="prefill")
@@ -81,19 +83,25 @@ class LocalCluster:
             engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
             options = replace(self._worker, name=f"decode-{index}", role="decode")
             self.decode.append(DecodeWorker(options, engine))
-        members = [_member(await w.start(), "prefill") for w in self.prefill]
-        members += [_member(await w.start(), "decode") for w in self.decode]
-        self.server = RouterServer(self._router_options)
-        port = await self.server.start()
-        self.endpoint = f"127.0.0.1:{port}"
-        self.server.set_members(members)
+        self._members = [_member(await w.start(), "prefill") for w in self.prefill]
+        self._members += [_member(await w.start(), "decode") for w in self.decode]
+        self.server = await self.add_router()
+        self.endpoint = f"127.0.0.1:{self.server.port}"
+
+    async def add_router(self) -> RouterServer:
+        """One router more over the same workers; returns when it has a stream with each of them."""
+        server = RouterServer(replace(self._router_options, name=f"router-{len(self.routers)}"))
+        self.routers.append(server)
+        await server.start()
+        server.set_members(self._members)
         async with asyncio.timeout(10):
-            while not all(link.state is LinkState.READY for link, _, _ in self.server.router.workers()):
+            while not all(link.state is LinkState.READY for link, _, _ in server.router.workers()):
                 await asyncio.sleep(POLL_S)
+        return server
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        if self.server is not None:
-            await self.server.stop(grace_s)
+        for server in self.routers:
+            await server.stop(grace_s)
         await asyncio.gather(*(worker.stop() for worker in self.workers))
 
     @property
@@ -103,8 +111,8 @@ class LocalCluster:
     def check_invariants(self) -> None:
         for worker in self.workers:
             worker.check_invariants()
-        if self.server is not None:
-            self.server.router.check_invariants()
+        for server in self.routers:
+            server.router.check_invariants()
 
     def held_pages(self) -> dict[str, int]:
         """Pages that are neither free nor cached, by worker, where there are any."""
