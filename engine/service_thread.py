@@ -9,6 +9,7 @@ Threads and cores are settled here too, because torch reads them when it is impo
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -143,6 +144,7 @@ class ServiceThread:
         service = self._build(self._event.incarnation, self._on_progress)  # blocks a loop with nothing else to do
         started = await service.start()
         self._service, self._loop = service, asyncio.get_running_loop()
+        gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
         self._say("ready", 1.0, address=str(getattr(started, "address", started)))
         broken = asyncio.ensure_future(service.wait_broken())
         stopped = asyncio.ensure_future(self._stop.wait())
