@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "125m"), default="125m")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one start after the first, of a tiny model; writes no file")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one start after the first; writes no file")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size, arguments.repeat = "tiny", 1
