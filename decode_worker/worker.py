@@ -91,6 +91,7 @@ class DecodeWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._is_draining = False
+        self._is_stopping = False
         self._service = WorkerService(self, report_interval_s=options.report_interval_s)
         self.handoffs = HandoffServicer(
             self,
@@ -129,9 +130,10 @@ class DecodeWorker:
         await self._service.stop()
         await self.handoffs.close()
         await self._server.stop(0)
+        self._is_stopping = True
+        self._wake.set()
         if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
+            await asyncio.gather(self._loop_task, return_exceptions=True)  # a step in flight ends, and frees its pages
         self._thread.shutdown(wait=True)
 
     async def wait_broken(self) -> None:
@@ -246,7 +248,7 @@ class DecodeWorker:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._is_stopping:
             batch = self.policy.next_batch()
             self._announce(batch)
             if not batch.entries:

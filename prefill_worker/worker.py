@@ -113,6 +113,7 @@ class PrefillWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._is_draining = False
+        self._is_stopping = False
         self._service = WorkerService(self, report_interval_s=options.report_interval_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -141,9 +142,10 @@ class PrefillWorker:
             self._stop(live, "the worker stops")
         await self._service.stop()
         await self._server.stop(0)
+        self._is_stopping = True
+        self._wake.set()
         if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
+            await asyncio.gather(self._loop_task, return_exceptions=True)  # a step in flight ends, and frees its pages
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(peer.result().close() for peer in self._peers.values() if _is_open(peer)))
         self._thread.shutdown(wait=True)
@@ -238,7 +240,7 @@ class PrefillWorker:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._is_stopping:
             batch = self.policy.next_batch()
             if batch is None:
                 self._wake.clear()
