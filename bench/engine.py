@@ -2,10 +2,12 @@
 
     python -m bench.engine [--quick] [--json PATH]
 
-Three run the same 124.7M Llama-shaped model in bfloat16, in one process, with the same threads, turn by turn, so that
-other work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
-(`generate_batch`, its manager kept between calls). A decode step of transformers is the time for 1 + N tokens less that
-for 1, over N. Read the ratios; the rates are this machine's, at this load.
+Three run the same 124.7M Llama-shaped model in bfloat16 with the same number of threads, turn by turn, so that other
+work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
+(`generate_batch`, its manager kept between calls). Each has a process of its own, which is stopped while it is not its
+turn, because an idle manager polls. A decode step of transformers is the time for 1 + N tokens less that for 1, over N.
+Read the ratios; the rates are this machine's, at this load. With two threads on two cores any other work stalls the
+barriers of OpenMP, and the figures say nothing: look at `other_cores_*`, or measure with --threads 1.
 
 The floor of a decode step is the bytes it must read (weights, KV) over the measured memory bandwidth; that of a prefill
 is its multiplications over the measured bfloat16 rate.
@@ -16,11 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
+import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ from bench.common import about, demo_model, other_cores, save
 from engine.engine import Engine, EngineOptions
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 
+NAMES = ("kvrelay", "generate", "generate_batch")
 PREFILL_TOKENS = (512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 128  # of a request whose decode is measured
@@ -45,7 +52,7 @@ GREEDY = SamplingParams(temperature=0.0)
 Timed = Callable[[int, int], float]  # (batch or tokens, turn) -> seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Contender:
     """`prefill(tokens, turn)` and `decode(batch, turn)` give the seconds of a whole prefill, of one decode step."""
 
@@ -157,33 +164,83 @@ def matmul_flops_per_s() -> float:
     return 2 * size**3 / min(_seconds(run) for _ in range(8))
 
 
-def floors(engine: Engine, embedding_params: int) -> dict[str, float]:
-    """Seconds that the machine itself needs, for each measurement."""
-    read = engine.info.weight_bytes - 2 * embedding_params
-    token_kv = engine.layout.page_bytes() / PAGE_SIZE
+def _serve(line: Connection, name: str, directory: str, threads: int, new_tokens: int) -> None:
+    """A contender's process: say what the model is, then answer (kind, size, turn) with seconds until told None."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    facts: dict[str, float] = {}
+    if name == "kvrelay":
+        engine = Engine.load(
+            EngineOptions(model=directory, dtype="bfloat16", num_pages=NUM_PAGES, page_size=PAGE_SIZE, threads=threads)
+        )
+        facts = {"params": engine.info.num_params, "token_kv_bytes": engine.layout.page_bytes() / PAGE_SIZE}
+        contender = ours(engine, new_tokens)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        contender = {"generate": generate, "generate_batch": continuous_batching}[name](model, new_tokens)
+    line.send(facts)
+    while (asked := line.recv()) is not None:
+        kind, size, turn = asked
+        line.send(getattr(contender, kind)(size, turn))
+    os._exit(0)  # a kept manager's thread would hold the process
+
+
+class Runner:
+    """One contender in a process of its own, stopped between turns."""
+
+    def __init__(self, name: str, directory: str, threads: int, new_tokens: int) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, directory, threads, new_tokens), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.facts: dict[str, float] = self._line.recv()
+        self._signal(signal.SIGSTOP)
+
+    def seconds(self, kind: str, size: int, turn: int) -> float:
+        self._signal(signal.SIGCONT)
+        self._line.send((kind, size, turn))
+        took: float = self._line.recv()
+        self._signal(signal.SIGSTOP)
+        return took
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._line.send(None)
+        self._process.join()
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def floors(facts: dict[str, float], embedding_params: int) -> dict[str, float]:
+    """Seconds that the machine itself needs, for each measurement. The embedding is looked up, the head is untied."""
     bandwidth, rate = memory_bytes_per_s(), matmul_flops_per_s()
     result = {"memory_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": rate / 1e9}
+    read_params = facts["params"] - embedding_params
     for tokens in PREFILL_TOKENS:
-        head_params = embedding_params  # untied; it runs for one row only
-        result[f"prefill {tokens}"] = 2 * (engine.info.num_params - embedding_params - head_params) * tokens / rate
+        result[f"prefill {tokens}"] = 2 * (read_params - embedding_params) * tokens / rate  # the head: one row
     for batch in DECODE_BATCHES:
-        result[f"decode {batch}"] = (read + batch * PROMPT_TOKENS * token_kv) / bandwidth
+        result[f"decode {batch}"] = (2 * read_params + batch * PROMPT_TOKENS * facts["token_kv_bytes"]) / bandwidth
     return result
 
 
-def measure(contenders: list[Contender], turns: int, say: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+def measure(runners: list[Runner], turns: int, say: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
     """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped."""
-    plan = [(f"prefill {n}", "prefill", n) for n in PREFILL_TOKENS] + [
-        (f"decode {n}", "decode", n) for n in DECODE_BATCHES
-    ]
-    seconds: dict[str, dict[str, list[float]]] = {key: {c.name: [] for c in contenders} for key, _, _ in plan}
-    for key, kind, size in plan:
-        say(key)
+    plan = [("prefill", n) for n in PREFILL_TOKENS] + [("decode", n) for n in DECODE_BATCHES]
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for kind, size in plan:
+        say(f"{kind} {size}")
+        by_name = seconds[f"{kind} {size}"] = {runner.name: [] for runner in runners}
         for turn in range(turns + 1):
-            for contender in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
-                took = getattr(contender, kind)(size, turn)
+            first = turn % len(runners)
+            for runner in runners[first:] + runners[:first]:
+                took = runner.seconds(kind, size, turn)
                 if turn:
-                    seconds[key][contender.name].append(took)
+                    by_name[runner.name].append(took)
     return seconds
 
 
@@ -211,7 +268,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for column in ("", "kvrelay", "generate", "generate_batch", "ratio to the better", "target", "share of the floor"):
         table.add_column(column, justify="left" if not column else "right")
     for row in result["rows"]:
-        rates = [f"{row['tokens_per_s'][name]:,.0f}" for name in ("kvrelay", "generate", "generate_batch")]
+        rates = [f"{row['tokens_per_s'][name]:,.0f}" for name in NAMES]
         table.add_row(
             row["what"],
             *rates,
@@ -231,24 +288,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer turns and tokens; figures are rough")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
-    parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="of each; default %(default)s")
     args = parser.parse_args()
     turns, new_tokens = (2, 6) if args.quick else (9, 24)
     console = Console()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-
     directory = str(demo_model("125m"))
-    engine = Engine.load(
-        EngineOptions(model=directory, dtype="bfloat16", num_pages=NUM_PAGES, page_size=PAGE_SIZE, threads=args.threads)
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    batcher = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    contenders = [ours(engine, new_tokens), generate(model, new_tokens), continuous_batching(batcher, new_tokens)]
+    config = transformers.AutoConfig.from_pretrained(directory)
     before = other_cores()
-    floor = floors(engine, model.get_input_embeddings().weight.numel())
-    seconds = measure(contenders, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    runners = [Runner(name, directory, args.threads, new_tokens) for name in NAMES]
+    try:
+        floor = floors(runners[0].facts, config.vocab_size * config.hidden_size)
+        seconds = measure(runners, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    finally:
+        for runner in runners:
+            runner.close()
     result = {
         **about(),
         "threads": args.threads,
@@ -265,7 +319,6 @@ def main() -> int:
         console.print(f"written to {save('engine', result)}")
     else:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.flush()
     return 0
 
 
