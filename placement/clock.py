@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Any, TypeVar
+
+Arg = TypeVar("Arg")
 
 
 class VirtualClock:
@@ -15,10 +18,10 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
-        self._queue: list[tuple[float, int, Callable[[int], None], int]] = []
+        self._queue: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._next = 0
 
-    def at(self, time_s: float, call: Callable[[int], None], arg: int = 0) -> None:
+    def at(self, time_s: float, call: Callable[[Arg], None], arg: Arg) -> None:
         """Call `call(arg)` at time_s, which is not before now."""
         heappush(self._queue, (time_s, self._next, call, arg))
         self._next += 1

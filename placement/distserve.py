@@ -245,7 +245,7 @@ class _Stage:
         if self.is_head:
             took += OVERHEAD_S + OVERHEAD_S_PER_TOKEN * sum(prompt[i] for i in batch)
         self.running.order = deque(batch)
-        self.run.clock.at(self.run.clock.now + took, self._on_prefilled)
+        self.run.clock.at(self.run.clock.now + took, self._on_prefilled, 0)
 
     def _on_prefilled(self, _: int) -> None:
         batch = list(self.running.order)

@@ -470,11 +470,11 @@ class _Run:
         target = self.decodes_at[request]
         assert target is not None
         if target.memory + self.memory[request] > target.capacity:
-            self.clock.at(self.clock.now + RETRY_S, lambda _: self._send(request, source))
+            self.clock.at(self.clock.now + RETRY_S, lambda source: self._send(request, source), source)
             return
         target.memory += self.memory[request]
         took = self.prompt_len[request] * self.kv_bytes / self.link_bytes_per_s
-        self.clock.at(self.clock.now + took, lambda _: self._on_sent(request, source, target))
+        self.clock.at(self.clock.now + took, lambda source: self._on_sent(request, source, target), source)
 
     def _on_sent(self, request: int, source: _Machine, target: _Machine) -> None:
         source.release(request)

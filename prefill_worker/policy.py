@@ -180,6 +180,11 @@ class PrefillPolicy:
         return list(self._requests)
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing is left to schedule; next_batch would be None."""
+        return not self._waiting and not self._running
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

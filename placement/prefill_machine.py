@@ -1,0 +1,197 @@
+"""PrefillMachine is prefill_worker/worker.py on the virtual clock: it carries out what a PrefillPolicy decides.
+
+It decides nothing of its own. Steps take what the latency model says; KV leaves layer group by layer group while a step
+is computed, over a link that all handoffs of the worker share, and must fit in the receiver's link too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.accounts import Report
+from engine.blocks import PagePool
+from placement.ledger import HANDOFF, PREFILL, Live
+from placement.reporting import Reporter
+from placement.setup import SimWorker
+from prefill_worker.policy import PrefillBatch, PrefillPolicy
+
+if TYPE_CHECKING:
+    from placement.decode_machine import DecodeMachine
+    from placement.simulator import Simulation
+
+
+class PrefillMachine:
+    def __init__(self, sim: Simulation, worker: SimWorker, pool: PagePool) -> None:
+        self.sim = sim
+        self.name = worker.name
+        self.worker = worker
+        self.policy = PrefillPolicy(pool, worker.prefill)
+        self.reporter = Reporter(worker.name, self, sim)
+        self.is_dead = False
+        self.is_busy = False  # its first stage
+        self.last_done_s = 0.0
+        self.egress_free_s = 0.0
+        self.last_seq = 0  # of Submits that it has seen
+        self.next_seq = 0  # of Submits sent to it
+        self._live: dict[str, Live] = {}
+
+    def report(self, made_s: float) -> Report:
+        policy = self.policy
+        return Report(
+            made_s=made_s,
+            last_submit_seq=self.last_seq,
+            num_waiting=policy.num_waiting,
+            num_running=policy.num_running,
+            waiting_tokens=policy.waiting_tokens,
+            available_pages=policy.pool.available,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return False  # between the ends of its steps nothing changes
+
+    def submit(self, live: Live) -> None:
+        if live.is_gone or self.is_dead:
+            return
+        self.reporter.touch(self.sim.clock.now)
+        self.last_seq = live.seq
+        self._live[live.id] = live
+        self.policy.add(live.id, live.num_tokens, live.hashes)
+        if not self.is_busy:
+            self._start()
+
+    def _start(self) -> None:
+        if self.policy.is_idle:
+            return
+        batch = self.policy.next_batch()
+        if batch is None:
+            return
+        sim, now = self.sim, self.sim.clock.now
+        latency = self.worker.latency
+        stage_s = latency.prefill_s([(chunk.length, chunk.start) for chunk in batch.chunks])
+        done_s = now + self.worker.step_overhead_s + stage_s * latency.stages
+        done_s = max(done_s, self.last_done_s + stage_s)
+        self.is_busy = True
+        self.last_done_s = done_s
+        for chunk in batch.chunks:
+            live = self._live[chunk.request_id]
+            if chunk.is_first:
+                sim.ledger.enter(live.index, PREFILL, now)
+                sim.ledger.counters["prefix_hit_tokens"] += chunk.start
+                if live.max_new > 1:
+                    self._open_handoff(live)
+            if live.max_new > 1:
+                tokens = chunk.length + (chunk.start if chunk.is_first else 0)  # what its own cache held goes too
+                live.segments.append((tokens, now, done_s))
+                if live.granted:
+                    self._send_segments(live)
+        sim.clock.at(done_s, self._on_done, batch)
+        if latency.stages > 1:
+            sim.clock.at(now + self.worker.step_overhead_s + stage_s, self._on_stage_free, 0)
+        sim.mark(self.reporter)
+
+    def _on_stage_free(self, _: int) -> None:
+        self.is_busy = False
+        if not self.is_dead:
+            self.reporter.touch(self.sim.clock.now)
+            self._start()
+
+    def _on_done(self, batch: PrefillBatch) -> None:
+        if self.is_dead:
+            return
+        sim, now = self.sim, self.sim.clock.now
+        self.reporter.touch(now)
+        for chunk in batch.chunks:
+            live = self._live.get(chunk.request_id)
+            if chunk.is_last and live is not None and not live.is_gone:
+                self._on_first_token(live)
+        self.policy.on_batch_done(batch)
+        for chunk in batch.chunks:
+            self._forget_if_gone(chunk.request_id)
+        if self.worker.latency.stages == 1:
+            self.is_busy = False
+            self._start()
+        sim.mark(self.reporter)
+
+    def _on_first_token(self, live: Live) -> None:
+        sim, now = self.sim, self.sim.clock.now
+        live.left -= 1
+        sim.ledger.enter(live.index, HANDOFF, now)
+        sim.clock.at(now + sim.message_s, sim.on_first_token, live)
+        if not live.left:
+            self.policy.on_cancelled(live.id)
+            return
+        live.computed = True
+        if live.granted:
+            self._commit(live)
+
+    # the handoff
+
+    def _open_handoff(self, live: Live) -> None:
+        assert live.decode is not None
+        self.policy.on_handoff_opened(live.id)
+        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, live.decode.reserve, live)
+
+    def on_granted(self, grant: tuple[Live, DecodeMachine, int]) -> None:
+        live, decode, cached_tokens = grant
+        if live.is_gone or self.is_dead:
+            return
+        if live.decode is not decode:
+            self.sim.clock.at(self.sim.clock.now + self.sim.message_s, decode.cancel, live)
+            return
+        live.granted = True
+        live.skip_tokens = cached_tokens
+        self._send_segments(live)
+        if live.computed:
+            self._commit(live)
+
+    def _send_segments(self, live: Live) -> None:
+        """Book the links for all that is computed or being computed. A segment's first layers leave while the step
+        runs, its last ones after it."""
+        assert live.decode is not None
+        now, groups = self.sim.clock.now, self.sim.cluster.layer_groups
+        for tokens, begun_s, done_s in live.segments:
+            skipped = min(tokens, live.skip_tokens)
+            live.skip_tokens -= skipped
+            wire_s = self.worker.latency.transfer_s(tokens - skipped)
+            ready_s = max(now, begun_s + (done_s - begun_s) / groups)
+            start_s = max(ready_s, self.egress_free_s, live.decode.ingress_free_s)
+            self.egress_free_s = live.decode.ingress_free_s = start_s + wire_s
+            live.wire_end_s = max(live.wire_end_s, start_s + wire_s, done_s + wire_s / groups)
+        live.segments.clear()
+
+    def _commit(self, live: Live) -> None:
+        assert live.decode is not None
+        arrives_s = max(self.sim.clock.now, live.wire_end_s) + self.sim.message_s
+        self.sim.clock.at(arrives_s, live.decode.commit, live)
+
+    def move(self, order: tuple[Live, DecodeMachine]) -> None:
+        """The router names another decode worker for a handoff that waits for pages."""
+        live, better = order
+        if live.is_gone or self.is_dead or live.granted:
+            return
+        assert live.decode is not None
+        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, live.decode.cancel, live)
+        live.decode = better
+        self.sim.ledger.counters["reassigned"] += 1
+        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, better.reserve, live)
+
+    def on_receipt(self, live: Live) -> None:
+        """The decode worker has all of it."""
+        self.end(live)
+
+    def end(self, live: Live) -> None:
+        """It needs nothing here any more: handed off, cancelled or failed."""
+        if self.is_dead or not self.policy.holds(live.id):
+            return
+        self.reporter.touch(self.sim.clock.now)
+        self.policy.on_handoff_closed(live.id)
+        self.policy.on_cancelled(live.id)
+        self._forget_if_gone(live.id)
+        self.sim.mark(self.reporter)
+        if not self.is_busy:
+            self._start()
+
+    def _forget_if_gone(self, request_id: str) -> None:
+        if not self.policy.holds(request_id):
+            self._live.pop(request_id, None)

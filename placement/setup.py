@@ -1,0 +1,73 @@
+"""SimCluster says what is simulated: the workers, what they know of each other how late, and what goes wrong when.
+
+Values only. Times are seconds. `simulate` in placement/simulator.py runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.policy import PolicyOptions
+from decode_worker.policy import DecodeLimits
+from engine.spec import Role
+from placement.latency import LatencyModel
+from prefill_worker.policy import PrefillLimits
+
+
+class SetupError(ValueError):
+    """A cluster that cannot be simulated: one sentence naming the key, the value and the mend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimWorker:
+    """`step_overhead_s`: what the worker does between two steps. With pipeline stages prefill batches follow each other
+    through them; a decode batch passes all of them before the next begins, as in the live worker."""
+
+    name: str
+    role: Role
+    latency: LatencyModel
+    num_pages: int
+    page_size: int = 16
+    prefill: PrefillLimits = field(default_factory=lambda: PrefillLimits(max_batch_tokens=512))
+    decode: DecodeLimits = field(default_factory=lambda: DecodeLimits(max_batch_size=64))
+    step_overhead_s: float = 0.0
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """`worker` dies at at_s; another one of its name is ready at back_s, if ever."""
+
+    worker: str
+    at_s: float
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimCluster:
+    workers: tuple[SimWorker, ...]
+    router: PolicyOptions = field(default_factory=PolicyOptions)
+    message_s: float = 0.0005  # one way, between any two processes
+    report_gap_s: float = 0.02  # a worker reports what changed, but not more often than this
+    layer_groups: int = 8  # in which KV leaves while a step is computed
+    noticed_s: float = 0.15  # from a worker's death until the router knows
+    losses: tuple[Loss, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [worker.name for worker in self.workers]
+        for name in names:
+            if names.count(name) > 1:
+                raise SetupError(f"two workers are named {name}; give each its own name")
+        for role in ("prefill", "decode"):
+            if all(worker.role != role for worker in self.workers):
+                raise SetupError(f"no worker has the role {role}; give at least one")
+        for key in ("message_s", "report_gap_s", "noticed_s"):
+            if not getattr(self, key) >= 0:
+                raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
+        if not self.report_gap_s:
+            raise SetupError("report_gap_s is 0; give seconds above 0")
+        if self.layer_groups < 1:
+            raise SetupError(f"layer_groups is {self.layer_groups}; give 1 or more")
+        for loss in self.losses:
+            if loss.worker not in names:
+                raise SetupError(f"a loss names {loss.worker}; the workers are {', '.join(names)}")
