@@ -170,12 +170,16 @@ class Submission:
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
-    def of(cls, request: NewRequest, router_id: str) -> Submission:
-        """The choices of a request, each with an id that is unique in the cluster."""
+    def of(cls, request: NewRequest, router_id: str, serial: int) -> Submission:
+        """The choices of a request, each with an id that is unique in the cluster and never used again.
+
+        `serial` is the router's own: a client may use its id again while messages about the last use are on their way.
+        """
         many = len(request.sampling) > 1
+        prefix = f"{router_id}/{serial}/{request.id}"
         choices = [
             LiveRequest(
-                id=f"{router_id}/{request.id}-{i}" if many else f"{router_id}/{request.id}",
+                id=f"{prefix}-{i}" if many else prefix,
                 choice=i,
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,

@@ -13,6 +13,7 @@ number of requests it concerns.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -67,6 +68,7 @@ class Router:
         self.fleet = Fleet(
             self, router_id=self.router_id, secret=self.options.secret, dead_after_s=self.options.dead_after_s
         )
+        self._serials = itertools.count(1)
         self._submissions: dict[str, Submission] = {}
         self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again
         self._owner: dict[str, Submission] = {}  # by wire id
@@ -104,15 +106,10 @@ class Router:
             raise RequestFailed(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id {request.id!r} is in use; give another, or none"
             )
-        submission = Submission.of(request, self.router_id)
-        choices = submission.choices
-        if taken := next((c for c in choices if c.wire_id in self._live), None):
-            raise RequestFailed(
-                grpc.StatusCode.ALREADY_EXISTS, f"request {taken.id} is in use; give another request_id"
-            )
-        self._submissions[request.id] = submission
         self.metrics.counts["requests"] += 1
-        for live in choices:
+        submission = Submission.of(request, self.router_id, next(self._serials))
+        self._submissions[request.id] = submission
+        for live in submission.choices:
             if submission.error is None:
                 self._owner[live.wire_id] = submission
                 self._route(live)

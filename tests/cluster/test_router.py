@@ -19,6 +19,12 @@ from tests.fakes import EOS, FakeDecodeWorker, scripted_token, scripted_tokens
 QUICK = RouterOptions(port=0, dead_after_s=0.5)
 
 
+def named(request_id: str, ids: list[int]) -> generate_pb2.GenerateRequest:
+    message = request(ids, max_tokens=4)
+    message.request_id = request_id
+    return message
+
+
 async def test_tokens_of_both_workers_come_in_order_with_usage_timeline_and_receipt() -> None:
     async with serving() as h:
         responses = await collect(h.generate.Generate(request(max_tokens=8)))
@@ -286,6 +292,37 @@ async def test_messages_of_an_earlier_attempt_are_dropped() -> None:
         h.decode().resume()
         assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 8)
         assert h.count("stale_tokens") == 5
+
+
+async def test_a_token_of_an_earlier_request_never_reaches_one_that_took_its_id() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        first = h.generate.GenerateOnce(named("mine", [5]))
+        await h.prefill().wait_for(lambda: len(h.prefill().submits) == 1)
+        first.cancel()
+        await h.prefill().wait_for(lambda: bool(h.prefill().cancels))
+        second = h.generate.GenerateOnce(named("mine", [6]))
+        await h.prefill().wait_for(lambda: len(h.prefill().submits) == 2)
+        old = h.prefill().submits[0].request
+        stale = [pb.TokenOutput(request_id=old.request_id, attempt=1, index=i, token_id=1) for i in range(4)]
+        h.prefill().emit(old.router_id, tokens=stale)
+        h.prefill().release()
+        assert list((await second).choices[0].token_ids) == scripted_tokens([6], 4)
+
+
+async def test_a_second_attempt_is_not_taken_for_a_request_whose_id_looks_like_one() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 1
+        calls = [h.generate.GenerateOnce(named(id, ids)) for id, ids in (("a", [5]), ("a#2", [6]))]
+        await h.until(lambda: h.decode().steps == 1 and len(h.decode().running) == 2)
+        for request_id in list(h.decode().running):
+            h.decode().preempt(request_id)
+        h.decode().resume()
+        answers = await asyncio.gather(*calls)
+        assert [list(answer.choices[0].token_ids) for answer in answers] == [
+            scripted_tokens([5], 4),
+            scripted_tokens([6], 4),
+        ]
 
 
 async def test_a_stalled_handoff_moves_to_a_decode_worker_with_pages() -> None:
