@@ -102,15 +102,15 @@ class RouterPolicy:
         """Forget a worker. Returns the requests to route again, which are forgotten too, in the order they came.
 
         A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the last
-        worker of a role, what waits in the queue.
+        worker of a role, what waits in the queue; the largest, what no other could ever hold, or the queue would stand.
         """
         was_prefill = self._prefill.pop(name, None) is not None
         was_decode = self._decode.pop(name, None) is not None
         if not was_prefill and not was_decode:
             return []
         affected = [r.shape.id for r in self._requests.values() if self._is_hit(r, name)]
-        if not self._prefill or not self._decode:
-            affected += list(self._queue)
+        is_role_gone = not self._prefill or not self._decode
+        affected += [i for i in self._queue if is_role_gone or self._never_fits(self._requests[i].shape)]
         for request_id in affected:
             self._forget(request_id)
         return affected

@@ -33,6 +33,10 @@ def assigned(decision: Decision) -> Assigned:
     return decision
 
 
+def assigned_id(decision: Assigned | None) -> str:
+    return "" if decision is None else decision.request_id
+
+
 # choosing
 
 
@@ -259,6 +263,16 @@ def test_the_last_worker_of_a_role_takes_the_queue_along() -> None:
     assert policy.on_worker_lost("p0") == ["a", "b"]
     assert policy.num_queued == 0
     assert policy.queued_tokens == 0
+
+
+def test_the_largest_worker_takes_along_what_waits_for_it_alone() -> None:
+    policy = cluster("p0", "d0")
+    policy.on_worker_up(WorkerView(name="d1", role="decode", total_pages=10, page_size=PAGE), 0.0)
+    assert assigned(policy.assign(shape("a", 1500, 32), 0.0)).decode == "d0"
+    assert isinstance(policy.assign(shape("large", 1000, 32), 0.0), Queued)
+    assert isinstance(policy.assign(shape("small"), 0.0), Queued)
+    assert policy.on_worker_lost("d0") == ["a", "large"]
+    assert assigned_id(policy.next_assignable(0.0)) == "small"
 
 
 def test_a_worker_that_comes_back_is_empty() -> None:
