@@ -155,6 +155,7 @@ def problems_of(result: Run) -> list[str]:
         f"{result['failed']} requests failed: {result['errors']}": result["failed"],
         f"{handoff['receipts_bad']} receipts are bad": handoff["receipts_bad"],
         f"{handoff['recomputed_tokens']} tokens were computed twice": handoff["recomputed_tokens"],
+        f"{result['cached_input_tokens']} prompt tokens came from a cache": result["cached_input_tokens"],
         f"{handoff['without_handoff']} requests came without a handoff": handoff["without_handoff"],
     }
     return [f"at {result['asked_per_s']:g}/s: {text}" for text, count in found.items() if count]
@@ -243,8 +244,8 @@ def measure(rates: Sequence[float], repeats: int, seconds: float, patience_s: fl
     """Every rate `repeats` times; then, for `patience_s`, those again that have fewer quiet runs."""
     runs: list[Run] = []
     with cluster(spec(demo_model("125m"))) as served:
-        for _ in range(repeats):
-            runs += [_play(served, rate, seconds, len(runs)) for rate in rates]
+        for rate in [*rates] * repeats:
+            runs.append(_play(served, rate, seconds, len(runs)))
         deadline_s = time.monotonic() + patience_s
         while (noisy := _fewest_quiet(runs, rates, repeats)) is not None and time.monotonic() < deadline_s:
             wait_quiet(deadline_s - time.monotonic(), say=console.print)
