@@ -178,6 +178,9 @@ class DecodePolicy:
             if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
                 scheduled.append(request)
                 request.scheduled_len += 1
+        if preempted and not scheduled and self._ready:  # who left made room in the batch, too
+            scheduled, later, more = self._schedule()
+            return scheduled, later, (*preempted, *more)
         if joined:
             runs = {request.request_id for request in scheduled}
             joined = [name for name in joined if name in runs]

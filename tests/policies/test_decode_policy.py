@@ -113,6 +113,18 @@ def test_the_youngest_leaves_when_pages_run_out() -> None:
     assert policy.preemptions == 1
 
 
+def test_who_is_ready_runs_at_once_when_all_that_ran_must_leave() -> None:
+    policy = make(num_pages=4, max_batch_size=1, watermark=0.0)
+    for name in ("older", "younger"):
+        policy.reserve(name, num_tokens=4, max_new_tokens=12, hashes=[])
+    policy.on_committed("younger")
+    while step(policy).entries[0].position < 11:
+        pass
+    policy.on_committed("older")
+    batch = step(policy)
+    assert (ran(batch), batch.joined, batch.preempted) == (["older"], ("older",), ("younger",))
+
+
 def test_a_full_batch_keeps_the_others_ready_in_order_of_commit() -> None:
     policy = make(num_pages=64, max_batch_size=2)
     for name in "abc":
