@@ -121,7 +121,7 @@ class SharedMemorySendEnd:
         self._fence[CLOSED_AT] = 1
         os.close(self._pidfd)
         self._pidfd = -1
-        del self._target  # the map goes with its last array
+        del self._target, self._map  # with their last user goes the map, and with a dead peer's last map its memory
 
 
 def _map(pid: int, fd: int, num_bytes: int, peer: str, inode: int | None = None) -> mmap.mmap:
@@ -161,8 +161,8 @@ class SharedMemoryTransport:
             raise TransferError(f"shared_memory moves CPU memory only, and this worker's KV is on {memory.device}")
         try:
             return SharedMemorySendEnd(memory, params, peer)
-        except (KeyError, ValueError, ProcessLookupError) as error:
-            raise TransferError(f"{peer} offers shared_memory with unusable parameters: {error}") from error
+        except (KeyError, ValueError, OSError) as error:
+            raise TransferError(f"{peer}'s shared_memory cannot be used: {error}; use another transport") from error
 
 
 TRANSPORT = SharedMemoryTransport()

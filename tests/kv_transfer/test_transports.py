@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import random
@@ -11,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import pytest
 
@@ -238,6 +240,21 @@ def test_shared_memory_is_not_taken_for_another(key: str) -> None:
     params[key] = {"nonce": "00" * 16, "fd": params["fence_fd"]}.get(key, "4096")
     with pytest.raises(TransferError):
         transport.connect(random_memory(5), params, peer="decode-0", host="127.0.0.1", timeout_s=1)
+
+
+def test_a_closed_sender_keeps_nothing_of_the_receivers_memory() -> None:
+    """Or a decode worker that died would leave its memory with every prefill worker it had."""
+    before = num_maps()
+    pair = open_pair("shared_memory")
+    with_both = num_maps()
+    pair.sender.close()
+    assert (with_both - before, num_maps() - before) == (3, 2)  # the two sides' own stay
+    pair.close()
+
+
+def num_maps() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:kvrelay-kv")
 
 
 def test_an_unknown_transport_is_named() -> None:
