@@ -130,7 +130,8 @@ class Handoff:
 
     async def abort(self, reason: str) -> None:
         """Give up. Returns when nothing more will be written, so that the source pages may be used again."""
-        if self.is_over:
+        if self.is_over:  # the peer has ended it, but a segment may be on its way still
+            await self._peer.stop_lane(self.lane)
             return
         self._finish()
         self._fail(HandoffDenied(reason, retryable=False))

@@ -25,14 +25,14 @@ SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps wit
 
 
 class Lane:
-    """One handoff's jobs. `stopped` is read and written under the thread's lock only."""
+    """One handoff's jobs. `stopped` and `on_idle` are read and written under the thread's lock only."""
 
     __slots__ = ("num_announced", "on_idle", "stopped")
 
     def __init__(self) -> None:
         self.num_announced = 0  # the owner's: segments of it that the peer was told of
         self.stopped = False
-        self.on_idle: Callable[[], None] | None = None
+        self.on_idle: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class SendThread:
         with self._lock:
             lane.stopped = True
             if self._current is lane:
-                lane.on_idle = then
+                lane.on_idle.append(then)
                 return
         then()
 
@@ -163,8 +163,8 @@ class SendThread:
         finally:
             with self._lock:
                 self._current = None
-                then, job.lane.on_idle = job.lane.on_idle, None
-            if then is not None:
+                on_idle, job.lane.on_idle = job.lane.on_idle, []
+            for then in on_idle:
                 then()
 
     def _send(self, job: Job) -> None:

@@ -58,6 +58,15 @@ async def _lose(worker: Worker, way: str, gate: Gate) -> None:
         await stopping
 
 
+async def _check_nothing_is_held(cluster: LocalCluster, lost: Worker, way: str) -> None:
+    """By those that are left; also by the lost one if it runs on. Fenced pages of one that stopped went with it."""
+    if way == "it stops in order":
+        cluster.prefill = [worker for worker in cluster.prefill if worker is not lost]
+        cluster.decode = [worker for worker in cluster.decode if worker is not lost]
+    await cluster.settled()
+    cluster.check_invariants()
+
+
 @asynccontextmanager
 async def _serving(
     model_dir: ModelDir, *, prefill: int, decode: int
@@ -91,8 +100,7 @@ async def test_streams_go_on_when_a_decode_worker_is_lost(way: str, model_dir: M
         await _lose(lost, way, gate)
         answers = await requests
         after = counters(cluster)
-        await cluster.settled()
-        cluster.check_invariants()
+        await _check_nothing_is_held(cluster, lost, way)
 
         assert _tokens(answers) == _tokens(expected)
         assert [a.text for a in answers] == [e.text for e in expected]
@@ -117,8 +125,7 @@ async def test_prompts_go_elsewhere_when_a_prefill_worker_is_lost(way: str, mode
         assert lost.policy.num_running > 0
         await _lose(lost, way, gate)
         answers = await requests
-        await cluster.settled()
-        cluster.check_invariants()
+        await _check_nothing_is_held(cluster, lost, way)
         assert _tokens(answers) == _tokens(expected)
         assert _attempts(answers) > len(answers)
         assert {a.timeline.prefill_worker for a in answers if a.timeline} == {left.options.name}
@@ -159,5 +166,4 @@ async def test_requests_fail_at_once_when_a_role_has_no_worker_left(role: str, w
             await _generate(client, 0)
         assert refused.value.code == "UNAVAILABLE"
         await until(lambda: other.policy.request_ids == [], f"{other.options.name} has dropped them")
-        await cluster.settled()
-        cluster.check_invariants()
+        await _check_nothing_is_held(cluster, lost, way)

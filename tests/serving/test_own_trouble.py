@@ -1,0 +1,71 @@
+"""What goes wrong inside a prefill worker fails the request that it concerns, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.local import LocalCluster
+from engine.types import SampledToken, Step
+from kv_transfer.sender import HandoffPeer
+from kvrelay.client import AsyncClient
+from kvrelay.types import KvrelayError
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until
+
+PROMPT = random_prompt(40, seed=1)
+
+
+def _cluster(model_dir: ModelDir, decode: int = 1) -> LocalCluster:
+    return LocalCluster(str(model_dir("llama")), decode=decode, engine=ENGINE, worker=WORKER, router=ROUTER)
+
+
+async def test_what_a_failed_chunk_left_in_its_pages_is_never_cached(model_dir: ModelDir) -> None:
+    """Not even when its request was cancelled meanwhile."""
+
+    def fail(step: Step) -> list[SampledToken]:
+        raise RuntimeError("no such kernel")
+
+    async with _cluster(model_dir) as cluster:
+        prefill = cluster.prefill[0]
+        prefill.engine.step = fail  # type: ignore[method-assign]
+        gate = Gate(prefill.engine)
+        client = AsyncClient(cluster.endpoint)
+        asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+        await gate.reached()
+        asking.cancel()
+        await until(lambda: prefill.counters["cancelled"], "the cancel has come")
+        gate.open()
+        await cluster.settled()
+        assert prefill.policy.pool.usage.cached == 0
+        await client.close()
+
+
+async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: object, **kwargs: object) -> HandoffPeer:
+        raise RuntimeError("not expected by anybody")
+
+    monkeypatch.setattr(HandoffPeer, "connect", broken)
+    async with _cluster(model_dir) as cluster:
+        client = AsyncClient(cluster.endpoint)
+        with pytest.raises(KvrelayError, match="not expected by anybody"):
+            await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
+        assert not cluster.prefill[0].report().request_ids
+        await client.close()
+
+
+async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir) -> None:
+    """Each start of a decode worker is another peer: whoever kept the old ones would grow by one with each crash."""
+    async with _cluster(model_dir, decode=2) as cluster:
+        client = AsyncClient(cluster.endpoint)
+        await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
+        prefill = cluster.prefill[0]
+        assert {name for name, _ in prefill._peers} == {"decode-0", "decode-1"}
+        await cluster.decode[0].stop()
+        await until(lambda: len(prefill._peers) == 1, "the lost peer is forgotten")
+        completion = await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
+        assert len(completion.token_ids) == 4
+        await client.close()
