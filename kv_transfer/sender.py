@@ -55,7 +55,7 @@ class HandoffPeer:
         self.transport = transport
         self.is_lost = False
         self.lost_reason = ""
-        self.on_lost: Callable[[str], None] | None = None
+        self.on_lost: Callable[[str], object] | None = None
         self._channel = channel
         self._call = call
         self._loop = asyncio.get_running_loop()

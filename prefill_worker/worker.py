@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
@@ -81,11 +81,10 @@ class _Live:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A batch in the engine, with the segments that each completed layer group lets go."""
+    """A batch in the engine."""
 
     batch: PrefillBatch
     step: Step
-    started_ns: int = field(default_factory=time.monotonic_ns)
 
 
 class PrefillWorker:
@@ -316,7 +315,11 @@ class PrefillWorker:
         tokens = {token.request_id: token for token in sampled}
         for plan in flight.batch.chunks:
             live, token = self._live.get(plan.request_id), tokens.get(plan.request_id)
-            if live is None or live.is_cancelled or token is None:
+            if token is None:
+                continue
+            if token.error:
+                self.policy.on_failed(plan.request_id)  # cancelled or not: nobody may find these pages in the cache
+            if live is None or live.is_cancelled:
                 continue
             if token.error:
                 self._fail(live, f"{self.options.name}: {token.error}")
@@ -341,7 +344,6 @@ class PrefillWorker:
 
     def _fail(self, live: _Live, reason: str) -> None:
         """End a request for good, whose chunk the engine cannot compute: another worker could not, either."""
-        self.policy.on_failed(live.id)
         live.link.event(live.state, pb.EVENT_KIND_FAILED, reason=reason)
         live.is_cancelled = True
         self._spawn(self._let_go(live, reason))
@@ -449,40 +451,50 @@ class PrefillWorker:
         """The pair with a decode worker, opened at first use and again after it was lost."""
         key = (decode.name, decode.incarnation)
         task = self._peers.get(key)
-        if task is None or (task.done() and not _is_open(task)):
-            task = asyncio.get_running_loop().create_task(
-                HandoffPeer.connect(
-                    decode,
-                    me=self.address,
-                    model_fingerprint=self.engine.info.fingerprint,
-                    memory=self.engine.memory,
-                    secret=self.options.secret,
-                    options=self._transfer,
-                    host=self.options.host,
-                )
-            )
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._connect(decode, key))
             self._peers[key] = task
         return task
+
+    async def _connect(self, decode: pb.WorkerAddress, key: tuple[str, str]) -> HandoffPeer:
+        """What cannot be connected, or is lost, is forgotten: a restarted decode worker has another key."""
+        try:
+            peer = await HandoffPeer.connect(
+                decode,
+                me=self.address,
+                model_fingerprint=self.engine.info.fingerprint,
+                memory=self.engine.memory,
+                secret=self.options.secret,
+                options=self._transfer,
+                host=self.options.host,
+            )
+        except BaseException:
+            self._peers.pop(key, None)
+            raise
+        peer.on_lost = lambda _: self._peers.pop(key, None)
+        return peer
 
     async def _enqueue_when_connected(self, live: _Live, peer: asyncio.Task[HandoffPeer]) -> None:
         try:
             await asyncio.shield(peer)
-        except (HandoffLost, HandoffRefused, OSError) as error:
-            if not live.is_cancelled:
-                self.counters["handoffs_failed"] += 1
-                live.link.event(
-                    live.state,
-                    pb.EVENT_KIND_FAILED,
-                    reason=str(error),
-                    retryable=not isinstance(error, HandoffRefused),
-                )
-            self._live.pop(live.id, None)
-            self._service.flush()
+        except (HandoffLost, HandoffRefused) as error:
+            self._on_unconnected(live, str(error), is_retryable=not isinstance(error, HandoffRefused))
+            return
+        except Exception as error:  # a bug must fail one request, not leave it waiting
+            log.exception("%s cannot connect to %s", self.options.name, live.decode.name)
+            self._on_unconnected(live, f"{self.options.name}: {type(error).__name__}: {error}", is_retryable=True)
             return
         if live.is_cancelled:
             self._live.pop(live.id, None)
             return
         self._enqueue(live)
+
+    def _on_unconnected(self, live: _Live, reason: str, *, is_retryable: bool) -> None:
+        self._live.pop(live.id, None)
+        if not live.is_cancelled:
+            self.counters["handoffs_failed"] += 1
+            live.link.event(live.state, pb.EVENT_KIND_FAILED, reason=reason, retryable=is_retryable)
+            self._service.flush()
 
     def _enqueue(self, live: _Live) -> None:
         hashes = self._hashes(live.tokens) if self.options.prefix_cache else []
