@@ -108,6 +108,7 @@ class DecodePolicy:
         self._ready: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._next_order = 0
+        self._queued_pages = 0  # that the queued reservations ask for
         self.preemptions = 0
         self._run: list[_Request] = []  # in the run that is under way
         self._run_steps = 0  # that it has advanced
@@ -135,6 +136,7 @@ class DecodePolicy:
         if not self._queued and self._may_admit(request):
             return self._admit(request)
         self._queued[request_id] = request
+        self._queued_pages += pages_for(num_tokens, self.pool.page_size)
         return Queued(reason=f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free")
 
     def next_grants(self) -> list[tuple[str, Granted]]:
@@ -144,7 +146,7 @@ class DecodePolicy:
             request = next(iter(self._queued.values()))
             if not self._may_admit(request):
                 break
-            del self._queued[request.request_id]
+            self._unqueue(request)
             grants.append((request.request_id, self._admit(request)))
         return grants
 
@@ -256,7 +258,8 @@ class DecodePolicy:
         self._settle()
         request = self._requests[request_id]
         request.is_over = True
-        self._queued.pop(request_id, None)
+        if request_id in self._queued:
+            self._unqueue(request)
         self._ready.pop(request_id, None)
         self._running.pop(request_id, None)
         self._drop_if_unused(request)
@@ -278,12 +281,22 @@ class DecodePolicy:
         return list(self._requests)
 
     @property
+    def spare_pages(self) -> int:
+        """Pages for those who have not asked yet: what is available, less what the queue asks for. A worker that told
+        of all that is available would draw stalled handoffs from others, which would stall in its queue again."""
+        return max(0, self.pool.available - self._queued_pages)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._running)
+
+    def _unqueue(self, request: _Request) -> None:
+        del self._queued[request.request_id]
+        self._queued_pages -= pages_for(request.prompt_len, self.pool.page_size)
 
     def _may_admit(self, request: _Request) -> bool:
         fresh = pages_for(request.prompt_len, self.pool.page_size) - self.pool.count_matching(request.hashes)
@@ -367,6 +380,8 @@ class DecodePolicy:
             (_Stage.RUNNING, self._running),
         ):
             assert all(r.stage is stage and not r.is_over for r in group.values())
+        queued = sum(pages_for(r.prompt_len, self.pool.page_size) for r in self._queued.values())
+        assert self._queued_pages == queued
         assert len(self._running) <= self.limits.max_batch_size
         self.pool.check_holders(held)
 

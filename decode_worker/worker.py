@@ -187,7 +187,7 @@ class DecodeWorker:
         return pb.WorkerReport(
             num_waiting=self.policy.num_waiting,
             num_running=self.policy.num_running,
-            available_pages=usage.available,
+            available_pages=self.policy.spare_pages,
             cached_pages=usage.cached,
             total_pages=usage.total,
             leased_pages=self.handoffs.leased_pages,

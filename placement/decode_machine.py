@@ -50,7 +50,7 @@ class DecodeMachine:
             made_s=made_s,
             num_waiting=policy.num_waiting,
             num_running=policy.num_running,
-            available_pages=policy.pool.available,
+            available_pages=policy.spare_pages,
             request_ids=frozenset(policy.request_ids),
         )
 

@@ -167,6 +167,15 @@ def test_memory_that_is_short_makes_requests_wait_leave_and_come_back() -> None:
     assert outcome.counters["recomputed_tokens"] > 0
 
 
+def test_stalled_handoffs_are_not_sent_around() -> None:
+    """Decode workers that are all full draw no handoff from one another: each request moves a few times at most."""
+    setup = cluster(workers("prefill", 4), workers("decode", 5, num_pages=30))
+    _, outcome = play(setup, requests(400, rate=200))
+    assert outcome.served == 400
+    assert outcome.counters["stalled"] > 100
+    assert outcome.counters.get("reassigned", 0) < 400
+
+
 def test_worst_case_admission_never_preempts() -> None:
     limits = DecodeLimits(max_batch_size=16, admission="worst_case")
     _, outcome = play(cluster(workers("prefill"), workers("decode", num_pages=40, decode=limits)), requests(rate=20))
