@@ -7,6 +7,8 @@ and when they are free again, is HandoffServicer's (receiver.py), which it tells
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import select
 import time
@@ -25,6 +27,8 @@ from kvrelay.v1 import generate_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from kv_transfer.receiver import HandoffServicer
+
+log = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 20  # staged on the way in
 
@@ -78,7 +82,7 @@ class DecodePair:
         self._last_lease_id = 0
         self._next_seq = 0
         self._same_host = hello.host_id == host_id()
-        self._pidfd = _open_pidfd(hello.pid) if self._same_host and self.one_sided else -1
+        self._sender = _Process(hello.pid) if self._same_host and self.one_sided else None
         self._outgoing: asyncio.Queue[worker_pb2.DecodeMessage] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
 
@@ -124,13 +128,12 @@ class DecodePair:
 
     def forget(self) -> None:
         """Nothing of the pair is left."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self._sender is not None:
+            self._sender.close()
 
     def sender_has_stopped(self) -> bool:
         """One-sided: whether the sender closed its end or is dead, so that nothing is written any more."""
-        return self._end.sender_closed or (self._same_host and _has_exited(self._pidfd))
+        return self._end.sender_closed or (self._sender is not None and self._sender.has_exited())
 
     async def _write(self, send: Callable[[worker_pb2.DecodeMessage], Awaitable[None]]) -> None:
         with suppress(ConnectionError):
@@ -256,9 +259,9 @@ class DecodePair:
         if reservation.granted is None or reservation.commit is not None:
             why = "is queued" if reservation.granted is None else "is committed already"
             raise Malformed(f"{self.name} commits lease {commit.lease_id}, which {why}")
-        capacity = len(reservation.granted.pages) * self._servicer.memory.layout.page_size
-        if commit.segments != len(reservation.segments) or not 0 < commit.num_tokens <= capacity:
-            ours = f"{len(reservation.segments)} segments and room for {capacity} tokens"
+        num_tokens = len(reservation.request.prompt_ids) + len(reservation.request.output_ids)
+        if (commit.segments, commit.num_tokens) != (len(reservation.segments), num_tokens):
+            ours = f"{len(reservation.segments)} segments and was reserved for {num_tokens} tokens"
             theirs = f"{commit.segments} segments and {commit.num_tokens} tokens"
             raise Malformed(f"{self.name} commits {theirs} to lease {commit.lease_id}, which has {ours}")
         reservation.commit = commit
@@ -329,17 +332,30 @@ def _range_text(announce: worker_pb2.Announce) -> str:
     return f"{layers}, pages {announce.page_begin} to {announce.page_end}"
 
 
-def _open_pidfd(pid: int) -> int:
-    """-1 if there is no such process any more."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        return -1
+class _Process:
+    """Whether a process has exited. One that cannot be watched (no descriptor left) never counts as dead: then only
+    its own word frees the pages that it may write into."""
 
+    def __init__(self, pid: int) -> None:
+        self._pidfd = -1
+        self._was_gone = False
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OverflowError:
+            self._was_gone = True
+        except OSError as error:
+            self._was_gone = error.errno in (errno.ESRCH, errno.EINVAL)  # no such process, or not the number of one
+            if not self._was_gone:
+                log.warning("process %d cannot be watched: %s", pid, error)
 
-def _has_exited(pidfd: int) -> bool:
-    if pidfd < 0:
-        return True
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+    def has_exited(self) -> bool:
+        if self._pidfd < 0:
+            return self._was_gone
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
+import os
 import random
 import re
 import time
@@ -149,8 +151,8 @@ ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # laye
             {"commit": {"lease_id": 1, "num_tokens": 8, "segments": 2}},
             "2 segments and 8 tokens to lease 1, which has 0",
         ),
-        ({"commit": {"lease_id": 1, "num_tokens": 9}}, "0 segments and 9 tokens .* room for 8 tokens"),
-        ({"commit": {"lease_id": 1, "num_tokens": 0}}, "0 segments and 0 tokens"),
+        ({"commit": {"lease_id": 1, "num_tokens": 9}}, "0 segments and 9 tokens .* reserved for 8 tokens"),
+        ({"commit": {"lease_id": 1, "num_tokens": 7}}, "0 segments and 7 tokens .* reserved for 8 tokens"),
     ],
 )
 async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(
@@ -173,6 +175,28 @@ async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(
     send_all(handoff, peer.memory, [3])
     await handoff.commit(token_id=1, num_tokens=4, computed_ns=0)
     await peer.close()
+
+
+async def test_a_sender_that_cannot_be_watched_keeps_its_pages_until_it_has_stopped(
+    decode: DecodeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be writing: that this process has no descriptor left to watch it with does not make it dead."""
+
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+    raw = RawPeer(decode)
+    await raw.hello(decode)
+    await raw.say(reserve=worker_pb2.Reserve(lease_id=1, request=request("a", 8)))
+    assert len((await raw.hear()).granted.pages) == 2
+    pair = next(iter(decode.servicer._pairs))
+    await raw.close()
+    await pair.gone
+    decode.servicer._poll_fences()
+    assert decode.servicer.leased_pages == 2
+    pair._end.sender_closed = True  # type: ignore[misc]
+    await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
 
 
 async def test_announcing_or_committing_a_queued_lease_ends_the_pair(decode: DecodeSide) -> None:
