@@ -87,7 +87,8 @@ class HandoffPeer:
     ) -> HandoffPeer:
         """Open the pair, over the first transport that both sides can use. `host`: this worker's own address.
 
-        Raises HandoffRefused (the two do not fit together) or HandoffLost (the peer is not there).
+        Raises HandoffRefused (the two do not fit together) or HandoffLost (the peer is not there, or no bytes can be
+        moved to it: it may just be dying, so another attempt or another peer may do better).
         """
         names, failures = list(options.transports), list[str]()
         while names:
@@ -105,7 +106,7 @@ class HandoffPeer:
                 raise
             else:
                 return cls(target, memory, options, channel, call, welcome.transport, end)
-        raise HandoffRefused(f"no transport works between {me.name} and {target.name}: {'; '.join(failures)}")
+        raise HandoffLost(f"no transport works between {me.name} and {target.name}: {'; '.join(failures)}")
 
     def reserve(self, request: worker_pb2.RequestState, *, on_stalled: Callable[[str], None]) -> Handoff:
         """Ask for pages for a request. `on_stalled(reason)` is called once if they must be waited for."""
