@@ -1,0 +1,146 @@
+"""The simulator and the policies it runs, compiled to C by mypyc: the same sources, the same outcome, about three times
+as fast. Made once, kept by a hash of the sources, and used by processes of its own only.
+
+    with simulation_pool(2) as pool:
+        outcomes = pool.starmap(simulate, [(cluster, workload), ...])
+
+Where mypyc or a C compiler is missing the pool runs the sources as they are. A process must not mix both kinds, so the
+one that makes the pool keeps what it has imported.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib import import_module
+from multiprocessing.pool import Pool
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILED = (
+    "engine/blocks.py",
+    "cluster/accounts.py",
+    "cluster/policy.py",
+    "prefill_worker/policy.py",
+    "decode_worker/policy.py",
+    "placement/clock.py",
+    "placement/colocated.py",
+    "placement/decode_machine.py",
+    "placement/distserve.py",
+    "placement/latency.py",
+    "placement/ledger.py",
+    "placement/pages.py",
+    "placement/prefill_machine.py",
+    "placement/reporting.py",
+    "placement/simulator.py",
+    "placement/splitwise.py",
+)
+PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
+    ("cluster.policy", "PolicyOptions"),
+    ("prefill_worker.policy", "PrefillLimits"),
+    ("decode_worker.policy", "DecodeLimits"),
+    ("placement.colocated", "ColocatedCluster"),
+    ("placement.distserve", "DistServeCluster"),
+    ("placement.splitwise", "SplitwiseCluster"),
+)
+BUILD_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def simulation_pool(processes: int, *, cache: Path | None = None) -> Iterator[Pool]:
+    """Fresh processes that import the compiled modules, or the sources where there are none."""
+    path = compiled_path(cache)
+    for module, name in PASSED_TO_PROCESSES:
+        copyreg.pickle(getattr(import_module(module), name), _taken_apart)
+    context = multiprocessing.get_context("spawn")  # a spawned process takes over sys.path
+    if path is not None:
+        sys.path.insert(0, str(path))
+    try:
+        pool = context.Pool(processes)
+    finally:
+        if path is not None:
+            sys.path.remove(str(path))
+    with pool:
+        yield pool
+
+
+def _taken_apart(value: Any) -> tuple[Any, ...]:
+    kind = type(value)
+    return _put_together, (kind.__module__, kind.__name__, {f.name: getattr(value, f.name) for f in fields(value)})
+
+
+def _put_together(module: str, name: str, values: dict[str, Any]) -> Any:
+    return getattr(import_module(module), name)(**values)
+
+
+def compiled_path(cache: Path | None = None) -> Path | None:
+    """The folder that holds the compiled modules, made now if need be; None where they cannot be made."""
+    if importlib.util.find_spec("mypyc") is None:
+        return None
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay" / "compiled"
+    path = root / _key()
+    if path.exists():
+        return path
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as made:
+            if not _build(Path(made)):
+                return None
+            os.chmod(made, 0o755)
+            shutil.copytree(made, f"{path}.{os.getpid()}")
+        os.replace(f"{path}.{os.getpid()}", path)
+    except OSError:  # no place to keep it, or another process was first
+        return path if path.exists() else None
+    return path
+
+
+def _key() -> str:
+    digest = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()} {ROOT}".encode())
+    for name in COMPILED:
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _build(target: Path) -> bool:
+    for name in COMPILED:
+        copy = target / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, copy)
+        package = name.split("/")[0]
+        (copy.parent / "__init__.py").write_text(f"__path__.append({str(ROOT / package)!r})\n")
+    command = [
+        sys.executable,
+        "-m",
+        "mypyc",
+        "--config-file",
+        "",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+    ]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            [*command, *COMPILED],
+            cwd=target,
+            env=environment,
+            capture_output=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    shutil.rmtree(target / "build", ignore_errors=True)
+    shutil.rmtree(target / ".mypy_cache", ignore_errors=True)
+    return done.returncode == 0

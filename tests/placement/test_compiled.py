@@ -1,0 +1,56 @@
+"""Compiled or not, a simulation has one outcome."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placement.colocated import ColocatedCluster, simulate_colocated
+from placement.compiled import simulation_pool
+from placement.distserve import DistServeCluster
+from placement.distserve import simulate as simulate_distserve
+from placement.published_distserve import distserve_latency
+from placement.results import Outcome
+from placement.simulator import simulate
+from tests.placement.test_simulator import cluster, requests, workers
+
+
+def where_the_policies_are() -> str:
+    return str(sys.modules["decode_worker.policy"].__file__)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
+def test_the_compiled_simulator_finds_the_same(tmp_path: Path) -> None:
+    latency = distserve_latency("opt_13b", 1)
+    short = cluster(workers("prefill", 2, latency=latency), workers("decode", 2, latency=latency, num_pages=60))
+    both = ColocatedCluster(latency=latency, num_workers=2, num_pages=100)
+    workload = requests(rate=10)
+    with simulation_pool(1, cache=tmp_path) as pool:
+        found: list[Outcome] = [
+            pool.apply(simulate, (short, workload)),
+            pool.apply(simulate_colocated, (both, workload)),
+            pool.apply(simulate_distserve, (DistServeCluster(prefill=latency, decode=latency), workload)),
+        ]
+        assert not pool.apply(where_the_policies_are).endswith(".py")
+    expected = [
+        simulate(short, workload),
+        simulate_colocated(both, workload),
+        simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
+    ]
+    assert expected[0].counters["preempted"] > 0
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.first_token_s, other.first_token_s)
+        assert np.array_equal(one.finish_s, other.finish_s)
+        assert one.counters == other.counters
+
+
+def test_without_a_compiler_the_sources_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.compiled._build", lambda target: False)
+    workload = requests(20)
+    with simulation_pool(1, cache=tmp_path) as pool:
+        outcome: Outcome = pool.apply(simulate, (cluster(workers("prefill"), workers("decode")), workload))
+    assert outcome.served == 20
