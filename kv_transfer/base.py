@@ -26,11 +26,6 @@ class TransferError(Exception):
     """The bytes did not move. One sentence naming the peer and the mend; the pair must be opened anew."""
 
 
-class TransferTimeout(TransferError):
-    def __init__(self, peer: str, after_s: float) -> None:
-        super().__init__(f"{peer} moved no byte for {after_s:g} s")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """KV of some pages in some layers: `src_pages[i]` of the sender goes to `dst_pages[i]` of the receiver."""

@@ -107,15 +107,6 @@ class KvLayout:
             for first, count in runs:
                 yield Span(self.v_offset(layer) + first * v_bytes, count * v_bytes)
 
-    def page_spans(self, layers: range, pages: Sequence[int]) -> Iterator[Span]:
-        """Like `spans`, one for each page and never joined: both sides' lists correspond one to one."""
-        for layer in layers:
-            k_bytes, v_bytes = self.k_page_bytes(layer), self.v_page_bytes(layer)
-            for page in pages:
-                yield Span(self.k_offset(layer) + page * k_bytes, k_bytes)
-            for page in pages:
-                yield Span(self.v_offset(layer) + page * v_bytes, v_bytes)
-
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
