@@ -305,5 +305,5 @@ async def test_a_transport_that_the_sender_cannot_open_is_passed_over(monkeypatc
         assert peer.transport == "loopback"
         await hand_off(decode, peer)
         await peer.close()
-        with pytest.raises(HandoffLost, match="no transport works .*shared_memory: "):  # lost: others may do better
+        with pytest.raises(HandoffLost, match=r"no transport works .*shared_memory: "):  # lost: others may do better
             await connect(decode, options("shared_memory"), random_memory(50, seed=1))
