@@ -104,6 +104,11 @@ class Handoff:
         self._enqueue(ready)
 
     @property
+    def is_granted(self) -> bool:
+        """Whether the peer has given pages, and has not taken them back."""
+        return self._granted.done() and self._granted.exception() is None and not self.is_over
+
+    @property
     def bytes_sent(self) -> int:
         """So far; resends counted."""
         return self._bytes_sent

@@ -210,6 +210,8 @@ class PrefillWorker:
         live = self._live.get(reassign.request_id)
         if live is None or live.is_cancelled or not live.is_stalled:
             return
+        if live.handoff is not None and live.handoff.is_granted:
+            return  # pages came meanwhile; moved now, it might run on both workers. The first one tells the router
         live.moving_to = reassign.decode
         if live.task is not None and live.handoff is not None:  # its commit ends, and looks at moving_to
             self._spawn(live.handoff.abort("reassigned"))

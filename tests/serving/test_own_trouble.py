@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from cluster.local import LocalCluster
 from engine.types import SampledToken, Step
+from kv_transfer.base import Faults, Segment
 from kv_transfer.sender import HandoffPeer
 from kvrelay.client import AsyncClient
 from kvrelay.types import KvrelayError
+from kvrelay.v1 import worker_pb2 as pb
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until
 
@@ -54,6 +57,30 @@ async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
         with pytest.raises(KvrelayError, match="not expected by anybody"):
             await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
         assert not cluster.prefill[0].report().request_ids
+        await client.close()
+
+
+async def test_a_handoff_that_got_its_pages_stays_where_it_is(model_dir: ModelDir) -> None:
+    """A reassignment crossed the grant: a request that is nearly handed over would run on both decode workers."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Segment) -> None:
+        writing.set()
+        assert go_on.wait(WAIT_S)
+
+    async with LocalCluster(
+        str(model_dir("llama")), decode=2, engine=ENGINE, worker=WORKER, router=ROUTER, faults=Faults(before_send=hold)
+    ) as cluster:
+        client, prefill = AsyncClient(cluster.endpoint), cluster.prefill[0]
+        asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+        assert await asyncio.to_thread(writing.wait, WAIT_S)
+        live = next(iter(prefill._live.values()))
+        live.is_stalled = True  # as it was before the grant
+        other = next(worker for worker in cluster.decode if worker.options.name != live.decode.name)
+        prefill.on_reassign(pb.Reassign(request_id=live.id, decode=other.address))
+        go_on.set()
+        assert len((await asking).token_ids) == 4
+        assert other.report().counters["leases_granted"] == 0
         await client.close()
 
 
