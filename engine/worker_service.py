@@ -24,6 +24,7 @@ from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+MAX_UNREAD = 64  # messages; a router that reads no faster gets reports again when it has caught up
 MIN_REPORT_GAP_S = 0.05  # a report costs worker and router together about half a millisecond
 
 
@@ -183,7 +184,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return
         report = self._host.report()
         for link in self._links.values():
-            link.outbox.put_nowait(pb.WorkerMessage(report=self._report_for(link, report)))
+            if link.outbox.qsize() < MAX_UNREAD:
+                link.outbox.put_nowait(pb.WorkerMessage(report=self._report_for(link, report)))
 
     def _report_for(self, link: RouterLink, report: pb.WorkerReport) -> pb.WorkerReport:
         mine = pb.WorkerReport()
