@@ -6,8 +6,8 @@ Three run the same 124.7M Llama-shaped model in bfloat16 with the same number of
 work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
 (`generate_batch`, its manager kept between calls). Each has a process of its own, which is stopped while it is not its
 turn, because an idle manager polls. A decode step of transformers is the time for 1 + N tokens less that for 1, over N.
-Read the ratios; the rates are this machine's, at this load. With two threads on two cores any other work stalls the
-barriers of OpenMP, and the figures say nothing: look at `other_cores_*`, or measure with --threads 1.
+Read the ratios; the rates are this machine's, at this load. Waiting threads sleep (OMP_WAIT_POLICY=PASSIVE, for all
+three): threads that spin at a barrier on shared cores are themselves what keeps the awaited one from running.
 
 The floor of a decode step is the bytes it must read (weights, KV) over the measured memory bandwidth; that of a prefill
 is its multiplications over the measured bfloat16 rate.
@@ -16,6 +16,7 @@ is its multiplications over the measured bfloat16 rate.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -44,8 +45,11 @@ NAMES = ("kvrelay", "generate", "generate_batch")
 PREFILL_TOKENS = (512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 128  # of a request whose decode is measured
+LEAST_TURNS = 2  # measured, whatever they take; more only within
+MEASUREMENT_S = 75.0
 NUM_PAGES = 2048
 PAGE_SIZE = 16
+PR_SET_PDEATHSIG = 1
 TARGETS = {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1": 1.0, "decode 8": 1.5, "decode 32": 1.5}
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -165,7 +169,8 @@ def matmul_flops_per_s() -> float:
 
 
 def _serve(line: Connection, name: str, directory: str, threads: int, new_tokens: int) -> None:
-    """A contender's process: say what the model is, then answer (kind, size, turn) with seconds until told None."""
+    """A contender's process: say what the model is, then answer (kind, size, turn) until told None."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would outlive its parent
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
@@ -180,9 +185,10 @@ def _serve(line: Connection, name: str, directory: str, threads: int, new_tokens
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
         contender = {"generate": generate, "generate_batch": continuous_batching}[name](model, new_tokens)
     line.send(facts)
+    machine = {"memory": memory_bytes_per_s, "matmul": matmul_flops_per_s}
     while (asked := line.recv()) is not None:
         kind, size, turn = asked
-        line.send(getattr(contender, kind)(size, turn))
+        line.send(machine[kind]() if kind in machine else getattr(contender, kind)(size, turn))
     os._exit(0)  # a kept manager's thread would hold the process
 
 
@@ -199,7 +205,8 @@ class Runner:
         self.facts: dict[str, float] = self._line.recv()
         self._signal(signal.SIGSTOP)
 
-    def seconds(self, kind: str, size: int, turn: int) -> float:
+    def ask(self, kind: str, size: int = 0, turn: int = 0) -> float:
+        """Seconds of a prefill or a decode step; or what the machine does in a second, of "memory" or "matmul"."""
         self._signal(signal.SIGCONT)
         self._line.send((kind, size, turn))
         took: float = self._line.recv()
@@ -216,9 +223,8 @@ class Runner:
         os.kill(self._process.pid, number)
 
 
-def floors(facts: dict[str, float], embedding_params: int) -> dict[str, float]:
+def floors(facts: dict[str, float], embedding_params: int, bandwidth: float, rate: float) -> dict[str, float]:
     """Seconds that the machine itself needs, for each measurement. The embedding is looked up, the head is untied."""
-    bandwidth, rate = memory_bytes_per_s(), matmul_flops_per_s()
     result = {"memory_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": rate / 1e9}
     read_params = facts["params"] - embedding_params
     for tokens in PREFILL_TOKENS:
@@ -229,16 +235,25 @@ def floors(facts: dict[str, float], embedding_params: int) -> dict[str, float]:
 
 
 def measure(runners: list[Runner], turns: int, say: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped."""
+    """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped.
+
+    Under "machine", the rates of the machine as they were before each measurement.
+    """
     plan = [("prefill", n) for n in PREFILL_TOKENS] + [("decode", n) for n in DECODE_BATCHES]
-    seconds: dict[str, dict[str, list[float]]] = {}
+    machine: dict[str, list[float]] = {"memory": [], "matmul": []}
+    seconds = {"machine": machine}
     for kind, size in plan:
         say(f"{kind} {size}")
+        for what, rates in machine.items():
+            rates.append(runners[0].ask(what))
         by_name = seconds[f"{kind} {size}"] = {runner.name: [] for runner in runners}
+        began_s = time.monotonic()
         for turn in range(turns + 1):
+            if turn > LEAST_TURNS and time.monotonic() - began_s > MEASUREMENT_S:
+                break
             first = turn % len(runners)
             for runner in runners[first:] + runners[:first]:
-                took = runner.seconds(kind, size, turn)
+                took = runner.ask(kind, size, turn)
                 if turn:
                     by_name[runner.name].append(took)
     return seconds
@@ -290,19 +305,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
     parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="of each; default %(default)s")
     args = parser.parse_args()
-    turns, new_tokens = (2, 6) if args.quick else (9, 24)
+    turns, new_tokens = (2, 6) if args.quick else (5, 8)
     console = Console()
-    torch.set_num_threads(args.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by the contenders' processes when they start
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     directory = str(demo_model("125m"))
     config = transformers.AutoConfig.from_pretrained(directory)
     before = other_cores()
     runners = [Runner(name, directory, args.threads, new_tokens) for name in NAMES]
     try:
-        floor = floors(runners[0].facts, config.vocab_size * config.hidden_size)
         seconds = measure(runners, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     finally:
         for runner in runners:
             runner.close()
+    machine = seconds.pop("machine")
+    embedding_params = config.vocab_size * config.hidden_size
+    floor = floors(runners[0].facts, embedding_params, max(machine["memory"]), max(machine["matmul"]))
     result = {
         **about(),
         "threads": args.threads,
