@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from cluster.spec import ClusterSpec
 CONTROLLER = "controller"
 STOP_TIMEOUT_S = 300.0  # the controller bounds what it waits for itself; this is for one that hangs
 CONTROLLER_RETRY_S = 0.2
+CONNECT_TIMEOUT_S = 5.0
 POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal or a dead controller is noticed
 
 
@@ -58,7 +60,10 @@ class Deployment:
         """Start or join Ray and launch every actor; returns before they are ready. Raises DeployError, SpecError."""
         if self._local is not None:
             self.spec = resolve(self._written, this_machine(), node_host=LOOPBACK)
-            self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
+            try:
+                self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
+            except (RuntimeError, OSError, ValueError) as error:
+                raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
         else:
             assert self._address is not None
             join_ray(self._address, self.spec.name)
@@ -66,7 +71,7 @@ class Deployment:
             if _find(CONTROLLER) is not None:
                 raise DeployError(
                     f"a cluster named {self.spec.name} runs in this Ray already; end it with "
-                    f"`kvrelay down {self.spec.name}`, or give another name"
+                    f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
                 )
         self._wants = wants_of(self.spec)
         self._controller = launch(self.spec, self._secret, loopback=self._local is not None)
@@ -132,6 +137,7 @@ def join_ray(address: str, name: str) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.CRITICAL)
+    _knock(address)
     try:
         ray.init(
             address=address,
@@ -145,6 +151,18 @@ def join_ray(address: str, name: str) -> None:
         raise DeployError(
             f"no Ray answers at --address {address}: {reason}; start one with `ray start --head`"
         ) from None
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for minutes, and talks meanwhile, where nothing listens. Raises DeployError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return  # auto, and whatever else Ray may know
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).lower()
+        raise DeployError(f"no Ray answers at --address {address}: {why}; start one with `ray start --head`") from None
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ def _known_transports(value: tuple[str, ...]) -> tuple[str, ...]:
 
 Name = Annotated[str, Field(min_length=1)]
 Parallel = Annotated[int, BeforeValidator(_only_one)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+MAX_PORT = 65_535
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -191,6 +192,7 @@ class ClusterSpec(_Spec):
                 raise ValueError(f"pools has {count} pools named {label}; give each a name of its own")
         for index, pool in enumerate(self.pools):
             _check_pool(index, pool)
+        _check_ports(self.router)
         return self
 
     @property
@@ -198,6 +200,15 @@ class ClusterSpec(_Spec):
         """What requests call the model."""
         is_path = self.model.startswith((".", "/", "~"))
         return self.served_model_name or (Path(self.model).name if is_path else self.model)
+
+
+def _check_ports(router: RouterSpec) -> None:
+    for key, port in (("port", router.port), ("metrics_port", router.metrics_port)):
+        if port and port + router.replicas - 1 > MAX_PORT:
+            raise ValueError(
+                f"router.{key} is {port}, too high for {router.replicas} replicas with a port each; "
+                f"give {MAX_PORT + 1 - router.replicas} or less"
+            )
 
 
 def _check_pool(index: int, pool: PoolSpec) -> None:

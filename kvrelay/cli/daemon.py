@@ -42,8 +42,8 @@ def start_and_wait(name: str, as_json: bool) -> int:
 def _spawn(name: str, write_fd: int) -> subprocess.Popen[bytes]:
     arguments = [a for a in sys.argv[1:] if a not in ("--detach", "-d", "--json")]
     command = [sys.executable, "-m", "kvrelay.cli.main", *arguments, "--report-fd", str(write_fd)]
+    state.make_directory()
     log = state.log_path(name)
-    log.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         return subprocess.Popen(
             command,

@@ -68,6 +68,7 @@ def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode
     from cluster.deploy import DeployError, Deployment, quiet_stdout
     from cluster.spec import SpecError
 
+    state.make_directory()
     own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)
     deployment = Deployment(spec, address=address, secret=secret)
     keep = keep_logs = False

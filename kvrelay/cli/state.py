@@ -6,12 +6,15 @@ $XDG_STATE_HOME/kvrelay/clusters or ~/.kvrelay/clusters. A file whose process is
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from kvrelay.cli.console import CliError
 
 Mode = Literal["foreground", "daemon", "joined"]
 
@@ -39,6 +42,17 @@ def directory() -> Path:
     return root / "clusters"
 
 
+def make_directory() -> None:
+    """Raises CliError when nothing can be written there."""
+    try:
+        directory().mkdir(parents=True, exist_ok=True)
+        if not os.access(directory(), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise CliError(f"{directory()} cannot be written: {why}; set XDG_STATE_HOME to a directory that can") from None
+
+
 def log_path(name: str) -> Path:
     return directory() / f"{name}.log"
 
@@ -63,7 +77,7 @@ def is_process(pid: int, created_s: float) -> bool:
 def write(state: ClusterState) -> None:
     """Whole or not at all; never readable by others."""
     path = _path(state.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory()
     made = path.with_suffix(f".{os.getpid()}.tmp")
     with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(asdict(state), file)

@@ -74,6 +74,10 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             spec_data(name="My Cluster"),
             "name is 'My Cluster'; give small letters, digits and -, at most 40, such as chat-1",
         ),
+        (
+            spec_data(router={"port": 65535, "replicas": 2}),
+            "router.port is 65535, too high for 2 replicas with a port each; give 65534 or less",
+        ),
         (["model"], "the spec is ['model']; give keys and values such as model: DIR"),
     ],
 )

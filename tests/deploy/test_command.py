@@ -49,6 +49,11 @@ def test_help_shows_examples(tmp_path: Path, command: str) -> None:
         (["down"], 1, "0 clusters were started from here; none runs"),
         (["down", "chat"], 1, "no cluster named chat was started from here; none runs"),
         (
+            ["down", "chat", "--address", "127.0.0.1:1"],
+            1,
+            "no Ray answers at --address 127.0.0.1:1: connection refused; start one with `ray start --head`",
+        ),
+        (
             ["status", "--endpoint", "127.0.0.1:1"],
             1,
             "no status from 127.0.0.1:1: nothing answers; is the cluster up? (kvrelay up)",
@@ -63,6 +68,17 @@ def test_what_is_asked_wrongly_is_told_in_a_sentence(
     as_json = kvrelay(tmp_path, *arguments, "--json")
     assert as_json.returncode == code
     assert json.loads(as_json.stdout) == {"error": {"message": sentence}}
+
+
+def test_a_home_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    home = tmp_path / "file"
+    home.touch()
+    for more in ([], ["--detach"]):
+        refused = kvrelay(home, "up", "--model", str(model), "--port", "0", *more)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"error: {home}")
+        assert refused.stderr.endswith("set XDG_STATE_HOME to a directory that can\n")
+        assert refused.stderr.count("\n") == 1
 
 
 def test_an_unknown_flag_is_wrong_usage(tmp_path: Path) -> None:
