@@ -107,7 +107,7 @@ class RouterServer:
         if self._server is None or self._generate is None:
             return
         self._generate.is_draining = True
-        await self._set_health(is_serving=False)
+        await self._health.enter_graceful_shutdown()  # NOT_SERVING, whatever was on its way to be set
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self.router.num_submissions:
