@@ -102,7 +102,8 @@ class LocalCluster:
     async def stop(self, grace_s: float = 0.0) -> None:
         for server in self.routers:
             await server.stop(grace_s)
-        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        started = [worker for worker in self.workers if worker.address.address]
+        await asyncio.gather(*(worker.stop() for worker in started))
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:

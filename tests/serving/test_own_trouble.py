@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,13 @@ async def test_a_handoff_that_got_its_pages_stays_where_it_is(model_dir: ModelDi
         assert len((await asking).token_ids) == 4
         assert other.report().counters["leases_granted"] == 0
         await client.close()
+
+
+async def test_a_cluster_that_cannot_start_says_why(model_dir: ModelDir) -> None:
+    nowhere = replace(WORKER, host="192.0.2.1")  # of TEST-NET-1: no machine has it
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
+        async with LocalCluster(str(model_dir("llama")), engine=ENGINE, worker=nowhere, router=ROUTER):
+            pass
 
 
 async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir) -> None:
