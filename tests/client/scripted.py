@@ -8,6 +8,7 @@ its own event loop, so that plain and asyncio clients can both call it.
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -184,3 +185,8 @@ def _end(request: Any, num_tokens: int) -> Any:
             transport="loopback", pages=4, bytes=4000, checksums_ok=True, transfer_s=0.002, exposed_s=0.001
         ),
     )
+
+
+def heed_interrupts() -> None:
+    """In a child before it runs: take SIGINT as in a terminal, also where whoever runs the tests ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

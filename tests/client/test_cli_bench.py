@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import bench as command
-from tests.client.scripted import EOS, VOCAB_SIZE, ScriptedServer
+from tests.client.scripted import EOS, VOCAB_SIZE, ScriptedServer, heed_interrupts
 
 DEADLINE_S = 30.0
 AZURE = Path(__file__).parents[2] / "configs/workloads/azure-conv-2023.csv"
@@ -169,7 +169,9 @@ def test_nobody_there() -> None:
 def test_interrupt_cancels_what_is_out_and_exits_130() -> None:
     with ScriptedServer(answering="hang") as server:
         args = [sys.executable, "-c", APP, "bench", "--endpoint", server.endpoint, *SMALL, "--no-progress"]
-        with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_interrupts
+        ) as process:
             assert server.hanging.wait(DEADLINE_S)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=DEADLINE_S)
