@@ -74,7 +74,8 @@ class Deployment:
                     f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
                 )
         self._wants = wants_of(self.spec)
-        self._controller = launch(self.spec, self._secret, loopback=self._local is not None)
+        self._controller = launch_controller(self.spec)  # from here on `stop` ends what is there
+        launch_members(self.spec, self._secret, loopback=self._local is not None)
 
     def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
@@ -219,26 +220,31 @@ def wants_of(spec: ClusterSpec) -> dict[str, str]:
     return wants
 
 
-def launch(spec: ClusterSpec, secret: str, *, loopback: bool) -> Any:
-    """Create every actor of a resolved spec and return the controller's handle. Nothing waits for anything: an actor
-    whose resources are not there yet starts when they come."""
+def launch_controller(spec: ClusterSpec) -> Any:
+    """Create the controller of a resolved spec, before all else: its name is the cluster's, and it ends the others."""
     import ray
 
     from cluster.controller import Controller
 
+    plans = workers_of(spec)
+    has_group = any(bundle_of(plan) for plan in plans)
+    roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
+    actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
+    return actor.remote(roles, _GROUP if has_group else "", spec.router.drain_s)
+
+
+def launch_members(spec: ClusterSpec, secret: str, *, loopback: bool) -> None:
+    """Create every worker and router of a resolved spec. Nothing waits for anything: an actor whose resources are not
+    there yet starts when they come."""
     plans = workers_of(spec, secret=secret)
     bundles = [bundle_of(plan) for plan in plans]
     group = _reserve([bundle for bundle in bundles if bundle])
-    roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
-    actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
-    controller = actor.remote(roles, _GROUP if group is not None else "", spec.router.drain_s)
     index = 0
     for plan, bundle in zip(plans, bundles, strict=True):
         _launch_worker(plan, bundle, group, index, loopback)
         index += bool(bundle)
     for i in range(spec.router.replicas):
         _launch_router(spec, i, secret)
-    return controller
 
 
 _GROUP = "workers"
