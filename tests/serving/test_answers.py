@@ -89,6 +89,40 @@ async def test_min_tokens_keeps_it_from_ending(served: Served) -> None:
     assert answer.token_ids[9] != served.tokens[9]
 
 
+@pytest.mark.parametrize(
+    ("repetition", "presence", "frequency"), [(1.3, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 1.0), (1.2, 0.5, 0.4)]
+)
+async def test_penalties_count_prompt_and_output(
+    repetition: float, presence: float, frequency: float, served: Served
+) -> None:
+    """Held to the formula, token by token: repetition over prompt and output, presence and frequency over output."""
+    answer = await served.ask(
+        _greedy(
+            max_tokens=40,
+            ignore_eos=True,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+        )
+    )
+    assert list(answer.token_ids) == _penalised(served.directory, 40, repetition, presence, frequency)
+    assert list(answer.token_ids) != served.tokens
+
+
+def _penalised(directory: Path, num_tokens: int, repetition: float, presence: float, frequency: float) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    output: list[int] = []
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + output])).logits[0, -1]
+        for token in {*PROMPT, *output}:
+            logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+        for token in set(output):
+            logits[token] -= presence + frequency * output.count(token)
+        output.append(int(logits.argmax()))
+    return output
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 async def test_max_tokens(max_tokens: int, served: Served) -> None:
     answer = await served.ask(_greedy(max_tokens=max_tokens))
