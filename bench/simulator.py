@@ -4,8 +4,9 @@
 
 Each case is a run of one of those simulators whose CPU time is known (tests/placement/data), on the same requests:
 once by its own rules (the named variant), once by the live policies with the same latency model. Then 1,000 to a
-million requests, and a thousand workers. CPU time of this process, so other work disturbs it less than wall time, but
-it still shares caches and cores: trust the ratios. The known CPU times are from a machine with two such cores, loaded.
+million requests, and a thousand workers. Compiled, in a process of its own, and uncompiled. CPU time, which other work
+disturbs less than wall time, but it still shares caches and cores: trust the ratios. The known CPU times are from a
+machine with two such cores, loaded.
 Writes bench/results/simulator.json.
 """
 
@@ -16,6 +17,7 @@ import gzip
 import json
 import time
 from collections.abc import Callable
+from multiprocessing.pool import Pool
 from typing import Any
 
 from bench.common import REPO, about, save
@@ -23,13 +25,14 @@ from cluster.policy import PolicyOptions
 from decode_worker.policy import DecodeLimits
 from engine.spec import Role
 from placement import distserve, splitwise
+from placement.compiled import simulation_pool
 from placement.latency import LatencyModel
 from placement.published_distserve import distserve_latency
 from placement.published_splitwise import splitwise_latency
 from placement.results import Outcome
 from placement.setup import SimCluster, SimWorker
 from placement.simulator import simulate
-from placement.workload import from_rows, read_request_list
+from placement.workload import Workload, from_rows, read_request_list
 from prefill_worker.policy import PrefillLimits
 
 DATA = REPO / "tests" / "placement" / "data"
@@ -37,11 +40,44 @@ HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}
 ROOMY = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # those simulators reject nobody
 
 
-def measure(run: Callable[[], Outcome]) -> tuple[float, Outcome]:
-    """Requests per CPU-second."""
+def timed(run: Callable[[Any, Workload], Outcome], cluster: Any, workload: Workload) -> float:
+    """Requests per CPU-second of the process that this is called in."""
     began_s = time.process_time()
-    outcome = run()
-    return len(outcome) / (time.process_time() - began_s), outcome
+    outcome = run(cluster, workload)
+    return len(outcome) / (time.process_time() - began_s)
+
+
+class Meter:
+    """Measures in a process with the compiled modules, and in this one, which has the sources."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.rows: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        name: str,
+        of: str,
+        run: Callable[[Any, Workload], Outcome],
+        cluster: Any,
+        workload: Workload,
+        base: float = 0,
+    ) -> None:
+        """`base`: the other simulator's requests per CPU-second on the same."""
+        compiled = self._pool.apply(timed, (run, cluster, workload))
+        plain = timed(run, cluster, workload) if len(workload) <= 20_000 else 0.0  # a minute and more else
+        times = f"{compiled / base:5.0f} times ({plain / base:.0f})" if base else ""
+        print(f"  {name:52} {of:14} {compiled:8,.0f} ({plain:6,.0f} uncompiled) requests/CPU-s {times}", flush=True)
+        row: dict[str, Any] = {"case": name, "rules": of, "requests_per_cpu_s": round(compiled)}
+        if plain:
+            row["uncompiled"] = round(plain)
+        if base:
+            row["times"] = round(compiled / base, 1)
+        self.rows.append(row)
+
+    def take(self) -> list[dict[str, Any]]:
+        rows, self.rows = self.rows, []
+        return rows
 
 
 def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], counts: tuple[int, int]) -> SimCluster:
@@ -58,19 +94,7 @@ def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], co
     return SimCluster(workers=tuple(workers), router=ROOMY)
 
 
-def show(name: str, rate: float, base: float | None, of: str) -> dict[str, Any]:
-    ratio = f", {rate / base:.0f} times" if base else ""
-    print(f"  {name:58} {of:14} {rate:10,.0f} requests/CPU-s{ratio}", flush=True)
-    return {
-        "case": name,
-        "rules": of,
-        "requests_per_cpu_s": round(rate),
-        "times": round(rate / base, 1) if base else None,
-    }
-
-
-def against_distserve() -> list[dict[str, Any]]:
-    rows = []
+def against_distserve(meter: Meter) -> None:
     for case in json.loads((DATA / "distserve-cases.json").read_text())["cases"]:
         if case["kind"] != "simdistserve run":
             continue
@@ -80,23 +104,18 @@ def against_distserve() -> list[dict[str, Any]]:
         prefill = distserve_latency(case["model"], tp, pp, case["backend"])
         decode = distserve_latency(case["model"], decode_tp, decode_pp) if decode_tp else None
         own = distserve.DistServeCluster(prefill=prefill, decode=decode)
-        rate, _ = measure(lambda own=own, workload=workload: distserve.simulate(own, workload))  # type: ignore[misc]
-        rows.append(show(case["id"], rate, base, "distserve"))
+        meter(case["id"], "distserve", distserve.simulate, own, workload, base)
         if decode is not None:
             pages = (prefill.max_batch_tokens // 16, decode.max_batch_tokens // 16)
             live = pair(prefill, decode, pages, (1, 1))
-            rate, _ = measure(lambda live=live, workload=workload: simulate(live, workload))  # type: ignore[misc]
-            rows.append(show(case["id"], rate, base, "live policies"))
-    return rows
+            meter(case["id"], "live policies", simulate, live, workload, base)
 
 
-def against_splitwise(quick: bool) -> list[dict[str, Any]]:
+def against_splitwise(meter: Meter, quick: bool) -> None:
     with gzip.open(DATA / "rr_code.json.gz", "rt") as file:
         requests: list[list[float]] = json.load(file)["reqs"]
     chosen = [("Baseline-H100", 40, 0), ("Splitwise-HH", 35, 5), ("Splitwise-AA", 55, 15), ("Splitwise-HA", 35, 8)]
-    found = json.loads((DATA / "splitwise-cases.json").read_text())["rows"]
-    rows = []
-    for row in found:
+    for row in json.loads((DATA / "splitwise-cases.json").read_text())["rows"]:
         key = (row["design"], row["prompt"], row["token"])
         if key not in chosen or (quick and not row["trace"].startswith(("rr_code_70", "rr_code_90"))):
             continue
@@ -107,45 +126,44 @@ def against_splitwise(quick: bool) -> list[dict[str, Any]]:
         own = splitwise.SplitwiseCluster(prompt=prompt, num_prompt=row["prompt"], token=token, num_token=row["token"])
         base = row["requests"] / row["sim_cpu_s"]
         name = f"{row['design']} ({row['prompt']},{row['token']}) {row['trace']}"
-        rate, _ = measure(lambda own=own, workload=workload: splitwise.simulate(own, workload))  # type: ignore[misc]
-        rows.append(show(name, rate, base, "splitwise"))
+        meter(name, "splitwise", splitwise.simulate, own, workload, base)
         if row["token"]:
             pages = prompt.kv_capacity_bytes // prompt.kv_bytes_per_token // 16
             live = pair(prompt, token, (pages, pages), (row["prompt"], row["token"]))
-            rate, _ = measure(lambda live=live, workload=workload: simulate(live, workload))  # type: ignore[misc]
-            rows.append(show(name, rate, base, "live policies"))
-    return rows
+            meter(name, "live policies", simulate, live, workload, base)
 
 
-def growth(quick: bool) -> list[dict[str, Any]]:
+def growth(meter: Meter, quick: bool) -> None:
     """One pair of workers at half its goodput; then a thousand workers."""
     latency = distserve_latency("opt_13b", 1)
     source = read_request_list(DATA / "sharegpt_synth_N1000.json")
     pages = latency.max_batch_tokens // 16
-    rows = []
     for count in (1_000, 10_000, 100_000) if quick else (1_000, 10_000, 100_000, 1_000_000):
         workload = source.resampled(count, 2.0, seed=0)
         live = pair(latency, latency, (pages, pages), (1, 1))
-        rate, _ = measure(lambda live=live, workload=workload: simulate(live, workload))  # type: ignore[misc]
-        rows.append(show(f"{count:,} requests, 1 + 1 workers", rate, None, "live policies"))
+        meter(f"{count:,} requests, 1 + 1 workers", "live policies", simulate, live, workload)
     for num_workers in (10, 100, 1000):
         workload = source.resampled(5_000 if quick else 20_000, 1.5 * num_workers, seed=0)
         live = pair(latency, latency, (pages, pages), (num_workers // 2, num_workers // 2))
-        rate, _ = measure(lambda live=live, workload=workload: simulate(live, workload))  # type: ignore[misc]
-        rows.append(show(f"{len(workload):,} requests, {num_workers:,} workers", rate, None, "live policies"))
-    return rows
+        meter(f"{len(workload):,} requests, {num_workers:,} workers", "live policies", simulate, live, workload)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.simulator", description="What a simulated request costs.")
     parser.add_argument("--quick", action="store_true", help="fewer cases, a hundred thousand requests at most")
     quick = parser.parse_args().quick
-    print("against DistServe's simulator:")
-    result = {**about(), "distserve": against_distserve()}
-    print("against Splitwise's simulator:")
-    result["splitwise"] = against_splitwise(quick)
-    print("growth:")
-    result["growth"] = growth(quick)
+    result = about()
+    with simulation_pool(1) as pool:
+        meter = Meter(pool)
+        print("against DistServe's simulator:")
+        against_distserve(meter)
+        result["distserve"] = meter.take()
+        print("against Splitwise's simulator:")
+        against_splitwise(meter, quick)
+        result["splitwise"] = meter.take()
+        print("growth:")
+        growth(meter, quick)
+        result["growth"] = meter.take()
     print(f"saved to {save('simulator', result).relative_to(REPO)}")
 
 

@@ -51,6 +51,7 @@ PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle canno
     ("cluster.policy", "PolicyOptions"),
     ("prefill_worker.policy", "PrefillLimits"),
     ("decode_worker.policy", "DecodeLimits"),
+    ("placement.latency", "DecodeLine"),
     ("placement.colocated", "ColocatedCluster"),
     ("placement.distserve", "DistServeCluster"),
     ("placement.splitwise", "SplitwiseCluster"),

@@ -17,7 +17,7 @@ import csv
 import io
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import median
@@ -63,7 +63,6 @@ class SplitwiseLatency:
     prompt_s: Curve
     token_s: Curve
     link_bytes_per_s: float = 200.0 * GIB
-    _lines: dict[int, DecodeLine] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -88,11 +87,8 @@ class SplitwiseLatency:
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         """The table has no column for the context: a step's time depends on the batch alone."""
-        line = self._lines.get(batch_size)
-        if line is None:
-            x = batch_size if self.rule == "published" else ROW_PROMPT_TOKENS * batch_size
-            line = self._lines[batch_size] = DecodeLine(self.token_s(x), 0.0)
-        return line
+        x = batch_size if self.rule == "published" else ROW_PROMPT_TOKENS * batch_size
+        return DecodeLine(self.token_s(x), 0.0)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
         if not chunks:
