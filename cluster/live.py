@@ -121,15 +121,13 @@ class LiveRequest:
         self._early.clear()
         self.timeline.enter("route", now)
 
-    def state(self, router_id: str, deadline_left_s: float | None) -> pb.RequestState:
-        left_ms = 0 if deadline_left_s is None else max(1, int(deadline_left_s * 1000))
+    def state(self, router_id: str) -> pb.RequestState:
         return pb.RequestState(
             request_id=self.wire_id,
             router_id=router_id,
             prompt_ids=self.prompt_ids,
             output_ids=self.output_ids,
             sampling=self.sampling,
-            deadline_left_ms=left_ms,
             attempt=self.attempt,
         )
 

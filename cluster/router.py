@@ -167,10 +167,9 @@ class Router:
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:
         now = self._clock()
-        deadline_s = self._owner[live.wire_id].deadline_s
         live.prefill, live.decode = assigned.prefill, assigned.decode
         live.timeline.enter("prefill_queue", now)
-        state = live.state(self.router_id, None if deadline_s is None else deadline_s - now)
+        state = live.state(self.router_id)
         seq = self.fleet[live.prefill].submit(state, self.fleet[live.decode].address)
         self.policy.on_submitted(live.wire_id, seq)
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)

@@ -154,7 +154,7 @@ class TransferSpec(_Spec):
     transports: Annotated[tuple[str, ...], Field(min_length=1)] = ("shared_memory", "process_group")
     checksums: bool = True
     layers_per_group: int = Field(default=0, ge=0)  # 0: chosen so that a segment is about a megabyte
-    lease_ttl_s: Seconds = 10.0
+    lease_ttl_s: Seconds = 30.0
     timeout_s: Seconds = 5.0
     max_resends: int = Field(default=2, ge=0)
 

@@ -44,7 +44,6 @@ from kvrelay.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
-EVERY_ATTEMPT = 2**32
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class DecodeWorker:
         )
         self.counters: Counter[str] = Counter()
         self._live: dict[str, _Live] = {}
-        self._cancelled: OrderedDict[str, int] = OrderedDict()  # up to which attempt
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._is_draining = False
@@ -164,8 +163,8 @@ class DecodeWorker:
 
     def on_cancel(self, cancel: pb.Cancel) -> None:
         live = self._live.get(cancel.request_id)
-        if live is None or (cancel.attempt and live.state.attempt > cancel.attempt):
-            self._remember_cancelled(cancel)
+        if live is None:
+            self._remember_cancelled(cancel.request_id)
         else:
             self._stop(live, cancel.reason)
 
@@ -206,7 +205,7 @@ class DecodeWorker:
         request_id = request.request_id
         if self._is_draining:
             return Denied(reason=f"{self.options.name} is stopping", retryable=True)
-        if request.attempt <= self._cancelled.get(request_id, 0):
+        if request_id in self._cancelled:
             return Denied(reason=f"{request_id} was cancelled before its KV came", retryable=False)
         if self._service.link(request.router_id) is None:
             return Denied(reason=f"{self.options.name} has no stream with {request.router_id}", retryable=True)
@@ -340,8 +339,8 @@ class DecodeWorker:
             live = self._live[request_id]
             self.handoffs.grant(request_id, live.state.attempt, granted)
 
-    def _remember_cancelled(self, cancel: pb.Cancel) -> None:
-        self._cancelled[cancel.request_id] = cancel.attempt or EVERY_ATTEMPT
+    def _remember_cancelled(self, request_id: str) -> None:
+        self._cancelled[request_id] = None
         while len(self._cancelled) > CANCELLED_REMEMBERED:
             self._cancelled.popitem(last=False)
 

@@ -36,7 +36,7 @@ class WorkerOptions:
     transports: tuple[str, ...] = ("shared_memory", "process_group")  # the preferred first
     checksums: bool = True
     layers_per_group: int = 0  # 0: chosen so that a segment is about a megabyte, at most 8 groups
-    lease_ttl_s: float = 10.0  # without progress
+    lease_ttl_s: float = 30.0  # without progress
     transfer_timeout_s: float = 5.0
     max_resends: int = 2
 

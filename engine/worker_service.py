@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -25,6 +26,7 @@ from kvrelay.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 64  # messages; a router that reads no faster gets reports again when it has caught up
+ROUTER_DEAD_AFTER_S = 10.0
 MIN_REPORT_GAP_S = 0.05  # a report costs worker and router together about half a millisecond
 
 
@@ -50,6 +52,7 @@ class RouterLink:
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.last_submit_seq = 0
+        self.heard_s = time.monotonic()  # routers ping several times a second
         self.outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()  # None: the stream has ended
         self._outputs = pb.Outputs()
 
@@ -155,6 +158,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, requests: AsyncIterator[pb.RouterMessage], link: RouterLink) -> None:
         async for message in requests:
+            link.heard_s = time.monotonic()
             match message.WhichOneof("kind"):
                 case "submit":
                     link.last_submit_seq = message.submit.seq
@@ -172,8 +176,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _report_forever(self) -> None:
         while True:
             await asyncio.sleep(self._report_interval_s)
+            self._end_silent_links()
             if time.monotonic() - self._reported_at >= self._report_interval_s / 2:
                 self._send_reports()
+
+    def _end_silent_links(self) -> None:
+        """A router behind a cut cable: its requests hold pages, and TCP would take minutes to say so."""
+        for link in list(self._links.values()):
+            if time.monotonic() - link.heard_s > ROUTER_DEAD_AFTER_S:
+                log.warning("router %s said nothing for %g s", link.router_id, ROUTER_DEAD_AFTER_S)
+                link.outbox.put_nowait(None)
+                link.heard_s = math.inf  # told once
 
     def _send_reports(self) -> None:
         if self._report_soon is not None:

@@ -282,7 +282,6 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
                 lease_id=reservation.lease_id,
                 pages=granted.pages,
                 cached_pages=granted.cached_pages,
-                ttl_ms=round(self._lease_ttl_s * 1000),
             )
         )
 

@@ -196,7 +196,7 @@ class PrefillWorker:
 
     def on_cancel(self, cancel: pb.Cancel) -> None:
         live = self._live.get(cancel.request_id)
-        if live is not None and (not cancel.attempt or live.state.attempt <= cancel.attempt):
+        if live is not None:
             self._stop(live, cancel.reason)
 
     def _stop(self, live: _Live, reason: str) -> None:

@@ -32,22 +32,20 @@ EVENT_KIND_CANCELLED: EventKind
 EVENT_KIND_HANDED_OFF: EventKind
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "deadline_left_ms", "attempt")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generate_pb2.SamplingParams
-    deadline_left_ms: int
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., deadline_left_ms: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("name", "address", "incarnation")
@@ -92,14 +90,12 @@ class Submit(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "reason", "attempt")
+    __slots__ = ("request_id", "reason")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Reassign(_message.Message):
     __slots__ = ("request_id", "decode")
@@ -366,16 +362,14 @@ class HandoffWelcome(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., transport: _Optional[str] = ..., transport_params: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
-    __slots__ = ("lease_id", "pages", "cached_pages", "ttl_ms")
+    __slots__ = ("lease_id", "pages", "cached_pages")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     pages: _containers.RepeatedScalarFieldContainer[int]
     cached_pages: int
-    ttl_ms: int
-    def __init__(self, lease_id: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., cached_pages: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., cached_pages: _Optional[int] = ...) -> None: ...
 
 class LeaseQueued(_message.Message):
     __slots__ = ("lease_id", "reason")

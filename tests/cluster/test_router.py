@@ -426,7 +426,6 @@ async def test_a_deadline_reaches_the_workers() -> None:
             await collect(h.generate.Generate(request(max_tokens=50), timeout=1.0))
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await h.until(lambda: not h.decode().running)
-        assert 0 < h.prefill().submits[0].request.deadline_left_ms <= 1100  # gRPC rounds timeouts up
 
 
 async def test_a_removed_member_is_not_used_any_more_and_an_added_one_is() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
+import pytest
+
+from engine import worker_service
 from engine.rpc import PROTOCOL_VERSION, bind, make_server, open_channel
 from engine.worker_service import MAX_UNREAD, RouterLink, WorkerService
 from kvrelay.v1 import worker_pb2 as pb
@@ -52,6 +56,27 @@ async def test_a_router_that_does_not_read_is_kept_no_heap_of_reports_and_is_mis
         assert link is not None
         assert link.outbox.qsize() <= MAX_UNREAD
         call.cancel()
+        await host.lost.wait()
+    await service.stop()
+    await server.stop(0)
+
+
+async def test_a_router_that_says_nothing_more_is_lost_though_its_stream_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_service, "ROUTER_DEAD_AFTER_S", 0.02)
+    host = _Host()
+    service = WorkerService(host, report_interval_s=0.01)
+    server = make_server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    service.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(30):
+        call = worker_pb2_grpc.WorkerStub(channel).Connect()
+        await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id="r", protocol_version=PROTOCOL_VERSION)))
+        while await call.read() is not grpc.aio.EOF:
+            pass
         await host.lost.wait()
     await service.stop()
     await server.stop(0)
