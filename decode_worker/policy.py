@@ -121,6 +121,8 @@ class DecodePolicy:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`."""
         if request_id in self._requests:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
+        if max_new_tokens < 2:  # the first of them was drawn at prefill
+            return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
         request = _Request(
             request_id=request_id,
             order=self._next_order,
@@ -170,7 +172,7 @@ class DecodePolicy:
     def _schedule(self) -> tuple[list[_Request], tuple[str, ...], tuple[str, ...]]:
         """The requests that compute a token now, by age; who of them joined; who was preempted."""
         self._settle()
-        joined = self._join()
+        self._join()
         preempted: list[str] = []
         scheduled: list[_Request] = []
         page_size = self.pool.page_size
@@ -181,12 +183,10 @@ class DecodePolicy:
                 scheduled.append(request)
                 request.scheduled_len += 1
         if preempted and not scheduled and self._ready:  # who left made room in the batch, too
-            scheduled, later, more = self._schedule()
-            return scheduled, later, (*preempted, *more)
-        if joined:
-            runs = {request.request_id for request in scheduled}
-            joined = [name for name in joined if name in runs]
-        return scheduled, tuple(joined), tuple(preempted)
+            scheduled, joined, more = self._schedule()
+            return scheduled, joined, (*preempted, *more)
+        joined = tuple([r.request_id for r in scheduled if r.scheduled_len == r.prompt_len + 1])
+        return scheduled, joined, tuple(preempted)
 
     def begin_run(self) -> DecodeRun:
         """As next_batch, for a driver that will call `advance` and `end_run`; no batch may be in flight."""
@@ -319,15 +319,12 @@ class DecodePolicy:
         request.stage = _Stage.RESERVED
         return Granted(pages=tuple(request.pages), cached_pages=len(cached))
 
-    def _join(self) -> list[str]:
-        joined: list[str] = []
+    def _join(self) -> None:
         while self._ready and len(self._running) < self.limits.max_batch_size:
             name = next(iter(self._ready))
             request = self._ready.pop(name)
             request.stage = _Stage.RUNNING
             self._running[name] = request
-            joined.append(name)
-        return joined
 
     def _grow(self, request: _Request, preempted: list[str]) -> bool:
         """Make room for the token at scheduled_len; False when the request itself had to leave."""

@@ -167,6 +167,7 @@ def set_thread_counts(threads: int) -> None:
     """For libraries that read their thread count when they are imported: call before torch is."""
     for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[key] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

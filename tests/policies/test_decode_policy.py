@@ -264,3 +264,8 @@ def test_a_run_is_its_single_steps(seed: int) -> None:
                 runs.on_finished(name)
         assert state(single) == state(runs)
     assert advanced > 10
+
+
+def test_what_has_no_token_left_to_decode_is_denied() -> None:
+    answer = make().reserve("r", num_tokens=4, max_new_tokens=1, hashes=[])
+    assert answer == Denied(reason="decode-0: r has no token left to decode", retryable=False)
