@@ -27,7 +27,7 @@ from cluster.fleet import Fleet
 from cluster.live import LiveRequest, NewRequest, RequestFailed, Submission, Update
 from cluster.metrics import RouterMetrics
 from cluster.policy import Assigned, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
-from cluster.worker_link import Member, WorkerLink
+from cluster.worker_link import LinkState, Member, WorkerLink
 from engine.blocks import page_hashes
 from engine.convert import FINISH_REASON_FROM_PROTO
 from engine.types import FinishReason
@@ -321,12 +321,21 @@ class Router:
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
             case pb.EVENT_KIND_HANDED_OFF:
-                live.is_handed_off = True
-                self.policy.on_handed_off(live.wire_id, live.decode)
-                if event.HasField("receipt"):
-                    live.receipt = event.receipt
+                self._on_handed_off(live, event)
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s)
+
+    def _on_handed_off(self, live: LiveRequest, event: pb.RequestEvent) -> None:
+        """Prefill has the receipt. A reassignment can have come too late, and who holds the KV may be lost by now."""
+        live.decode, live.is_handed_off = event.decode_worker or live.decode, True
+        if event.HasField("receipt"):
+            live.receipt = event.receipt
+        holder = self.fleet.get(live.decode)
+        if holder is not None and holder.state is LinkState.READY:
+            self.policy.on_handed_off(live.wire_id, live.decode)
+            return
+        self.policy.on_transfer_failed(live.wire_id)
+        self._resend(live, f"{live.decode} was lost after it had taken the KV")
 
     def _move_stalled(self) -> None:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait."""

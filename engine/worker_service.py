@@ -68,6 +68,7 @@ class RouterLink:
         retryable: bool = False,
         receipt: generate_pb2.HandoffReceipt | None = None,
         cached_tokens: int = 0,
+        decode_worker: str = "",
         at_ns: int = 0,
     ) -> None:
         self._outputs.events.append(
@@ -80,6 +81,7 @@ class RouterLink:
                 retryable=retryable,
                 receipt=receipt,
                 cached_tokens=cached_tokens,
+                decode_worker=decode_worker,
             )
         )
 

@@ -419,7 +419,7 @@ class PrefillWorker:
         self.counters["pages_sent"] += receipt.pages
         self.counters["bytes_sent"] += receipt.bytes
         self.counters["resends"] += receipt.resends
-        live.link.event(live.state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt)
+        live.link.event(live.state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt, decode_worker=live.decode.name)
 
     async def _cancel(self, live: _Live, reason: str) -> None:
         await self._let_go(live, reason)

@@ -379,6 +379,26 @@ async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
         assert answer.timeline.decode_worker == "decode-0"
 
 
+async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_again() -> None:
+    async with serving(1, 2) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        await h.decode(0).kill()  # it had granted the pages and taken the KV
+        await h.until(lambda: h.count("workers_lost") == 1)
+        taken = h.prefill().event(submit.request, pb.EVENT_KIND_HANDED_OFF, decode_worker="decode-0")
+        h.prefill().emit(submit.request.router_id, events=[taken])
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        h.prefill().release()
+        answer = await call
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert (answer.timeline.decode_worker, answer.timeline.attempts) == ("decode-1", 2)
+
+
 # cancel, deadline, membership
 
 
