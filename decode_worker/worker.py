@@ -101,7 +101,6 @@ class DecodeWorker:
             lease_ttl_s=options.lease_ttl_s,
             address_host=options.host,
         )
-        self._ended = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> pb.WorkerAddress:
@@ -114,7 +113,6 @@ class DecodeWorker:
         await self._server.start()
         self._service.start()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
-        self._loop_task.add_done_callback(lambda _: self._ended.set())
         log.info("%s serves decode on %s", self.options.name, self.address.address)
         return self.address
 
@@ -137,8 +135,9 @@ class DecodeWorker:
 
     async def wait_broken(self) -> None:
         """Raises what broke the step loop, if ever: whoever keeps the worker must end it, for it serves nothing."""
-        await self._ended.wait()
-        if self._loop_task is not None and not self._loop_task.cancelled():
+        assert self._loop_task is not None, "wait_broken before start"
+        await asyncio.wait({self._loop_task})
+        if not self._loop_task.cancelled():
             self._loop_task.result()
 
     # What routers send: WorkerHost

@@ -115,7 +115,6 @@ class PrefillWorker:
         self._is_stopping = False
         self._service = WorkerService(self, report_interval_s=options.report_interval_s)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> pb.WorkerAddress:
@@ -127,7 +126,6 @@ class PrefillWorker:
         await self._server.start()
         self._service.start()
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
-        self._loop_task.add_done_callback(lambda _: self._ended.set())
         log.info("%s serves prefill on %s", self.options.name, self.address.address)
         return self.address
 
@@ -151,8 +149,9 @@ class PrefillWorker:
 
     async def wait_broken(self) -> None:
         """Raises what broke the step loop, if ever: whoever keeps the worker must end it, for it serves nothing."""
-        await self._ended.wait()
-        if self._loop_task is not None and not self._loop_task.cancelled():
+        assert self._loop_task is not None, "wait_broken before start"
+        await asyncio.wait({self._loop_task})
+        if not self._loop_task.cancelled():
             self._loop_task.result()
 
     # What routers send: WorkerHost

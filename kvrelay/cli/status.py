@@ -9,10 +9,10 @@ import typer
 
 from kvrelay.cli import state
 from kvrelay.cli.console import CliError, JsonOption, print_json
+from kvrelay.client import DEFAULT_ENDPOINT
 
 TIMEOUT_S = 5.0
 PIPED_WIDTH = 160  # columns; a program or a file cuts nothing
-DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 HELP = """Show what a router knows: its requests, and every worker's state, queue and pages.
 
