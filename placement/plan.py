@@ -1,0 +1,166 @@
+"""Plan is the planner's answer, as values: what was asked, what was tried, what was chosen, how sure it is.
+
+Nothing here computes. Times are seconds, rates requests per second of the whole candidate unless a name says per_gpu,
+shares 0 to 1. `to_json` gives plain data for --json; every figure that was estimated is an Interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from placement.catalog import Degrees
+
+Objective = Literal["goodput", "cost", "power"]
+Pool = Literal["prefill", "decode", "link", "router", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate, and where the truth lies nine times in ten."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Both targets, and the share of requests that must meet both."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    attainment: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """Requests that have targets of their own: `share` of all."""
+
+    name: str
+    share: float
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """One pool of alike workers."""
+
+    role: Literal["prefill", "decode", "colocated"]
+    degrees: Degrees
+    replicas: int
+    hardware: str
+    num_pages: int  # of each worker
+    page_size: int
+    max_batch_tokens: int
+    max_batch_size: int
+    power_cap: float = 1.0  # of a machine's power
+
+    @property
+    def gpus(self) -> int:
+        return self.degrees.gpus * self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run: two pools, or one colocated pool with its way to share a step."""
+
+    pools: tuple[PoolPlan, ...]
+    sharing: Literal["", "prefill_first", "chunked"] = ""
+    design: str = ""  # of Splitwise: AA, HH, HA, HHcap, Baseline-A100, ...
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.pools[0].role == "colocated"
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def label(self) -> str:
+        """3 x prefill TP 2 + 1 x decode TP 4; 4 x colocated TP 2, chunked"""
+        text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)
+        text = f"{text}, {self.sharing.replace('_', ' ')}" if self.sharing else text
+        return f"{self.design}: {text}" if self.design else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatePoint:
+    """What was found at one rate. `ttft_s`, `tpot_s`: by percentile ("50", "90", "99"). `phases_s`: mean seconds of a
+    request in each phase of its life. `busy`: share of the time that each pool's workers computed, and that its pages
+    were held, as `prefill`, `decode`, `prefill_kv`, `decode_kv`, `link` where they were counted."""
+
+    rate: float
+    attainment: Interval
+    ttft_s: Mapping[str, Interval] = field(default_factory=dict)
+    tpot_s: Mapping[str, Interval] = field(default_factory=dict)
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
+    by_class: Mapping[str, float] = field(default_factory=dict)  # attainment of each request class
+    num_requests: int = 0
+    is_settled: bool = True  # False: a limit was hit before the interval was narrow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """The highest rate at which a candidate keeps the SLO, and the points that the search stepped on, by rate."""
+
+    candidate: Candidate
+    goodput: Interval  # requests/s; 0 where no rate keeps it
+    curve: tuple[RatePoint, ...]
+    usd_per_hour: float
+    watts: float
+    limit: str = ""  # why it is no higher, where a reason other than queueing is known
+
+    @property
+    def per_gpu(self) -> float:
+        return self.goodput.value / self.candidate.gpus
+
+    @property
+    def requests_per_usd(self) -> float:
+        return self.goodput.value * 3600 / self.usd_per_hour if self.usd_per_hour else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`asked`: the inputs as plain data, enough to run it again. `tried`: every candidate whose goodput was searched,
+    the best first. `refused`: what could not be, and why. `advice`: sentences for the report, most important first."""
+
+    asked: Mapping[str, Any]
+    slo: Slo
+    objective: Objective
+    chosen: Goodput
+    at_rate: RatePoint  # the chosen candidate at the rate that is asked for, or at its goodput
+    binding: Pool
+    headroom: float  # of the goodput, left at the rate asked for: 0.25 is a quarter; 0 at the knee
+    tried: tuple[Goodput, ...]
+    refused: Mapping[str, str]
+    advice: tuple[str, ...]
+    sources: Mapping[str, str]  # where the figures come from: latency, workload, hardware
+    phase_goodput: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    """Algorithm 1's two tables: for "prefill" and "decode", the goodput per GPU of each degree."""
+    cpu_s: float = 0.0
+    num_simulated: int = 0  # requests
+
+    @property
+    def is_disaggregated(self) -> bool:
+        return not self.chosen.candidate.is_colocated
+
+
+def to_json(value: Any) -> Any:
+    """Plain data: dataclasses by their fields, infinities and nan as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
