@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -35,6 +35,7 @@ KV_BYTES_PER_TOKEN = {  # 2 * hidden * layers * 2 bytes, as Splitwise counts it:
 }
 WEIGHT_BYTES = {"bloom-176b": 329_000_000_000, "llama2-70b": 135_000_000_000}
 GPU_BYTES = 80 * GIB
+TABLE = Path(__file__).parent / "data" / "splitwise-perf-model.csv"  # beside the sources, also in compiled processes
 
 
 class Curve:
@@ -44,6 +45,10 @@ class Curve:
         self._xs = [x for x, _ in points]
         self._ys = [y for _, y in points]
         self._known: dict[float, float] = {}
+
+    def __reduce__(self) -> tuple[type[Curve], tuple[list[tuple[float, float]]]]:
+        """Sent to another process without what it remembers."""
+        return Curve, (list(zip(self._xs, self._ys, strict=True)),)
 
     def __call__(self, x: float) -> float:
         y = self._known.get(x)
@@ -107,7 +112,7 @@ Point = tuple[int, float, float]  # tokens, prompt s, token s
 @cache
 def _table() -> dict[tuple[str, str, int], list[Point]]:
     """Medians over prompt size * batch for each (model, hardware, tp)."""
-    text = files("placement").joinpath("data", "splitwise-perf-model.csv").read_text(encoding="utf-8")
+    text = TABLE.read_text(encoding="utf-8")
     rows: dict[tuple[str, str, int], dict[int, list[tuple[float, float]]]] = {}
     for row in csv.DictReader(io.StringIO(text)):
         key = (row["model"], row["hardware"], int(row["tensor_parallel"]))
