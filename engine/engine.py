@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from engine import fuse, linear, loader, parity
+from engine import device, fuse, linear, loader, parity
 from engine.attention import hooks
 from engine.attention.base import AttentionBackend, build_meta
 from engine.attention.hooks import UnsupportedModel
@@ -42,18 +42,29 @@ class EngineOptions:
     num_pages: int | None = None  # or kv_bytes; 1 GiB of pages when neither is given
     kv_bytes: int | None = None
     max_model_len: int | None = None  # None: the config's max_position_embeddings
-    attention: str = "auto"  # auto | torch | native
+    attention: str = "auto"  # auto | torch | native (CPU) | flashinfer (GPU)
     threads: int | None = None  # None: torch's own choice
     parity_check: bool = True
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
+    kv_dtype: str = "auto"  # auto: as the model computes | fp8_e4m3: scaled, half the bytes to hold and to relay
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for all of it, where no page count is given
+    cuda_graphs: bool = True  # decode steps replay captured graphs
+    max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
 
     def validate(self) -> None:
         """Raise ValueError for the first option that is out of range."""
-        for key in ("page_size", "num_pages", "kv_bytes", "threads"):
+        for key in ("page_size", "num_pages", "kv_bytes", "threads", "max_graph_batch"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} is {value}; give a whole number of 1 or more")
         if self.num_pages is not None and self.kv_bytes is not None:
             raise ValueError(f"num_pages is {self.num_pages} and kv_bytes is {self.kv_bytes}; give one of the two")
+        device.check_name(self.device)
+        if self.kv_dtype not in device.KV_DTYPES:
+            raise ValueError(f"kv_dtype is {self.kv_dtype!r}; give one of {', '.join(device.KV_DTYPES)}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            share = self.gpu_memory_utilization
+            raise ValueError(f"gpu_memory_utilization is {share:g}; give a share above 0 and up to 1")
 
 
 def _silent(stage: str, fraction: float) -> None:
@@ -94,6 +105,7 @@ class Engine:
     @classmethod
     def _load(cls, options: EngineOptions, progress: Progress) -> Engine:
         progress("weights", 0.0)
+        device.resolve(options.device)
         config = loader.load_config(options.model)
         dtype = loader.resolve_dtype(options.dtype, config)
         loader.check_config(config)

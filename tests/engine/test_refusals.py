@@ -135,11 +135,21 @@ def test_an_architecture_that_transformers_does_not_know(llama: str, tmp_path: P
         ({"kv_bytes": 1 << 20}, "give one of the two"),
         ({"page_size": 0}, "page_size is 0"),
         ({"attention": "magic"}, "attention is 'magic'"),
+        ({"device": "tpu"}, "device is 'tpu'; give one of auto, cpu, cuda, cuda:N"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; give one of auto, fp8_e4m3"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0"),
+        ({"max_graph_batch": 0}, "max_graph_batch is 0"),
     ],
 )
 def test_an_option_out_of_range(llama: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         load(llama, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_where_there_is_none(llama: str) -> None:
+    with pytest.raises(ValueError, match=r"device is 'cuda:1', but torch .* (without CUDA|finds no GPU)"):
+        load(llama, device="cuda:1")
 
 
 def test_auto_dtype_takes_float16_as_bfloat16(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Where an engine computes, and how much memory its KV pages may take there. It allocates nothing.
+
+`auto` is resolved once, at load. What a GPU machine lacks (CUDA, FlashInfer, nvcc) is said in one sentence here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+KV_DTYPES = ("auto", "fp8_e4m3")
+AOT_FOLDER = Path("data") / "aot"  # of FlashInfer: modules built beforehand
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a device that no machine has."""
+    if not DEVICE.fullmatch(name):
+        raise ValueError(f"device is {name!r}; give one of auto, cpu, cuda, cuda:N")
+
+
+def resolve(name: str) -> torch.device:
+    """The device called `name`; `auto` is the current GPU where there is one. Raises ValueError with one sentence."""
+    check_name(name)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but {_why_no_cuda()}")
+    index = int(name.partition(":")[2] or torch.cuda.current_device())
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPUs; count from 0")
+    return torch.device("cuda", index)
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} was built without CUDA; install kvrelay[gpu] (CUDA 13) or kvrelay[gpu-cu12], "
+            "or give device: cpu"
+        )
+    return (
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU; check nvidia-smi and "
+        "CUDA_VISIBLE_DEVICES, or give device: cpu"
+    )
+
+
+def why_no_flashinfer(device: torch.device) -> str:
+    """Why FlashInfer's kernels cannot run there; empty when they can."""
+    if device.type != "cuda":
+        return f"FlashInfer runs on CUDA GPUs, and the device is {device}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed; install kvrelay[gpu]"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere, which FlashInfer's kernels need"
+    if _nvcc() is None and not _has_prebuilt():
+        return (
+            "FlashInfer compiles its kernels with nvcc, and there is none (looked for $CUDA_HOME/bin/nvcc and nvcc on "
+            "PATH); install the CUDA toolkit, or the package flashinfer-jit-cache"
+        )
+    return ""
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    beside = Path(home) / "bin" / "nvcc"
+    return str(beside) if beside.is_file() else shutil.which("nvcc")
+
+
+def _has_prebuilt() -> bool:
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
+    spec = importlib.util.find_spec("flashinfer")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return any(any((Path(folder) / AOT_FOLDER).glob("*/*.so")) for folder in folders)
+
+
+def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization: float, reserve_bytes: int = 0) -> int:
+    """Bytes for KV pages: `utilization` of the GPU, less what is used there now (weights, other processes), what a
+    step needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
+
+    Raises ValueError when nothing is left.
+    """
+    budget = int(total_bytes * utilization) - used_bytes - peak_bytes - reserve_bytes
+    if budget <= 0:
+        total, used, peak = (n / (1 << 30) for n in (total_bytes, used_bytes, peak_bytes + reserve_bytes))
+        raise ValueError(
+            f"gpu_memory_utilization is {utilization:g}: of the GPU's {total:.1f} GiB nothing is left for KV pages "
+            f"beside {used:.1f} GiB in use and {peak:.1f} GiB that a step needs; give a larger share, a smaller model, "
+            "or kv_bytes"
+        )
+    return budget
