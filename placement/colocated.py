@@ -258,6 +258,7 @@ class _Machine:
     def _on_end(self, version: int) -> None:
         if version != self.version:
             return
+        self.run.ledger.busy_s["colocated"] += self.run.clock.now - self.begun_s
         if self.does_decode:
             self._end_decode(self.planned)
         for request, length in self.chunks:

@@ -196,6 +196,7 @@ class DecodeMachine:
         self.policy.end_run()
         self._steps += self._planned
         self._count = self._advanced = 0
+        sim.ledger.busy_s["decode"] += now - self._begun_s
         while self._ends and self._ends[0][0] <= self._steps:
             live = heappop(self._ends)[3]
             if live.joined_step >= 0:

@@ -72,6 +72,7 @@ class Ledger:
         count = len(workload)
         self.workload = workload
         self.counters: Counter[str] = Counter()
+        self.busy_s = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0, "link": 0.0}  # of all workers together
         self.first_token = [math.nan] * count
         self.finish = [math.nan] * count
         self._phase = [ROUTE] * count
@@ -98,4 +99,5 @@ class Ledger:
             finish_s=np.array(self.finish),
             phases={name: np.array(spent) for name, spent in zip(PHASES, self._spent, strict=True)},
             counters=dict(self.counters),
+            busy_s={name: spent for name, spent in self.busy_s.items() if spent},
         )

@@ -73,6 +73,7 @@ class PrefillMachine:
         done_s = max(done_s, self.last_done_s + stage_s)
         self.is_busy = True
         self.last_done_s = done_s
+        sim.ledger.busy_s["prefill"] += self.worker.step_overhead_s + stage_s
         for chunk in batch.chunks:
             live = self._live[chunk.request_id]
             if chunk.is_first:
@@ -157,6 +158,7 @@ class PrefillMachine:
             ready_s = max(now, begun_s + (done_s - begun_s) / groups)
             start_s = max(ready_s, self.egress_free_s, live.decode.ingress_free_s)
             self.egress_free_s = live.decode.ingress_free_s = start_s + wire_s
+            self.sim.ledger.busy_s["link"] += wire_s
             live.wire_end_s = max(live.wire_end_s, start_s + wire_s, done_s + wire_s / groups)
         live.segments.clear()
 

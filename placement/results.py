@@ -18,13 +18,15 @@ from placement.workload import Floats, Ints, Workload
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
     """`phases`: seconds spent in each, where the simulation tells them apart; they sum to e2e_s. `counters`: totals of
-    the run (preemptions, rejected, recomputed_tokens, ...)."""
+    the run (preemptions, rejected, recomputed_tokens, ...). `busy_s`: seconds that all workers of a pool computed (a
+    prefill worker's first stage), added up, and that handoffs held the links, where they are counted."""
 
     workload: Workload
     first_token_s: Floats
     finish_s: Floats
     phases: Mapping[str, Floats] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
+    busy_s: Mapping[str, float] = field(default_factory=dict)
     tokens_per_tpot: int = -1  # what TPOT divides by is output_len + this: -1, or 0 for the published simulators
 
     def __len__(self) -> int:

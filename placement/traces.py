@@ -3,8 +3,9 @@
 Pure: all chance comes from the generator that the caller passes, so that one seed always makes one workload. Times are
 seconds since the first request, lengths are tokens. The load generator (kvrelay.workload) and the planner share it.
 
-Traces: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake's JSON lines (timestamp in ms,
-input_length, output_length, hash_ids: one for each run of 512 prompt tokens; equal ids mean equal tokens).
+Traces: CSV (Azure's TIMESTAMP,ContextTokens,GeneratedTokens, or other names for the same, see COLUMNS, and a class of
+requests if it has that column) and Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids: one
+for each run of 512 prompt tokens; equal ids mean equal tokens).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -22,6 +24,12 @@ from typing import Any
 import numpy as np
 
 MOONCAKE_BLOCK_TOKENS = 512
+COLUMNS = {  # of a CSV: what it may call them, in any case of letters
+    "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at"),
+    "prompt": ("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
+    "output": ("GeneratedTokens", "output_tokens", "output_len", "token_size", "output_length", "num_decode_tokens"),
+    "class": ("class", "request_class", "request_type"),
+}
 
 
 class WorkloadError(ValueError):
@@ -37,6 +45,7 @@ class Shape:
     at_s: float = 0.0
     blocks: tuple[int, ...] = ()
     block_len: int = MOONCAKE_BLOCK_TOKENS
+    kind: str = ""  # its class, of those with targets of their own
 
 
 def arrivals_s(num: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
@@ -59,7 +68,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
     """The first `limit` requests of a trace, the first one at 0 s. Raises WorkloadError naming file, line and key."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            read = _mooncake_rows if file.read(1) == "{" else _azure_rows
+            read = _mooncake_rows if file.read(1) == "{" else _csv_rows
             file.seek(0)
             rows = list(islice(read(file, str(path)), limit))
     except OSError as error:
@@ -71,20 +80,46 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
     return [replace(shape, at_s=shape.at_s - rows[0].at_s) for shape in rows]
 
 
-def _azure_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
+def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
+    """Azure's columns, or the first of each of COLUMNS that the header names."""
     reader = csv.DictReader(file)
-    wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    missing = [key for key in wanted if key not in (reader.fieldnames or ())]
-    if missing:
-        raise WorkloadError(f"{name}:1: no column {missing[0]}; the header must name {', '.join(wanted)}")
+    columns = _columns(reader.fieldnames or (), name)
+    read_time, wanted = _times(columns["arrival"])
     last_s = -math.inf
     for row in reader:
         where = f"{name}:{reader.line_num}"
-        at_s = _value(where, row, "TIMESTAMP", _seconds, "a time such as 2023-11-16 18:15:46.68")
-        last_s = _not_before(where, "TIMESTAMP", at_s, last_s)
+        at_s = _value(where, row, columns["arrival"], read_time, wanted)
+        last_s = _not_before(where, columns["arrival"], at_s, last_s)
         yield Shape(
-            input_len=_length(where, row, "ContextTokens"), output_len=_length(where, row, "GeneratedTokens"), at_s=at_s
+            input_len=_length(where, row, columns["prompt"]),
+            output_len=_length(where, row, columns["output"]),
+            at_s=at_s,
+            kind=_value(where, row, columns["class"], str, "a class on each line") if "class" in columns else "",
         )
+
+
+def _columns(header: Sequence[str], name: str) -> dict[str, str]:
+    """What each column is called here."""
+    called = {column.strip().lower(): column for column in header}
+    found = {
+        what: next(called[alias.lower()] for alias in aliases if alias.lower() in called)
+        for what, aliases in COLUMNS.items()
+        if any(alias.lower() in called for alias in aliases)
+    }
+    for what in ("arrival", "prompt", "output"):
+        if what not in found:
+            first, *others = COLUMNS[what]
+            raise WorkloadError(f"{name}:1: no column {first} (or {', '.join(others)}); the header must name one")
+    return found
+
+
+def _times(column: str) -> tuple[Callable[[Any], float], str]:
+    """How to read the arrival column, which says its unit; TIMESTAMP may be a date or seconds."""
+    if column.strip().lower().endswith("_ms"):
+        return (lambda text: float(text) / 1000.0), "milliseconds"
+    if column.strip().lower().endswith("_s"):
+        return float, "seconds"
+    return _seconds, "a time such as 2023-11-16 18:15:46.68, or seconds"
 
 
 def _mooncake_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
@@ -119,7 +154,9 @@ def _hashes(where: str, row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    """Azure's times have 7 digits after the point and no zone; fromisoformat cuts to microseconds."""
+    """Azure's times have 7 digits after the point and no zone; fromisoformat cuts to microseconds. A number is seconds."""
+    with suppress(ValueError):
+        return float(text)
     return datetime.fromisoformat(text if "+" in text or text.endswith("Z") else text + "+00:00").timestamp()
 
 

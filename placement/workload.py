@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from placement.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadError, arriva
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+NO_INTS: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +33,8 @@ class Workload:
     output_len: Ints
     blocks: Sequence[tuple[int, ...]] = ()
     block_len: int = MOONCAKE_BLOCK_TOKENS
+    class_of: Ints = field(default_factory=lambda: NO_INTS)  # into class_names; empty: all are of one class
+    class_names: tuple[str, ...] = ()
     name: str = "requests"
 
     def __post_init__(self) -> None:
@@ -40,6 +43,10 @@ class Workload:
             raise WorkloadError(f"{self.name} has no requests; give at least one")
         if len(self.prompt_len) != count or len(self.output_len) != count or len(self.blocks) not in (0, count):
             raise WorkloadError(f"{self.name}: {count} arrivals need as many prompt and output lengths")
+        if len(self.class_of) not in (0, count):
+            raise WorkloadError(f"{self.name}: {count} arrivals need as many classes, or none")
+        if len(self.class_of) and not 0 <= self.class_of.min() <= self.class_of.max() < len(self.class_names):
+            raise WorkloadError(f"{self.name}: a request has class {self.class_of.max()}; name it in class_names")
         for key, lengths in (("prompt", self.prompt_len), ("output", self.output_len)):
             if lengths.min() < 1:
                 row = int(lengths.argmin())
@@ -82,6 +89,7 @@ class Workload:
             prompt_len=self.prompt_len[:count],
             output_len=self.output_len[:count],
             blocks=self.blocks[:count],
+            class_of=self.class_of[:count],
         )
 
     def with_arrivals(self, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
@@ -97,24 +105,31 @@ class Workload:
             arrival_s=np.asarray(arrivals_s(count, rate, burstiness, rng)),
             prompt_len=self.prompt_len[rows],
             output_len=self.output_len[rows],
+            class_of=self.class_of[rows] if len(self.class_of) else NO_INTS,
+            class_names=self.class_names,
             name=f"{count} requests after {self.name}",
         )
 
 
 def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
     has_blocks = any(shape.blocks for shape in shapes)
+    names = tuple(sorted({shape.kind for shape in shapes} - {""}))
+    if names and not all(shape.kind for shape in shapes):
+        raise WorkloadError(f"{name}: some requests have no class; give each one or take the column out")
     return Workload(
         arrival_s=np.array([shape.at_s for shape in shapes]),
         prompt_len=np.array([shape.input_len for shape in shapes], dtype=np.int64),
         output_len=np.array([shape.output_len for shape in shapes], dtype=np.int64),
         blocks=[shape.blocks for shape in shapes] if has_blocks else (),
         block_len=shapes[0].block_len if shapes else MOONCAKE_BLOCK_TOKENS,
+        class_of=np.array([names.index(shape.kind) for shape in shapes], dtype=np.int64) if names else NO_INTS,
+        class_names=names,
         name=name,
     )
 
 
 def from_trace(path: Path, limit: int | None = None) -> Workload:
-    """An Azure CSV or a Mooncake JSONL. Raises WorkloadError naming file, line and key."""
+    """A CSV (Azure's or another with arrivals and lengths) or a Mooncake JSONL. Raises WorkloadError naming file, line and key."""
     return from_shapes(read_trace(path, limit), path.name)
 
 
