@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from cluster.metrics import WorkerGauges
 from cluster.router import Router
 from cluster.worker_link import LinkState, WorkerLink
@@ -23,6 +25,7 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
         num_in_flight=router.num_in_flight,
         workers=[_worker_status(link, report, age_s) for link, report, age_s in router.workers()],
         counters=router.metrics.counts,
+        limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
     )
 
 
@@ -35,6 +38,9 @@ def _worker_status(link: WorkerLink, report: pb.WorkerReport | None, age_s: floa
         losses=link.losses,
         reason=link.reason,
     )
+    if link.hello is not None:
+        status.page_size = link.hello.page_size
+        status.limits.update(link.hello.limits)
     if report is None:
         return status
     if report.draining and link.state is LinkState.READY:

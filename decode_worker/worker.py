@@ -150,6 +150,7 @@ class DecodeWorker:
             num_pages=self.policy.pool.num_pages,
             page_size=self.policy.pool.page_size,
             max_batch=self.options.max_batch_size,
+            limits=self.options.limits,
         )
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:

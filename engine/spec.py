@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
+LIMITS: dict[Role, tuple[str, ...]] = {  # what each role's policy goes by, and whoever predicts it must know
+    "prefill": (
+        *("max_batch_tokens", "max_prefill_requests", "short_prompt_tokens", "pack_tokens", "short_share"),
+        "prefix_cache",
+    ),
+    "decode": ("max_batch_size", "admission", "watermark", "prefix_cache"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +49,8 @@ class WorkerOptions:
 
     prefix_cache: bool = True
     report_interval_s: float = 0.2
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """Those of LIMITS, as text."""
+        return {name: str(getattr(self, name)) for name in LIMITS[self.role]}

@@ -187,7 +187,9 @@ class WorkerState:
     report_age_s: float
     losses: int
     reason: str
+    page_size: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)  # that its policy keeps, by their names in the spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +201,4 @@ class ClusterStatus:
     num_in_flight: int
     workers: tuple[WorkerState, ...]
     counters: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)  # that the router's policy keeps

@@ -185,8 +185,11 @@ def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
 
 
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
-    workers = tuple(_copy(WorkerState, worker, counters=dict(worker.counters)) for worker in status.workers)
-    return _copy(ClusterStatus, status, workers=workers, counters=dict(status.counters))
+    workers = tuple(
+        _copy(WorkerState, worker, counters=dict(worker.counters), limits=dict(worker.limits))
+        for worker in status.workers
+    )
+    return _copy(ClusterStatus, status, workers=workers, counters=dict(status.counters), limits=dict(status.limits))
 
 
 T = TypeVar("T")

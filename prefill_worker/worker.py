@@ -164,6 +164,7 @@ class PrefillWorker:
             num_pages=self.policy.pool.num_pages,
             page_size=self.policy.pool.page_size,
             max_batch=self.options.max_batch_tokens,
+            limits=self.options.limits,
         )
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:

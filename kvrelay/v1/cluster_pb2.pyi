@@ -11,7 +11,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason")
+    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason", "page_size", "limits")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,13 @@ class WorkerStatus(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +41,8 @@ class WorkerStatus(_message.Message):
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -49,10 +58,12 @@ class WorkerStatus(_message.Message):
     losses: int
     counters: _containers.ScalarMap[str, int]
     reason: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ...) -> None: ...
+    page_size: int
+    limits: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters")
+    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters", "limits")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +71,13 @@ class GetStatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +85,7 @@ class GetStatusResponse(_message.Message):
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     model: str
     uptime_s: float
@@ -74,4 +93,5 @@ class GetStatusResponse(_message.Message):
     num_in_flight: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    limits: _containers.ScalarMap[str, str]
+    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...

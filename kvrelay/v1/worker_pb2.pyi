@@ -124,20 +124,29 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker", "role", "model", "num_pages", "page_size", "max_batch")
+    __slots__ = ("worker", "role", "model", "num_pages", "page_size", "max_batch", "limits")
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerAddress
     role: str
     model: _generate_pb2.GetModelInfoResponse
     num_pages: int
     page_size: int
     max_batch: int
-    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+    limits: _containers.ScalarMap[str, str]
+    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("router_ns", "worker_ns")
