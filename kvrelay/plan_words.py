@@ -1,0 +1,193 @@
+"""Says in sentences what a plan holds: the answer, what binds, whether to disaggregate. Words only; no figure is made.
+
+The command's table and the report share them, so that both say the same. Figures keep three digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+POOL_WORDS = {
+    "prefill": "the prefill pool",
+    "decode": "the decode pool",
+    "link": "the link that carries KV",
+    "router": "the router",
+    "none": "nothing that was counted",
+}
+BUSY_WORDS = {
+    "prefill": "prefill workers compute",
+    "decode": "decode workers compute",
+    "colocated": "workers compute",
+    "prefill_kv": "KV pages of prefill workers held",
+    "decode_kv": "KV pages of decode workers held",
+    "colocated_kv": "KV pages of workers held",
+    "link": "link in use",
+    "router": "router busy",
+}
+
+
+# Figures
+
+
+def num(value: float) -> str:
+    """Three digits, thousands grouped: 0.0123, 1.42, 14.2, 1,420."""
+    if not math.isfinite(value):
+        return "-"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def between(found: Interval, times: float = 1.0, unit: str = "") -> str:
+    """14.2 (13.5 to 14.9)"""
+    return f"{num(found.value * times)}{unit} ({num(found.low * times)} to {num(found.high * times)})"
+
+
+def percent(share: float) -> str:
+    return "-" if not math.isfinite(share) else f"{share * 100:.3g}%"
+
+
+def percent_between(found: Interval) -> str:
+    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)})"
+
+
+def seconds(value: float) -> str:
+    """Seconds as a person says them: 12.5 ms, 250 ms, 1.2 s."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def usd(value: float) -> str:
+    return f"${value:,.2f}"
+
+
+def count(number: int, noun: str) -> str:
+    """three prefill workers; 16 GPUs; one GPU"""
+    word = NUMBERS[number] if number < len(NUMBERS) else f"{number:,}"
+    return f"{word} {noun}" if number == 1 else f"{word} {noun}s"
+
+
+def targets(slo: Slo) -> str:
+    """TTFT of 250 ms and TPOT of 25 ms"""
+    parts = [f"{name} of {seconds(at)}" for name, at in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if at < math.inf]
+    return " and ".join(parts) or "no target"
+
+
+# Sentences
+
+
+def pool_words(pool: PoolPlan) -> str:
+    """two prefill workers of TP 2"""
+    capped = f", power capped at {percent(pool.power_cap)}" if pool.power_cap < 1 else ""
+    return f"{count(pool.replicas, f'{pool.role} worker')} of {pool.degrees}{capped}"
+
+
+def placement_words(candidate: Candidate) -> str:
+    """two prefill workers of TP 2 and one decode worker of TP 4, on eight H100 GPUs"""
+    kinds = list(dict.fromkeys(pool.hardware for pool in candidate.pools))
+    if len(kinds) == 1:
+        pools = " and ".join(pool_words(pool) for pool in candidate.pools)
+        return f"{pools}, on {count(candidate.gpus, f'{kinds[0]} GPU')}"
+    return " and ".join(f"{pool_words(p)} on {count(p.gpus, f'{p.hardware} GPU')}" for p in candidate.pools)
+
+
+def answer(plan: Plan) -> list[str]:
+    """The whole answer: what to run, what it holds, at what cost, and how it compares."""
+    chosen = plan.chosen
+    first = "Run" if plan.is_disaggregated else "Do not disaggregate: run"
+    rate = plan.at_rate.rate
+    share = percent(plan.slo.attainment)
+    kept = f"They meet {targets(plan.slo)} for {share} of requests up to {between(chosen.goodput)} requests/s"
+    sentences = [
+        f"{first} {placement_words(chosen.candidate)}.",
+        f"{kept}, which is {num(chosen.per_gpu)} per GPU.",
+    ]
+    if chosen.usd_per_hour:
+        cost = f"{usd(chosen.usd_per_hour)} an hour"
+        each = usd(1e3 * chosen.usd_per_hour / 3600 / rate) if rate else "-"
+        sentences.append(f"That costs {cost}, or {each} for a thousand requests at {num(rate)} requests/s.")
+    sentences.append(verdict(plan))
+    return [sentence for sentence in sentences if sentence]
+
+
+def verdict(plan: Plan) -> str:
+    """How the best with two pools compares with the best colocated one; "" where only one kind was tried."""
+    best = {kind: best_of(plan.tried, is_colocated=kind) for kind in (True, False)}
+    apart, together = best[False], best[True]
+    if apart is None or together is None:
+        return ""
+    if not together.per_gpu and not apart.per_gpu:
+        return ""
+    if not together.per_gpu:
+        return "No colocated placement meets the targets at any rate, so two pools are what makes this possible."
+    if not apart.per_gpu:
+        return "No placement with two pools meets the targets at any rate; colocated workers do."
+    ratio = apart.per_gpu / together.per_gpu
+    figures = f"{num(apart.per_gpu)} against {num(together.per_gpu)} requests/s per GPU"
+    if is_close(apart, together):
+        return f"Two pools and colocated workers come out alike within the intervals: {figures}."
+    if ratio > 1:
+        return f"Two pools serve {num(ratio)} times what the best colocated placement does: {figures}."
+    return f"Colocated workers serve {num(1 / ratio)} times what the best two pools do: {figures}."
+
+
+def best_of(tried: Sequence[Goodput], *, is_colocated: bool) -> Goodput | None:
+    """The most goodput per GPU of its kind."""
+    found = [item for item in tried if item.candidate.is_colocated is is_colocated]
+    return max(found, key=lambda item: item.per_gpu, default=None)
+
+
+def is_close(one: Goodput, other: Goodput) -> bool:
+    """Their intervals per GPU overlap."""
+    low, high = sorted((one, other), key=lambda item: item.per_gpu)
+    return low.goodput.high / low.candidate.gpus >= high.goodput.low / high.candidate.gpus
+
+
+def binding(plan: Plan) -> str:
+    """What gives way first, and how far away that is."""
+    what = POOL_WORDS[plan.binding]
+    if plan.binding == "none":
+        return headroom(plan)
+    return f"When the rate rises, {what} gives way first. {headroom(plan)}"
+
+
+def headroom(plan: Plan) -> str:
+    rate = num(plan.at_rate.rate)
+    if plan.headroom < 0.005:
+        return f"At {rate} requests/s the plan stands at its knee: nothing is left for a busier hour."
+    return f"At {rate} requests/s, {percent(plan.headroom)} of its goodput is left."
+
+
+def tries(plan: Plan) -> str:
+    """How much work stands behind it."""
+    return (
+        f"{count(len(plan.tried), 'placement')} searched, {plan.num_simulated:,} requests simulated in "
+        f"{num(plan.cpu_s)} s of CPU time"
+    ).replace("no placements", "no placement")
+
+
+def percentile_rows(point: RatePoint, slo: Slo) -> list[tuple[str, str, list[str]]]:
+    """(name, target, [P50, P90, P99]) of TTFT and TPOT, as text."""
+    rows = []
+    for name, target, found in (("TTFT", slo.ttft_s, point.ttft_s), ("TPOT", slo.tpot_s, point.tpot_s)):
+        cells = [_time_between(found[at]) if at in found else "-" for at in ("50", "90", "99")]
+        rows.append((name, seconds(target) if target < math.inf else "none", cells))
+    return rows
+
+
+def _time_between(found: Interval) -> str:
+    times, unit = (1.0, " s") if found.value >= 1 else (1e3, " ms")
+    if not math.isfinite(found.value):
+        return "never"
+    return between(found, times, unit)
+
+
+def busy_rows(busy: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    """(key, words, share) of what was counted, in the order of a request's life."""
+    known = [key for key in BUSY_WORDS if key in busy]
+    return [(key, BUSY_WORDS[key], busy[key]) for key in known]
