@@ -55,6 +55,7 @@ class Efficiency(_File):
     attention_bandwidth: Sourced  # of memory_bytes_per_s, reading KV
     link: Sourced  # of a link's bytes, moving KV to another worker
     collective: Sourced  # of a link's bytes, in an all-reduce
+    overlap: Sourced  # of the shorter of arithmetic and reading weights, hidden behind the longer
 
 
 class Overhead(_File):

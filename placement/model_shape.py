@@ -1,4 +1,4 @@
-"""ModelShape says what a decoder-only model costs: parameters, bytes, arithmetic; read from its Hugging Face config.json.
+"""ModelShape says what a decoder-only model costs: parameters, bytes, arithmetic; all from its config.json alone.
 
 It counts and loads nothing: no weight is looked at, no library asked. Counts are exact for the architectures whose
 parts stand in the config (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek, OPT, GPT-2, BLOOM, GPT-NeoX and their
