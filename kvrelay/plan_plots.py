@@ -7,7 +7,6 @@ number in the report's table. Colours mean roles: prefill, decode, colocated; ca
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -91,9 +90,8 @@ def figures(plan: Plan, width: Width = "wide") -> dict[str, Figure]:
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None}, pil_kwargs=None) if dpi == figure.dpi else (
-        figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-    )
+    FigureCanvasAgg(figure)
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -127,19 +125,19 @@ def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
     right = max([rate, *(found.goodput.high for _, found in lines)]) * 1.1
     marked = _marked(plan, [rank for rank, _ in lines])
     for rank, found in reversed(lines):
-        _attainment_line(axes, rank, found, is_chosen=found is plan.chosen, is_marked=rank in marked)
+        _attainment_line(axes, rank, found, is_chosen=_is_chosen(found, plan), is_marked=rank in marked)
     axes.axhline(plan.slo.attainment, color=MUTED, linewidth=1, linestyle=(0, (5, 3)))
     axes.axvline(rate, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     axes.set_xlim(0, right)
     axes.set_ylim(floor, 1.015)
     axes.text(right * 0.006, plan.slo.attainment - 0.006, f"target {plan.slo.attainment:.0%}", va="top", color=MUTED)
-    _beside(axes, rate, right, floor + 0.015, f"{rate:.3g} requests/s")
+    _above(axes, rate, right, f"{rate:.3g} requests/s")
     levels = [plan.slo.attainment - 0.07 - 0.05 * (i % 5) for i in range(len(marked))]
     for rank, level in zip(marked, levels, strict=True):
         _number_on_curve(axes, rank, plan.tried[rank - 1], level, right)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("requests/s")
-    axes.set_title("Requests that meet both targets")
+    axes.set_title("Requests that meet both targets", pad=20)
     return figure
 
 
@@ -162,8 +160,7 @@ def _number_on_curve(axes: Axes, rank: int, found: Goodput, level: float, right:
     if rate is None or rate > right:
         return
     colour = COLOCATED if found.candidate.is_colocated else INK
-    box = {"boxstyle": "circle,pad=0.22", "facecolor": PAGE, "edgecolor": colour, "linewidth": 0.8}
-    axes.text(rate, level, str(rank), ha="center", va="center", fontsize=9, color=colour, bbox=box)
+    _circled(axes, rank, (rate, level), colour)
 
 
 def crossing(curve: Sequence[RatePoint], level: float) -> float | None:
@@ -183,15 +180,16 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
     per_row = 0.3 if width == "wide" else 0.5
     figure, axes = _figure(width, (0.9 + per_row * len(rows)) / INCHES[width])
     for y, (rank, found) in enumerate(rows):
-        _goodput_row(axes, y, rank, found, is_chosen=found is plan.chosen, width=width)
+        _goodput_row(axes, y, rank, found, is_chosen=_is_chosen(found, plan), width=width)
     axes.set_ylim(len(rows) - 0.4, -0.7 if width == "wide" else -0.95)
     axes.set_xlim(0, max(found.goodput.high / found.candidate.gpus for _, found in rows) * 1.12 or 1)
     axes.set_yticks([])
     if width == "wide":
-        axes.set_yticks(range(len(rows)), [_row_label(rank, found) for rank, found in rows])
+        axes.set_yticks(range(len(rows)), [found.candidate.label for _, found in rows])
+        axes.tick_params(axis="y", pad=30)
         for tick, (_, found) in zip(axes.get_yticklabels(), rows, strict=True):
             tick.set_color(_colour(found))
-            tick.set_fontweight("bold" if found is plan.chosen else "normal")
+            tick.set_fontweight("bold" if _is_chosen(found, plan) else "normal")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
@@ -206,11 +204,14 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
     axes.plot([0, found.per_gpu], [y, y], color=colour, alpha=0.25, linewidth=5 if is_chosen else 3)
     axes.plot([low, high], [y, y], color=colour, linewidth=1.4)
     axes.plot([found.per_gpu], [y], marker="o", color=colour, markersize=7 if is_chosen else 5)
+    weight = "bold" if is_chosen else "normal"
+    at, from_left = ((0, y), -16) if width == "wide" else ((0, y - 0.42), 9)
+    _circled(axes, rank, at, colour, offset=from_left)
     if width == "narrow":
-        weight = "bold" if is_chosen else "normal"
-        axes.text(0, y - 0.24, _row_label(rank, found), color=colour, fontsize=9.5, va="bottom", fontweight=weight)
+        style: Any = {"color": colour, "fontsize": 9.5, "va": "center_baseline", "fontweight": weight}
+        axes.annotate(found.candidate.label, at, (22, 0), textcoords="offset points", **style)
     if not found.goodput.value:
-        axes.text(0, y, "   no rate meets the targets", color=MUTED, fontsize=9.5, va="center")
+        _after(axes, (0, y), "no rate meets the targets", MUTED, gap=9)
 
 
 def phase_goodput(plan: Plan, width: Width) -> Figure | None:
@@ -229,7 +230,7 @@ def phase_goodput(plan: Plan, width: Width) -> Figure | None:
         best = values.index(max(values))
         for y, value in enumerate(values):
             axes.barh(y, value, height=0.55, color=colour, alpha=1.0 if y == best else 0.45, linewidth=0)
-            axes.text(value, y, f" {value:.3g}", va="center", fontsize=10)
+            _after(axes, (value, y), f"{value:.3g}", INK)
         axes.set_yticks(range(len(table)), [label for label, _ in table])
         axes.set_ylim(len(table) - 0.4, -0.6)
         axes.set_xlim(0, max(values) * 1.15 or 1)
@@ -267,7 +268,7 @@ def _cost_dot(
     width: Width,
 ) -> None:  # fmt: skip
     """A dot with its interval, and its rank above where no other's stands."""
-    is_chosen, colour = found is plan.chosen, _colour(found)
+    is_chosen, colour = _is_chosen(found, plan), _colour(found)
     x, y = found.goodput.value, found.usd_per_hour
     axes.plot([found.goodput.low, found.goodput.high], [y, y], color=colour, linewidth=1, alpha=0.6)
     axes.plot([x], [y], marker="o", color=colour, markersize=9 if is_chosen else 5)
@@ -337,31 +338,45 @@ def _marked(plan: Plan, ranks: Sequence[int]) -> list[int]:
     marked = set(ranks[:4])
     for is_colocated in (True, False):
         marked.update([r for r in ranks if plan.tried[r - 1].candidate.is_colocated is is_colocated][:1])
-    marked.update(r for r in ranks if plan.tried[r - 1] is plan.chosen)
+    marked.update(r for r in ranks if _is_chosen(plan.tried[r - 1], plan))
     return sorted(marked)
 
 
-def _row_label(rank: int, found: Goodput) -> str:
-    return f"{found.candidate.label}   {rank}"
+def _is_chosen(found: Goodput, plan: Plan) -> bool:
+    return found.candidate == plan.chosen.candidate
+
+
+def _after(axes: Axes, at: tuple[float, float], text: str, colour: str, *, gap: float = 4) -> None:
+    style: Any = {"va": "center", "fontsize": 9.5, "color": colour}
+    axes.annotate(text, at, (gap, 0), textcoords="offset points", **style)
+
+
+def _circled(axes: Axes, rank: int, at: tuple[float, float], colour: str, *, offset: float = 0) -> None:
+    """The rank in a circle, `offset` points to the right of a place."""
+    box = {"boxstyle": "circle,pad=0.22", "facecolor": PAGE, "edgecolor": colour, "linewidth": 0.8}
+    style: Any = {"ha": "center", "va": "center", "fontsize": 9 if rank < 10 else 8, "color": colour, "bbox": box}
+    axes.annotate(str(rank), at, (offset, 0), textcoords="offset points", annotation_clip=False, **style)
 
 
 def _colour(found: Goodput) -> str:
     return COLOCATED if found.candidate.is_colocated else INK
 
 
-def _beside(axes: Axes, x: float, right: float, y: float, text: str) -> None:
-    """To the right of a vertical line, or to its left where there is no room."""
-    is_late = x > 0.72 * right
-    axes.text(x, y, f"{text} " if is_late else f" {text}", ha="right" if is_late else "left", va="bottom")
+def _above(axes: Axes, x: float, right: float, text: str) -> None:
+    """What a vertical line stands for, on top of it, within the axes' width."""
+    share = x / right
+    side = "left" if share < 0.3 else "right" if share > 0.8 else "center"
+    axes.text(x, 1.01, text, ha=side, va="bottom", fontsize=10, transform=axes.get_xaxis_transform())
 
 
 def _blank(width: Width, ratio: float) -> Figure:
-    return Figure(figsize=(INCHES[width], INCHES[width] * ratio), dpi=72, layout="constrained")
+    figure = Figure(figsize=(INCHES[width], INCHES[width] * ratio), dpi=72, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.06, w_pad=0.04, hspace=0.06, wspace=0.03)  # type: ignore[union-attr]
+    return figure
 
 
 def _figure(width: Width, ratio: float) -> tuple[Figure, Axes]:
     figure = _blank(width, ratio)
     axes = figure.add_subplot()
     axes.xaxis.set_major_locator(MaxNLocator(8 if width == "wide" else 5))
-    assert math.isfinite(ratio)
     return figure, axes

@@ -102,7 +102,7 @@ def answer(plan: Plan) -> list[str]:
     first = "Run" if plan.is_disaggregated else "Do not disaggregate: run"
     rate = plan.at_rate.rate
     share = percent(plan.slo.attainment)
-    kept = f"They meet {targets(plan.slo)} for {share} of requests up to {between(chosen.goodput)} requests/s"
+    kept = f"This meets {targets(plan.slo)} for {share} of requests up to {between(chosen.goodput)} requests/s"
     sentences = [
         f"{first} {placement_words(chosen.candidate)}.",
         f"{kept}, which is {num(chosen.per_gpu)} per GPU.",
@@ -165,10 +165,8 @@ def headroom(plan: Plan) -> str:
 
 def tries(plan: Plan) -> str:
     """How much work stands behind it."""
-    return (
-        f"{count(len(plan.tried), 'placement')} searched, {plan.num_simulated:,} requests simulated in "
-        f"{num(plan.cpu_s)} s of CPU time"
-    ).replace("no placements", "no placement")
+    searched = f"{count(len(plan.tried), 'placement')} searched"
+    return f"{searched}, {plan.num_simulated:,} requests simulated in {num(plan.cpu_s)} s of processor time"
 
 
 def percentile_rows(point: RatePoint, slo: Slo) -> list[tuple[str, str, list[str]]]:

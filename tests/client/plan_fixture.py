@@ -47,7 +47,9 @@ def point(rate: float, knee: float, *, attainment_at_knee: float = 0.9) -> RateP
         rate=rate,
         attainment=Interval(share, max(0.0, share - half), min(1.0, share + half)),
         ttft_s={p: around(base * (0.55 + 0.35 * wait)) for p, base in (("50", 0.06), ("90", 0.11), ("99", 0.2))},
-        tpot_s={p: around(base * (0.8 + 0.1 * wait)) for p, base in (("50", 0.018), ("90", 0.025), ("99", 0.031))},
+        tpot_s={
+            p: around(base * 0.8 * (0.8 + 0.1 * wait)) for p, base in (("50", 0.018), ("90", 0.025), ("99", 0.031))
+        },
         phases_s={
             "route": 0.001 + 0.004 * wait,
             "prefill_queue": 0.012 * wait,
