@@ -13,7 +13,7 @@ import time
 
 from bench.common import REPO, RESULTS
 
-NAMES = ("engine", "handoff", "router", "e2e", "startup", "simulator")
+NAMES = ("engine", "handoff", "router", "e2e", "startup", "simulator", "roofline")
 
 
 def run(name: str, quick: bool) -> bool:

@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
 HEAD_KEYS = ("date", "commit", "has_uncommitted_changes", "machine", "torch", "grpcio")
 MAX_FIGURES = 60
+SHOWN_TOKENS = (2048, 32 * 1024, 32 * 576)  # of the roofline's steps
 
 sys.path.insert(0, str(ROOT))
 
@@ -164,6 +165,30 @@ def two_hosts(result: Mapping[str, Any]) -> str:
     )
 
 
+def roofline(result: Mapping[str, Any]) -> str:
+    """How wrong each source's steps are foretold, then some of its steps."""
+    rows = [
+        [
+            row["source"],
+            row["rows"],
+            *(f"{row[key][part]:{'+' if part == 'mean' else ''}.0%}" for key in ways for part in ("mean", "all")),
+            *(f"{row['with_its_engine'][kind]:.0%}" for kind in ("prefill", "decode")),
+        ]
+        for ways in [("as_in_file", "with_its_engine")]
+        for row in result["sources"]
+    ]
+    columns = ["steps published by", "steps", "as in the file: mean", "9 of 10 within", "with its engine: mean"]
+    first = table([*columns, "9 of 10 within", "prefill", "decode"], rows)
+    shown = [row for row in result["steps"] if row["batch"] in (1, 32) and row["tokens"] in SHOWN_TOKENS]
+    steps = [
+        [f"{row['model']}, TP {row['tp']}, {row['kind']}, {row['source']}", row["batch"], row["tokens"]]
+        + [cell(float(row[key])) for key in ("published_ms", "as_in_file_ms", "with_its_engine_ms")]
+        for row in shown
+    ]
+    columns = ["step", "batch", "tokens", "published ms", "as in the file", "with its engine"]
+    return f"{first}\n\n{table(columns, steps)}"
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -187,6 +212,7 @@ def cell(value: object) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "e2e": e2e,
     "handoff": handoff,
+    "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,
 }

@@ -155,7 +155,7 @@ class RooflineCatalog:
         for pp in range(1, min(MAX_TRIED_PP, shape.num_layers) + 1):
             for tp in range(1, self.gpus_per_node + 1):
                 degrees = Degrees(tp, pp)
-                if shape.heads % tp or shape.num_layers % pp:
+                if shape.heads % tp or shape.num_layers % pp or self.gpus_per_node % tp:
                     continue
                 if self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
                     return degrees
