@@ -7,6 +7,7 @@ number in the report's table. Colours mean roles: prefill, decode, colocated; ca
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -103,7 +104,8 @@ def svg(figure: Figure, prefix: str) -> str:
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), 1)
+    for size in ("width", "height"):
+        text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     for colour, name in VARIABLES.items():
@@ -165,7 +167,7 @@ def _number_on_curve(axes: Axes, rank: int, found: Goodput, level: float, right:
 
 def crossing(curve: Sequence[RatePoint], level: float) -> float | None:
     """The rate at which attainment first falls to `level`, between the points around it."""
-    for before, after in zip(curve, curve[1:], strict=False):
+    for before, after in itertools.pairwise(curve):
         high, low = before.attainment.value, after.attainment.value
         if high >= level > low:
             return before.rate + (after.rate - before.rate) * (high - level) / (high - low)

@@ -15,7 +15,6 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from kvrelay import plan_plots as plots
 from kvrelay import plan_words as words
@@ -188,11 +187,12 @@ def _honesty(plan: Plan) -> Iterator[str]:
     if closest:
         yield (
             f"The intervals do not tell the chosen placement from {words.count(len(closest), 'other')}: "
-            f"{'; '.join(closest[:4])}{' and more' if len(closest) > 4 else ''}. Choose among them by what else matters."
+            f"{'; '.join(closest[:4])}{' and more' if len(closest) > 4 else ''}. "
+            "Choose among them by what else matters."
         )
     yield (
-        "The simulator runs the policies of the live router and workers. It leaves out clients that cancel, the time of "
-        "tokenising, network trouble and other work on the same machines. After the cluster runs, kvrelay verify "
+        "The simulator runs the policies of the live router and workers. It leaves out clients that cancel, the time "
+        "of tokenising, network trouble and other work on the same machines. After the cluster runs, kvrelay verify "
         "compares this plan with it and keeps the difference as the margin of the next plan."
     )
 
@@ -205,8 +205,8 @@ def _figures(plan: Plan) -> Iterator[dict[str, Any]]:
     for name, figure in wide.items():
         yield {
             "name": name,
-            "wide": Markup(plots.svg(figure, f"{name}-wide")),
-            "narrow": Markup(plots.svg(narrow[name], f"{name}-narrow")),
+            "wide": plots.svg(figure, f"{name}-wide"),
+            "narrow": plots.svg(narrow[name], f"{name}-narrow"),
             "alt": ALTS[name](plan),
             "caption": CAPTIONS[name](plan),
         }
@@ -222,7 +222,8 @@ def _best_lines(plan: Plan) -> str:
 
 def _attainment_alt(plan: Plan) -> str:
     target = words.percent(plan.slo.attainment)
-    return f"Share of requests that meet both targets, against requests per second. {target} is kept by {_best_lines(plan)}."
+    of = "Share of requests that meet both targets, against requests per second"
+    return f"{of}. {target} is kept by {_best_lines(plan)}."
 
 
 def _attainment_caption(plan: Plan) -> str:

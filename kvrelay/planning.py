@@ -1,0 +1,277 @@
+"""Plans what a PlanRequest asks: opens its catalogs, makes its workload, and has placement/ search.
+
+    PlanRequest -> Catalog (one for each kind of machine) + Workload -> planner.plan | provision.provision -> Plan
+
+It decides nothing about placements. `save` writes a plan's folder: cluster.yaml, plan.json, report.html, PNGs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrelay import plan_cluster as cluster
+from kvrelay import plan_words as words
+from kvrelay.plan_request import PlanRequest
+from kvrelay.workload import fit, random_shapes
+from placement.catalog import Catalog, PlanError
+from placement.latency import LatencyError
+from placement.plan import Plan, to_json
+from placement.setup import SetupError
+from placement.traces import WorkloadError, read_trace
+from placement.workload import Workload, from_shapes
+
+RANDOM_REQUESTS = 4096  # of which the search draws
+Progress = Callable[[str, int, int], None]
+ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
+
+
+# From a request to a plan
+
+
+def make_plan(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
+    """Raises PlanError, LatencyError or WorkloadError: what is asked for cannot be, in one sentence."""
+    requests = workload(request)
+    open_catalogs = catalogs(request)
+    if len(open_catalogs) > 1:
+        found = _provisioned(request, open_catalogs, requests, on_progress)
+    else:
+        found = _planned(request, open_catalogs[0], requests, on_progress)
+    return replace(found, asked=asked(request))
+
+
+def asked(request: PlanRequest) -> dict[str, Any]:
+    """What was asked for, as plain data: the request's own keys, and its targets in seconds."""
+    return {
+        **request.model_dump(mode="json", exclude={"classes"}, exclude_none=True),
+        "objective": request.wanted,
+        "classes": to_json(request.request_classes),
+        "command": request.command(),
+    }
+
+
+def workload(request: PlanRequest) -> Workload:
+    """The requests whose lengths, and whose times where they are to be kept, the plan is for."""
+    if request.trace is not None:
+        shapes = read_trace(request.trace, request.num_prompts)
+        name = request.trace.name
+        limits = {"max_input_len": request.max_input_len, "max_output_len": request.max_output_len}
+        return from_shapes(fit(shapes, scale=request.trace_scale, **limits), name)
+    input_len, output_len = request.random_input_len, request.random_output_len
+    assert input_len is not None
+    assert output_len is not None
+    rng = np.random.default_rng(request.seed)
+    shapes = random_shapes(RANDOM_REQUESTS, input_len, output_len, request.random_range_ratio, 0, rng)
+    return from_shapes(shapes, f"random lengths of {input_len} and {output_len} tokens")
+
+
+def catalogs(request: PlanRequest) -> list[Catalog]:
+    """One for each kind of machine."""
+    if request.latency_kind == "profile":
+        return [_measured(request)]
+    if request.latency_kind == "distserve":
+        return [_distserve(request)]
+    from placement.roofline import open_catalog
+
+    assert request.model is not None
+    options: dict[str, object] = {"max_pp": request.max_pp} | _limits(request)
+    return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
+
+
+def _limits(request: PlanRequest) -> dict[str, object]:
+    limits = {"max_batch_tokens": request.max_batch_tokens, "max_batch_size": request.max_batch_size}
+    return {key: value for key, value in limits.items() if value is not None}
+
+
+def _measured(request: PlanRequest) -> Catalog:
+    from placement.hardware import load_hardware
+    from placement.profile import ProfileCatalog
+    from placement.profile_file import read_profile
+
+    assert request.profile is not None
+    cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
+    return ProfileCatalog(read_profile(request.profile), cost=cost)
+
+
+def _distserve(request: PlanRequest) -> Catalog:
+    from placement.published_distserve import DistServeCatalog  # type: ignore[attr-defined]
+
+    found: Catalog = DistServeCatalog(request.model)
+    return found
+
+
+def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: Progress | None) -> Plan:
+    from placement import planner  # type: ignore[attr-defined]
+
+    ask = planner.Ask(
+        slo=request.slo,
+        objective=request.wanted,
+        num_gpus=request.num_gpus,
+        rate=request.rate,
+        budget_usd_per_hour=request.budget,
+        classes=request.request_classes,
+        max_pp=request.max_pp,
+        colocated=request.colocated,
+        algorithm=request.algorithm,
+        seed=request.seed,
+        processes=request.processes,
+    )
+    found: Plan = planner.plan(ask, catalog, requests, on_progress=on_progress or _silent)
+    return found
+
+
+def _provisioned(
+    request: PlanRequest, machines: Sequence[Catalog], requests: Workload, on_progress: Progress | None
+) -> Plan:
+    raise NotImplementedError
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    return
+
+
+# From a plan to a folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """`notes`: sentences that a person should read, about what was written."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
+    """Writes the folder; files of the same names are replaced. Raises PlanError where nothing can be written."""
+    from kvrelay import plan_plots, plan_report
+
+    spec, no_spec, notes = cluster_spec(plan, request)
+    context = plan_report.Context(
+        title=title(plan, request),
+        asked=asked_words(plan, request),
+        commands=list(_commands(request, has_spec=bool(spec))),
+        spec=spec,
+        no_spec=no_spec,
+    )
+    written: dict[str, str | bytes] = {
+        "plan.json": json.dumps(plan_object(plan), indent=1) + "\n",
+        "report.html": plan_report.report(plan, context),
+    }
+    if spec:
+        written["cluster.yaml"] = spec
+    written |= {f"{name}.png": plan_plots.png(figure) for name, figure in plan_plots.figures(plan).items()}
+    return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+
+
+def _write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise PlanError(f"--out is {folder}, where {name} cannot be written ({error.strerror}); give another") from None
+    return path
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """Everything, as plain data: the plan's own fields, and in `answer` what a program wants first."""
+    chosen = plan.chosen
+    answer = {
+        "placement": chosen.candidate.label,
+        "is_disaggregated": plan.is_disaggregated,
+        "gpus": chosen.candidate.gpus,
+        "goodput": to_json(chosen.goodput),
+        "goodput_per_gpu": chosen.per_gpu,
+        "usd_per_hour": chosen.usd_per_hour,
+        "watts": chosen.watts,
+        "words": words.answer(plan),
+    }
+    return {"kvrelay": version("kvrelay"), "answer": answer} | to_json(plan)
+
+
+def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
+    """(the spec's text, or why there is none, sentences to tell)."""
+    found = cluster.to_run(plan)
+    if found is None:
+        return "", "There is none: only colocated workers meet the targets, and kvrelay serves two pools.", []
+    model, kv_bytes = _model_and_kv(request, plan)
+    name = cluster.cluster_name(model)
+    data = cluster.spec_data(found, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
+    refusal = cluster.checked(data)
+    text = cluster.spec_text(plan, found, data, request.command())
+    if isinstance(refusal, str):
+        note = f"kvrelay up of this version does not take the spec yet: {refusal}"
+        return f"# Note: {note}\n{text}", "", [note]
+    return text, "", []
+
+
+def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int] | None]:
+    """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
+    from placement.model_shape import load_shape
+
+    model = _loaded_model(request)
+    try:
+        kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
+    except PlanError:
+        return model, None
+    kinds = {pool.hardware for found in plan.tried for pool in found.candidate.pools}
+    return model, dict.fromkeys(kinds, kv_bytes)
+
+
+def _loaded_model(request: PlanRequest) -> str:
+    """A model's directory by its full path, or its name as it was given."""
+    given = request.model
+    if given is None:
+        from placement.profile_file import read_profile
+
+        assert request.profile is not None
+        given = str(read_profile(request.profile).model.get("name", "model"))
+    path = Path(given).expanduser()
+    if path.name == "config.json":
+        path = path.parent
+    return str(path.resolve()) if path.is_dir() else given
+
+
+def _commands(request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
+    start = [("Start this cluster:", "kvrelay up cluster.yaml")] if has_spec else []
+    verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
+    return [
+        *start,
+        (verify, "kvrelay verify plan.json --endpoint 127.0.0.1:50051"),
+        ("Plan again:", request.command()),
+    ]
+
+
+def title(plan: Plan, request: PlanRequest) -> str:
+    kinds = " and ".join(dict.fromkeys(pool.hardware for pool in plan.chosen.candidate.pools))
+    return f"{Path(request.model or _loaded_model(request)).name.removesuffix('.json')} on {kinds}"
+
+
+def asked_words(plan: Plan, request: PlanRequest) -> str:
+    """What was asked, in one sentence."""
+    size = (
+        f"on {words.count(request.num_gpus, 'GPU')}"
+        if request.num_gpus is not None
+        else f"for {words.num(request.rate)} requests/s"
+        if request.rate is not None
+        else f"for {words.usd(request.budget or 0.0)} an hour"
+    )
+    aim = {"goodput": "the highest goodput", "cost": "the least cost", "power": "the least power"}[request.wanted]
+    targets = (
+        "; ".join(f"{one.name}: {words.targets(one.slo)}" for one in request.request_classes)
+        or f"{words.targets(plan.slo)} for {words.percent(plan.slo.attainment)} of requests"
+    )
+    return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request)}."
+
+
+def workload_words(request: PlanRequest) -> str:
+    if request.trace is None:
+        return f"random lengths of {request.random_input_len} and {request.random_output_len} tokens"
+    scale = f", lengths times {request.trace_scale:g}" if request.trace_scale != 1 else ""
+    return f"{request.trace.name}{scale}{', at its own times' if request.trace_timestamps else ''}"
