@@ -113,6 +113,7 @@ class Profile:
     pp: int = 1
     prefill_overhead_s: float = 0.0  # what a prefill worker does between two steps; decode steps have theirs in them
     message_s: float = 0.0005  # one way, between two processes
+    client_s: float = 0.0  # of what a client waits for a token, outside the router's account
     slowdown: tuple[SlowdownPoint, ...] = ()  # empty: the workers do not share a host
     error: Fault = field(default_factory=Fault)
     notes: Mapping[str, Any] = field(default_factory=dict)  # how it was measured; load of the machine

@@ -74,6 +74,7 @@ def profile_from(data: Any) -> Profile:
         pp=_whole(data, "pp"),
         prefill_overhead_s=_number(data, "prefill_overhead_s"),
         message_s=_number(data, "message_s"),
+        client_s=_number(data, "client_s"),
         slowdown=tuple(_slowdown_point(row, f"slowdown[{i}]") for i, row in enumerate(_rows(data, "slowdown"))),
         error=_fault(_mapping(data, "error")),
         notes=_mapping(data, "notes") if "notes" in data else {},
