@@ -14,12 +14,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 from placement.latency import DecodeLine, LatencyError
 
 Engine = Literal["distserve", "vllm"]
+DATA = Path(__file__).parent / "data" / "distserve-opt-a100.json"  # also where `placement` is the compiled package
 STAGE_OVERHEAD_MS = 1.0
 LARGE_BATCH = 95
 
@@ -72,7 +73,7 @@ class DistServeLatency:
 
 @cache
 def _published() -> dict[str, Any]:
-    text = files("placement").joinpath("data", "distserve-opt-a100.json").read_text(encoding="utf-8")
+    text = DATA.read_text(encoding="utf-8")
     published: dict[str, Any] = json.loads(text)
     return published
 

@@ -129,7 +129,8 @@ def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
 
 
 def from_trace(path: Path, limit: int | None = None) -> Workload:
-    """A CSV (Azure's or another with arrivals and lengths) or a Mooncake JSONL. Raises WorkloadError naming file, line and key."""
+    """A CSV (Azure's, or another with arrivals and lengths) or a Mooncake JSONL. Raises WorkloadError naming file, line
+    and key."""
     return from_shapes(read_trace(path, limit), path.name)
 
 

@@ -1,0 +1,194 @@
+"""find_goodput searches the highest rate at which enough requests meet both targets.
+
+From an analytic bound downwards until a rate keeps the SLO, then bisection. All rates are judged on the same requests
+(placement/traffic.py), so that the answer hangs on the seed and not on luck between two rates, nor on the number of
+processes: a search is one task, done by one process from its beginning to its end.
+
+The interval of a goodput is where the interval of the attainment crosses the target: rates that surely keep it below,
+rates that surely miss it above.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
+from typing import Protocol, TypeVar
+
+from placement.compiled import simulation_pool
+from placement.estimate import Effort, Estimate, estimate
+from placement.plan import Interval
+from placement.systems import System, scaled
+from placement.targets import Targets
+from placement.traffic import Traffic
+
+Progress = Callable[[str, int, int], None]
+MOST_RAISES = 6
+MOST_HALVINGS = 9
+
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quest:
+    """One search. `top`: a rate that it will hardly exceed. `precision`: of the rate, where bisection ends. `factor`:
+    all times of the system so much longer."""
+
+    system: System
+    traffic: Traffic
+    targets: Targets
+    top: float
+    effort: Effort = field(default_factory=lambda: Effort(decides=True))
+    precision: float = 0.02
+    seed: int = 0
+    factor: float = 1.0
+    bottom: float = 0.0  # a rate that it will hardly fall below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """`looked_at`: by rate. `goodput.value` 0: none of the rates tried keeps the SLO."""
+
+    goodput: Interval
+    looked_at: tuple[Estimate, ...]
+
+    @property
+    def num_simulated(self) -> int:
+        return sum(one.num_simulated for one in self.looked_at)
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(one.cpu_s for one in self.looked_at)
+
+    @property
+    def first_miss(self) -> Estimate | None:
+        return next((one for one in self.looked_at if not one.keeps_slo), None)
+
+
+def find_goodput(quest: Quest) -> Found:
+    system = scaled(quest.system, quest.factor)
+    seen: list[Estimate] = []
+
+    def keeps(rate: float) -> bool:
+        seen.append(estimate(system, quest.traffic, rate, quest.targets, effort=quest.effort, seed=quest.seed))
+        return seen[-1].keeps_slo
+
+    low, high = _bracket(quest, keeps)
+    while low and high - low > quest.precision * high:
+        middle = (low + high) / 2
+        if keeps(middle):
+            low = middle
+        else:
+            high = middle
+    seen.sort(key=lambda one: one.point.rate)
+    return Found(goodput=goodput_of(seen), looked_at=tuple(seen))
+
+
+def _bracket(quest: Quest, keeps: Callable[[float], bool]) -> tuple[float, float]:
+    """A rate that keeps the SLO (0: none does) and one that misses it."""
+    if quest.bottom and keeps(quest.bottom):
+        low, high = quest.bottom, quest.top
+        for _ in range(MOST_RAISES):
+            if not keeps(high):
+                return low, high
+            low, high = high, 1.3 * high
+        return low, low
+    high = quest.bottom or quest.top
+    low = high * 0.7
+    if not quest.bottom and keeps(low):
+        return _raise(low, high, keeps)
+    high = low if not quest.bottom else high
+    for _ in range(MOST_HALVINGS):
+        low = high * 0.6
+        if keeps(low):
+            return low, high
+        high = low
+    return 0.0, high
+
+
+def _raise(low: float, high: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
+    for _ in range(MOST_RAISES):
+        if not keeps(high):
+            return low, high
+        low, high = high, 1.3 * high
+    return low, low
+
+
+def goodput_of(seen: Sequence[Estimate]) -> Interval:
+    """Where the slack crosses 0, and where the ends of its interval do. `seen` by rate."""
+    value = crossing([(one.point.rate, one.slack.value) for one in seen])
+    low = crossing([(one.point.rate, one.slack.low) for one in seen])
+    high = crossing([(one.point.rate, one.slack.high) for one in seen])
+    if not value:
+        return Interval(0.0, 0.0, seen[0].point.rate if seen else 0.0)
+    return Interval(value, min(low, value), max(high, value))
+
+
+def crossing(slacks: Sequence[tuple[float, float]]) -> float:
+    """The rate at which a falling line through the points first goes below 0; 0 when it begins there."""
+    before: tuple[float, float] | None = None
+    for rate, slack in slacks:
+        if slack < 0:
+            if before is None:
+                return 0.0
+            held_rate, held = before
+            return held_rate + (rate - held_rate) * held / (held - slack)
+        before = (rate, slack)
+    return before[0] if before else 0.0
+
+
+# in processes
+
+
+class Runner(Protocol):
+    def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
+        """The results in the order of the jobs."""
+
+
+class _Here:
+    """In this process, from the sources."""
+
+    def __init__(self, on_progress: Progress | None) -> None:
+        self._say = on_progress or _silent
+
+    def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
+        found = []
+        for done, job in enumerate(jobs):
+            self._say(what, done, len(jobs))
+            found.append(work(job))
+        self._say(what, len(jobs), len(jobs))
+        return found
+
+
+class _There:
+    """In processes of the compiled simulator."""
+
+    def __init__(self, pool: Pool, on_progress: Progress | None) -> None:
+        self._pool = pool
+        self._say = on_progress or _silent
+
+    def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
+        self._say(what, 0, len(jobs))
+        found = []
+        for result in self._pool.imap(work, jobs):
+            found.append(result)
+            self._say(what, len(found), len(jobs))
+        return found
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    return None
+
+
+@contextmanager
+def runner(processes: int | None, on_progress: Progress | None = None) -> Iterator[Runner]:
+    """`processes` None: as many as there are cores; 0: this one."""
+    if processes == 0:
+        yield _Here(on_progress)
+        return
+    with simulation_pool(processes or len(os.sched_getaffinity(0))) as pool:
+        yield _There(pool, on_progress)
