@@ -39,6 +39,7 @@ COMPILED = (
     "placement/colocated.py",
     "placement/decode_machine.py",
     "placement/distserve.py",
+    "placement/host.py",
     "placement/latency.py",
     "placement/ledger.py",
     "placement/pages.py",

@@ -14,6 +14,7 @@ from cluster.accounts import Report
 from decode_worker.policy import DecodePolicy
 from engine.blocks import PagePool
 from kv_transfer.lease import Granted, Queued
+from placement.host import Host
 from placement.latency import DecodeLine, decode_run_s, steps_within
 from placement.ledger import DECODE, DECODE_QUEUE, Live
 from placement.reporting import Reporter
@@ -32,6 +33,9 @@ class DecodeMachine:
         self.reporter = Reporter(worker.name, self, sim)
         self.is_dead = False
         self.ingress_free_s = 0.0
+        self.host: Host | None = None  # that it shares with prefill workers
+        self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
+        self._told = 0  # the host: how many requests run
         self._live: dict[str, Live] = {}
         self._steps = 0  # ended, but for those of the run under way
         self._ends: list[tuple[int, int, int, Live]] = []  # the step with which each running request ends
@@ -57,6 +61,10 @@ class DecodeMachine:
     @property
     def is_running(self) -> bool:
         return self._count > 0
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.is_dead else self._count
 
     def made_by(self, live: Live) -> int:
         """Tokens that it has made for the request by now."""
@@ -137,6 +145,7 @@ class DecodeMachine:
         if not run.num_entries:
             self.policy.end_run()
             self._count = 0
+            self._tell_host()
             return
         now, worker = self.sim.clock.now, self.worker
         for request_id in run.joined:
@@ -146,7 +155,9 @@ class DecodeMachine:
             self.sim.ledger.enter(live.index, DECODE, now)
         line = worker.latency.decode_line(run.num_entries, run.context_tokens)
         stages = worker.latency.stages
-        self._line = DecodeLine(line.step_s * stages + worker.step_overhead_s, line.per_token_s * stages)
+        self._pace = 1.0 if self.host is None else self.host.decode_factor(run.num_entries)
+        alone_s = line.step_s * stages + worker.step_overhead_s
+        self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
         self._count = run.num_entries
         self._begun_s = now
         self._advanced = 0
@@ -154,6 +165,37 @@ class DecodeMachine:
         if line.until_tokens < run.context_tokens + planned * self._count:
             planned = max(1, min(planned, 1 + int((line.until_tokens - run.context_tokens) // self._count)))
         self._plan(planned)
+        self._tell_host()
+
+    def _tell_host(self) -> None:
+        if self.host is not None and self._told != self._count:
+            self._told = self._count
+            self.host.on_decode_changed()
+
+    def change_pace(self) -> None:
+        """What else runs on the host has changed: cut the run here. The steps that have ended are behind it, the one
+        under way keeps its share of work done, and what is left goes on at the new pace."""
+        assert self.host is not None
+        if not self._count or self.is_dead:
+            return
+        pace = self.host.decode_factor(self._count)
+        if pace == self._pace:
+            return
+        now, line, ratio = self.sim.clock.now, self._line, pace / self._pace
+        self.reporter.touch(now)
+        self._advance_to(now)
+        ended = self._advanced
+        step_s = line.step_s + line.per_token_s * self._count * ended  # of the one under way
+        done_s = now - self._begun_s - decode_run_s(line, self._count, ended)
+        begun_s = now - min(done_s, step_s) * ratio
+        self.sim.ledger.busy_s["decode"] += begun_s - self._begun_s
+        self._line = DecodeLine(step_s * ratio, line.per_token_s * ratio)
+        self._pace = pace
+        self._begun_s = begun_s
+        self._steps += ended
+        self._advanced = 0
+        self._plan(self._planned - ended)
+        self.sim.mark(self.reporter)
 
     def _next_end(self) -> int:
         while self._ends[0][3].joined_step < 0:

@@ -43,6 +43,7 @@ class Live:
         "segments",
         "seq",
         "skip_tokens",
+        "tail_s",
         "wire_end_s",
     )
 
@@ -63,7 +64,8 @@ class Live:
         self.computed = False
         self.skip_tokens = 0  # that the decode worker has cached
         self.segments: list[tuple[int, float, float]] = []  # tokens, begun, computed: waiting for the grant
-        self.wire_end_s = 0.0
+        self.wire_end_s = 0.0  # when the link has passed it all
+        self.tail_s = 0.0  # of the last segment: what leaves after its step
         self.joined_step = -1  # of the decode machine
 
 

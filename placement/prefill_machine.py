@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.accounts import Report
 from engine.blocks import PagePool
+from placement.host import Host
 from placement.ledger import HANDOFF, PREFILL, Live
 from placement.reporting import Reporter
 from placement.setup import SimWorker
@@ -33,6 +34,11 @@ class PrefillMachine:
         self.egress_free_s = 0.0
         self.last_seq = 0  # of Submits that it has seen
         self.next_seq = 0  # of Submits sent to it
+        self.host: Host | None = None  # that it shares with decode workers
+        self._pace = 1.0  # of the step under way: its time, as a multiple of its time alone
+        self._has_told = False  # the host, that it computes
+        self._version = 0  # of the step's end
+        self._batch: PrefillBatch | None = None  # under way; with stages, the last that began
         self._live: dict[str, Live] = {}
 
     def report(self, made_s: float) -> Report:
@@ -49,6 +55,10 @@ class PrefillMachine:
     @property
     def is_running(self) -> bool:
         return False  # between the ends of its steps nothing changes
+
+    @property
+    def is_computing(self) -> bool:
+        return self.is_busy and not self.is_dead
 
     def submit(self, live: Live) -> None:
         if live.is_gone or self.is_dead:
@@ -69,11 +79,14 @@ class PrefillMachine:
         sim, now = self.sim, self.sim.clock.now
         latency = self.worker.latency
         stage_s = latency.prefill_s([(chunk.length, chunk.start) for chunk in batch.chunks])
-        done_s = now + self.worker.step_overhead_s + stage_s * latency.stages
-        done_s = max(done_s, self.last_done_s + stage_s)
+        taken_s = self.worker.step_overhead_s + stage_s * latency.stages
+        if self.host is not None:
+            self._pace = self.host.prefill_factor()
+            taken_s *= self._pace
+        done_s = max(now + taken_s, self.last_done_s + stage_s)
         self.is_busy = True
         self.last_done_s = done_s
-        sim.ledger.busy_s["prefill"] += self.worker.step_overhead_s + stage_s
+        sim.ledger.busy_s["prefill"] += taken_s if latency.stages == 1 else self.worker.step_overhead_s + stage_s
         for chunk in batch.chunks:
             live = self._live[chunk.request_id]
             if chunk.is_first:
@@ -86,10 +99,42 @@ class PrefillMachine:
                 live.segments.append((tokens, now, done_s))
                 if live.granted:
                     self._send_segments(live)
-        sim.clock.at(done_s, self._on_done, batch)
+        if self.host is None:
+            sim.clock.at(done_s, self._on_done, batch)
+        else:
+            self._batch = batch
+            self._end_at(done_s)
+            self._tell_host()
         if latency.stages > 1:
             sim.clock.at(now + self.worker.step_overhead_s + stage_s, self._on_stage_free, 0)
         sim.mark(self.reporter)
+
+    def change_pace(self) -> None:
+        """What else runs on the host has changed: what is left of the step takes longer or shorter."""
+        assert self.host is not None
+        pace = self.host.prefill_factor()
+        if pace == self._pace or not self.is_computing:
+            return
+        now = self.sim.clock.now
+        left_s = max(0.0, self.last_done_s - now)
+        longer_s = left_s * (pace / self._pace - 1.0)
+        self._pace = pace
+        self.last_done_s += longer_s
+        self.sim.ledger.busy_s["prefill"] += longer_s
+        self._end_at(max(now, self.last_done_s))
+
+    def _end_at(self, done_s: float) -> None:
+        self._version += 1
+        self.sim.clock.at(done_s, self._on_end, self._version)
+
+    def _on_end(self, version: int) -> None:
+        if version == self._version and self._batch is not None:
+            self._on_done(self._batch)
+
+    def _tell_host(self) -> None:
+        if self.host is not None and self._has_told != self.is_computing:
+            self._has_told = self.is_computing
+            self.host.on_prefill_changed()
 
     def _on_stage_free(self, _: int) -> None:
         self.is_busy = False
@@ -112,6 +157,7 @@ class PrefillMachine:
         if self.worker.latency.stages == 1:
             self.is_busy = False
             self._start()
+            self._tell_host()
         sim.mark(self.reporter)
 
     def _on_first_token(self, live: Live) -> None:
@@ -159,12 +205,13 @@ class PrefillMachine:
             start_s = max(ready_s, self.egress_free_s, live.decode.ingress_free_s)
             self.egress_free_s = live.decode.ingress_free_s = start_s + wire_s
             self.sim.ledger.busy_s["link"] += wire_s
-            live.wire_end_s = max(live.wire_end_s, start_s + wire_s, done_s + wire_s / groups)
+            live.wire_end_s = max(live.wire_end_s, start_s + wire_s)
+            live.tail_s = wire_s / groups  # its last layers cannot leave before the step has ended
         live.segments.clear()
 
     def _commit(self, live: Live) -> None:
         assert live.decode is not None
-        arrives_s = max(self.sim.clock.now, live.wire_end_s) + self.sim.message_s
+        arrives_s = max(self.sim.clock.now + live.tail_s, live.wire_end_s) + self.sim.message_s
         self.sim.clock.at(arrives_s, live.decode.commit, live)
 
     def move(self, order: tuple[Live, DecodeMachine]) -> None:

@@ -44,6 +44,25 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedHost:
+    """Workers that share memory bandwidth and cores: while prefill and decode both compute, each is slower than alone.
+
+    `by_batch`: rows of (requests that decode, factor of a prefill step beside them, factor of their decode step beside
+    prefill), by rising batch; as measured, see placement/profile.py."""
+
+    workers: tuple[str, ...]
+    by_batch: tuple[tuple[int, float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _, _ in self.by_batch]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise SetupError(f"by_batch of a shared host has the batch sizes {sizes}; give 1 or more, rising")
+        for size, *factors in self.by_batch:
+            if not all(0 < factor < float("inf") for factor in factors):
+                raise SetupError(f"by_batch of a shared host has {factors} at {size}; give factors above 0, 1 for none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimCluster:
     workers: tuple[SimWorker, ...]
     router: PolicyOptions = field(default_factory=PolicyOptions)
@@ -52,6 +71,7 @@ class SimCluster:
     layer_groups: int = 8  # in which KV leaves while a step is computed
     noticed_s: float = 0.15  # from a worker's death until the router knows
     losses: tuple[Loss, ...] = ()
+    hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
 
     def __post_init__(self) -> None:
         names = [worker.name for worker in self.workers]
@@ -71,3 +91,17 @@ class SimCluster:
         for loss in self.losses:
             if loss.worker not in names:
                 raise SetupError(f"a loss names {loss.worker}; the workers are {', '.join(names)}")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        seen: set[str] = set()
+        stages = {worker.name: worker.latency.stages for worker in self.workers}
+        for host in self.hosts:
+            for name in host.workers:
+                if name not in stages:
+                    raise SetupError(f"a shared host names {name}; the workers are {', '.join(stages)}")
+                if name in seen:
+                    raise SetupError(f"{name} is on two shared hosts; give it one")
+                if stages[name] > 1:
+                    raise SetupError(f"{name} has {stages[name]} pipeline stages; on a shared host give it 1")
+                seen.add(name)

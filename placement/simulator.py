@@ -19,6 +19,7 @@ from cluster.policy import Assigned, Queued, RouterPolicy, Unavailable
 from engine.blocks import PagePool
 from placement.clock import VirtualClock
 from placement.decode_machine import DecodeMachine
+from placement.host import Host
 from placement.ledger import PREFILL_QUEUE, ROUTE, Ledger, Live
 from placement.pages import CountedPool, block_hashes
 from placement.prefill_machine import PrefillMachine
@@ -55,6 +56,7 @@ class Simulation:
         self.next_decision_s = self._arrival[0]  # when the router will next look at reports, but for failures
         self._watched_s = 0.0  # when the last report that is an event arrives
         self._reporters: dict[Reporter, None] = {}  # that may have something for the router
+        self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         self._page_size = self._common_page_size()
         for worker in cluster.workers:
             self._up(worker)
@@ -74,10 +76,17 @@ class Simulation:
     def _up(self, worker: SimWorker) -> None:
         has_hits = worker.prefix_cache and bool(self.workload.blocks)
         pool = (PagePool if has_hits else CountedPool)(worker.num_pages, worker.page_size)
+        host = self._hosts.get(worker.name)
         if worker.role == "prefill":
-            self.prefills[worker.name] = PrefillMachine(self, worker, pool)
+            prefill = self.prefills[worker.name] = PrefillMachine(self, worker, pool)
+            if host is not None:
+                prefill.host = host
+                host.prefills[worker.name] = prefill
         else:
-            self.decodes[worker.name] = DecodeMachine(self, worker, pool)
+            decode = self.decodes[worker.name] = DecodeMachine(self, worker, pool)
+            if host is not None:
+                decode.host = host
+                host.decodes[worker.name] = decode
         view = WorkerView(name=worker.name, role=worker.role, total_pages=worker.num_pages, page_size=worker.page_size)
         self.policy.on_worker_up(view, self.clock.now)
 
