@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
 
 from kvrelay import plan_plots as plots
 from kvrelay import plan_words as words
@@ -45,8 +46,11 @@ class Context:
     no_spec: str = ""
 
 
-def report(plan: Plan, context: Context) -> str:
-    """The page."""
+Drawn = Mapping[str, Figure]
+
+
+def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
+    """The page. `wide`, `narrow`: the same figures for a desk and for a phone, by name."""
     rate = words.num(plan.at_rate.rate)
     return _template().render(
         version=version("kvrelay"),
@@ -67,7 +71,7 @@ def report(plan: Plan, context: Context) -> str:
         percentiles=words.percentile_rows(plan.at_rate, plan.slo),
         attained=f"{words.percent_between(plan.at_rate.attainment)} of requests meet their targets at this rate.",
         classes=list(_classes(plan)),
-        figures=list(_figures(plan)),
+        figures=list(_figures(plan, wide, narrow)),
         tried=[_tried_row(rank, found, plan) for rank, found in plots.ranked(plan)],
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
@@ -200,8 +204,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
 # Figures, with what they say for those who do not see them
 
 
-def _figures(plan: Plan) -> Iterator[dict[str, Any]]:
-    wide, narrow = plots.figures(plan, "wide"), plots.figures(plan, "narrow")
+def _figures(plan: Plan, wide: Drawn, narrow: Drawn) -> Iterator[dict[str, Any]]:
     for name, figure in wide.items():
         yield {
             "name": name,

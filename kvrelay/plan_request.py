@@ -26,6 +26,7 @@ DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)\s*", re.IGNORECASE)
 SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
+CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
 PATHS = ("trace", "profile", "margin")
 
 
@@ -230,16 +231,16 @@ def written_duration(seconds: float) -> str:
 
 
 def _class_flag(one: Mapping[str, Any]) -> str:
-    return ":".join(str(one.get(key, "")) for key in ("name", "share", "ttft", "tpot"))
+    keys = CLASS_KEYS if "attainment" in one else CLASS_KEYS[:-1]
+    return ":".join(str(one.get(key, "")) for key in keys)
 
 
 def parse_class(text: str) -> dict[str, Any]:
-    """NAME:SHARE:TTFT:TPOT; a target may be empty. Raises PlanError."""
+    """NAME:SHARE:TTFT:TPOT, and :ATTAINMENT if it has its own; a target may be empty. Raises PlanError."""
     parts = text.split(":")
-    if len(parts) != 4 or not parts[0] or not parts[1]:
+    if not len(CLASS_KEYS) - 1 <= len(parts) <= len(CLASS_KEYS) or not parts[0] or not parts[1]:
         raise PlanError(f"--class is {text!r}; give NAME:SHARE:TTFT:TPOT, such as chat:0.7:250ms:40ms")
-    keys = dict(zip(("name", "share", "ttft", "tpot"), parts, strict=True))
-    return {key: value for key, value in keys.items() if value}
+    return {key: value for key, value in zip(CLASS_KEYS, parts, strict=False) if value}
 
 
 def build_request(path: Path | None, flags: Mapping[str, Any]) -> PlanRequest:
@@ -284,8 +285,14 @@ def _from_folder(path: Path, key: object, value: Any) -> Any:
 
 
 def _beside(path: Path, value: Any) -> Any:
-    beside = path.resolve().parent / value if isinstance(value, str) else None
-    return str(beside) if beside is not None and beside.exists() and not Path(value).exists() else value
+    """The file beside the request if there is one and none from here; as short as it can be said."""
+    if not isinstance(value, str) or Path(value).exists():
+        return value
+    beside = (path.resolve().parent / value).resolve()
+    if not beside.exists():
+        return value
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def _told(error: ValidationError, path: Path | None, typed: Mapping[str, Any]) -> Sequence[str]:

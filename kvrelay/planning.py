@@ -159,13 +159,14 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
         spec=spec,
         no_spec=no_spec,
     )
+    wide, narrow = plan_plots.figures(plan, "wide"), plan_plots.figures(plan, "narrow")
     written: dict[str, str | bytes] = {
         "plan.json": json.dumps(plan_object(plan), indent=1) + "\n",
-        "report.html": plan_report.report(plan, context),
+        "report.html": plan_report.report(plan, context, wide, narrow),
     }
     if spec:
         written["cluster.yaml"] = spec
-    written |= {f"{name}.png": plan_plots.png(figure) for name, figure in plan_plots.figures(plan).items()}
+    written |= {f"{name}.png": plan_plots.png(figure) for name, figure in wide.items()}
     return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
 
 
