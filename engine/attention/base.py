@@ -15,12 +15,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.attention.tables import PageTables
 from engine.types import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """Where the rows of one forward pass stand. Rows past `query_starts[-1]` are padding and get zeros."""
+    """Where the rows of one forward pass stand. Rows past `query_starts[-1]` are padding and get zeros.
+
+    On a GPU `query_starts` and `starts` stay on the host, where plans are made; the others are on the device.
+    """
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
@@ -29,6 +33,7 @@ class StepMeta:
     block_tables: torch.Tensor  # int32 [S, pages of the longest]: unused entries are 0
     slots: torch.Tensor  # int64 [rows without padding]: page * page_size + offset
     page_size: int
+    tables: PageTables | None = None  # the same pages in the form FlashInfer reads; only where it runs
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +52,8 @@ class AttentionCall:
     window: int = 0  # a query sees its own and the `window - 1` positions before it; 0: all
     softcap: float = 0.0  # 0: none
     sinks: torch.Tensor | None = None  # [H]: one more logit in each softmax, with no value
+    k_scale: float = 1.0  # a page's element times this is the key; 1 unless pages are in fp8
+    v_scale: float = 1.0
 
 
 class AttentionBackend(Protocol):
@@ -55,7 +62,10 @@ class AttentionBackend(Protocol):
     def write(
         self, k_TGD: torch.Tensor, v_TGE: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta
     ) -> None:
-        """Copy rows into `k_pages` [P, page_size, G, D] and `v_pages` [P, page_size, G, E] at `meta.slots`."""
+        """Copy rows into `k_pages` [P, page_size, G, D] and `v_pages` [P, page_size, G, E] at `meta.slots`.
+
+        The rows are already what the pages hold: scaled, where pages are in fp8 (engine/kv_fp8.py).
+        """
 
     def attend(
         self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall

@@ -7,7 +7,7 @@ says so, and attends over the pages. All state travels in the forward's keyword 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,16 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from engine.attention import op
 from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
+from engine.kv_fp8 import KvScale, quantise
 from kv_transfer.layout import LayerKv
 from kv_transfer.memory import KvMemory
 
 SERVE = "kvrelay"
 PROBE = "kvrelay_probe"
+
+LAYER = "kvrelay_layer"  # attribute of an attention module: its number among the calls
 
 FULL = 0.0  # what the probe's masks are filled with: this, the window's width, or OTHER
 OTHER = -1.0
@@ -58,6 +62,7 @@ class Probe:
             )
         kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
         self.layer_of[id(module)] = len(self.layers)
+        object.__setattr__(module, LAYER, len(self.layers))
         self.layers.append(LayerProbe(kv=kv, dtype=k.dtype, num_heads=q.shape[1], window=window))
 
 
@@ -70,6 +75,41 @@ class Forward:
     backend: AttentionBackend
     probe: Probe
     on_layer: Callable[[int], None] | None
+    scales: Sequence[KvScale] | None = None  # of pages in fp8
+    number: int = 0  # of the engine, for the operator
+
+    def write(self, layer: int, k_TGD: torch.Tensor, v_TGE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the rows' K and V into the layer's pages, tell who waits for them, and return the pages."""
+        k_pages, v_pages = self.memory.k(layer), self.memory.v(layer)
+        if self.scales is not None:
+            scale = self.scales[layer]
+            k_TGD, v_TGE = quantise(k_TGD, scale.k), quantise(v_TGE, scale.v)
+        self.backend.write(k_TGD, v_TGE, k_pages, v_pages, self.meta)
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        return k_pages, v_pages
+
+    def call(
+        self, layer: int, scaling: float, softcap: float = 0.0, sinks: torch.Tensor | None = None
+    ) -> AttentionCall:
+        """What the layer's attention is, its window and the pages' scales included."""
+        scale = KvScale() if self.scales is None else self.scales[layer]
+        window = self.probe.layers[layer].window
+        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v)
+
+    def serve(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGE: torch.Tensor,
+        scaling: float,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write, tell, attend: [T, H, E]."""
+        k_pages, v_pages = self.write(layer, k_TGD, v_TGE)
+        return self.backend.attend(q_THD, k_pages, v_pages, self.meta, self.call(layer, scaling, softcap, sinks))
 
 
 def install() -> None:
@@ -99,18 +139,13 @@ def _serve_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key [1, G, T, D], value [1, G, T, E] -> [1, T, H, E]."""
-    layer = kvrelay.probe.layer_of[id(module)]
-    k_pages, v_pages = kvrelay.memory.k(layer), kvrelay.memory.v(layer)
-    kvrelay.backend.write(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pages, v_pages, kvrelay.meta)
-    if kvrelay.on_layer is not None:
-        kvrelay.on_layer(layer)
-    call = AttentionCall(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=kvrelay.probe.layers[layer].window,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
-    out_THE = kvrelay.backend.attend(query[0].transpose(0, 1), k_pages, v_pages, kvrelay.meta, call)
+    layer = getattr(module, LAYER)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
+    if not torch.compiler.is_compiling():
+        return kvrelay.serve(layer, q_THD, k_TGD, v_TGE, scaling, softcap or 0.0, s_aux).unsqueeze(0), None
+    out_THE = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2])
+    op.paged_attention(q_THD, k_TGD, v_TGE, out_THE, kvrelay.number, layer, scaling, softcap or 0.0, s_aux)
     return out_THE.unsqueeze(0), None
 
 

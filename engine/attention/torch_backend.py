@@ -19,9 +19,8 @@ class TorchBackend:
     def write(
         self, k_TGD: torch.Tensor, v_TGE: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta
     ) -> None:
-        rows = meta.slots.shape[0]
-        k_pages.view(-1, *k_pages.shape[2:]).index_copy_(0, meta.slots, k_TGD[:rows].to(k_pages.dtype))
-        v_pages.view(-1, *v_pages.shape[2:]).index_copy_(0, meta.slots, v_TGE[:rows].to(v_pages.dtype))
+        _write(k_TGD, k_pages, meta.slots)
+        _write(v_TGE, v_pages, meta.slots)
 
     def attend(
         self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
@@ -32,13 +31,24 @@ class TorchBackend:
             first, last = query_starts[s], query_starts[s + 1]
             num_keys = start + last - first
             pages = meta.block_tables[s, : -(-num_keys // meta.page_size)].long()
-            k_LGD = k_pages[pages].flatten(0, 1)[:num_keys].float()
-            v_LGE = v_pages[pages].flatten(0, 1)[:num_keys].float()
+            k_LGD = _scaled(k_pages[pages].flatten(0, 1)[:num_keys].float(), call.k_scale)
+            v_LGE = _scaled(v_pages[pages].flatten(0, 1)[:num_keys].float(), call.v_scale)
             rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
             for row in range(first, last, rows_per_block):
                 end = min(row + rows_per_block, last)
                 out_THE[row:end] = _attend_rows(q_THD[row:end], k_LGD, v_LGE, start + row - first, call)
         return out_THE
+
+
+def _write(rows_TGD: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    rows_TGD, into = rows_TGD[: slots.shape[0]].to(pages.dtype), pages.view(-1, *pages.shape[2:])
+    if pages.dtype.itemsize == 1:  # torch copies no float8 by index
+        rows_TGD, into = rows_TGD.contiguous().view(torch.uint8), into.view(torch.uint8)
+    into.index_copy_(0, slots, rows_TGD)
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 def _attend_rows(
@@ -52,16 +62,16 @@ def _attend_rows(
     scores = scores.view(heads, rows, num_keys)
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores.masked_fill_(~_visible(rows, num_keys, first_position, call.window), float("-inf"))
+    scores.masked_fill_(~_visible(rows, num_keys, first_position, call.window, scores.device), float("-inf"))
     weights = _softmax(scores, call.sinks)
     out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
     return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
 
 
-def _visible(rows: int, num_keys: int, first_position: int, window: int) -> torch.Tensor:
+def _visible(rows: int, num_keys: int, first_position: int, window: int, device: torch.device) -> torch.Tensor:
     """Bool [rows, num_keys]: which keys a row may see."""
-    query = torch.arange(first_position, first_position + rows)[:, None]
-    key = torch.arange(num_keys)[None, :]
+    query = torch.arange(first_position, first_position + rows, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)[None, :]
     visible = key <= query
     return visible & (key > query - window) if window else visible
 
