@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 
 from placement.clock import VirtualClock
-from placement.latency import LatencyModel
+from placement.latency import DecodeLine, LatencyModel
 from placement.published_splitwise import SplitwiseLatency
 from placement.results import Outcome, percentiles
 from placement.workload import Floats, Workload
@@ -42,14 +44,42 @@ MAX_PENDING_TOKENS = 8192
 RETRY_S = 1.0
 
 
+class SplitwiseTimes(Protocol):
+    """What these rules ask of a machine; Splitwise's table has it as it is. Decode knows no context: both arguments of
+    decode_line, and the last two of mixed_s, are the number of requests."""
+
+    @property
+    def kv_capacity_bytes(self) -> int: ...
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+
+    @property
+    def link_bytes_per_s(self) -> float: ...
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine: ...
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitwiseCluster:
     """`num_token` 0: a baseline of `num_prompt` machines that do both."""
 
-    prompt: SplitwiseLatency
+    prompt: SplitwiseTimes
     num_prompt: int
-    token: SplitwiseLatency
+    token: SplitwiseTimes
     num_token: int
+
+    def __post_init__(self) -> None:
+        for key, least in (("num_prompt", 1), ("num_token", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} is {getattr(self, key)}; give {least} or more")
+        if self.prompt.kv_bytes_per_token != self.token.kv_bytes_per_token:
+            raise ValueError(
+                f"a token's KV has {self.prompt.kv_bytes_per_token} bytes on prompt machines and "
+                f"{self.token.kv_bytes_per_token} on token machines; give machines that serve one model"
+            )
 
 
 def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
@@ -59,7 +89,8 @@ def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
         workload=workload,
         first_token_s=np.array(run.first_token),
         finish_s=np.array(run.finish),
-        counters={"preemptions": run.preemptions, "lent": run.lent},
+        counters={"preemptions": run.preemptions, "lent": run.lent, "stuck": run.stuck},
+        busy_s=run.busy_s(),
         tokens_per_tpot=0,
     )
 
@@ -67,8 +98,9 @@ def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
 def slowdowns(outcome: Outcome, alone: LatencyModel) -> dict[str, Floats]:
     """TTFT, TBT and E2E divided by the same request's on one unloaded machine, as Splitwise measures its SLOs by."""
     prompts, outputs = outcome.workload.prompt_len, outcome.workload.output_len
-    ttft = np.array([alone.prefill_s([(int(n), 0)]) for n in prompts])
-    tbt = np.array([alone_tbt_s(alone, int(n)) for n in prompts])
+    lengths, rows = np.unique(prompts, return_inverse=True)
+    ttft = np.array([alone.prefill_s([(int(n), 0)]) * alone.stages for n in lengths])[rows]
+    tbt = np.array([alone_tbt_s(alone, int(n)) for n in lengths])[rows]
     return {
         "ttft": outcome.ttft_s / ttft,
         "tbt": outcome.tpot_s / tbt,
@@ -80,7 +112,7 @@ def alone_tbt_s(alone: LatencyModel, prompt_len: int) -> float:
     """A decode step of one request behind its prompt; Splitwise reads its table at the prompt's length for it."""
     if isinstance(alone, SplitwiseLatency):
         return alone.token_s(prompt_len)
-    return alone.decode_line(1, prompt_len + 1).step_s
+    return alone.decode_line(1, prompt_len + 1).step_s * alone.stages
 
 
 def violations(outcome: Outcome, alone: LatencyModel) -> list[str]:
@@ -116,6 +148,7 @@ class _Machine:
         "batch",
         "batch_tokens",
         "blocked",
+        "busy_s",
         "capacity",
         "duration",
         "end_s",
@@ -138,7 +171,7 @@ class _Machine:
         "version",
     )
 
-    def __init__(self, run: _Run, latency: SplitwiseLatency, pool: list[_Machine]) -> None:
+    def __init__(self, run: _Run, latency: SplitwiseTimes, pool: list[_Machine]) -> None:
         self.run = run
         self.latency = latency
         self.pool = pool  # where it belongs
@@ -162,6 +195,7 @@ class _Machine:
         self.iterations = 0
         self.end_s = 0.0
         self.version = 0
+        self.busy_s = 0.0
 
     @property
     def num_batch(self) -> int:
@@ -243,6 +277,7 @@ class _Machine:
             return
         self.is_pausing = False
         self.rounds += self.iterations
+        self.busy_s += self.duration * self.iterations
         while self.ends and self.ends[0][0] <= self.rounds:
             fin, _, task = heappop(self.ends)
             if task.is_running and task.fin == fin:
@@ -391,6 +426,10 @@ class _Run:
         self.decodes_at: list[_Machine | None] = [None] * count  # None: where its prompt was
         self.preemptions = 0
         self.lent = 0
+        self.stuck = 0
+        self.is_over = False  # all have arrived
+        self.sending = 0
+        self.idle_since_s = -1.0  # when only requests that wait for room were left; below 0: they are not
         self.kv_bytes = cluster.prompt.kv_bytes_per_token
         self.link_bytes_per_s = cluster.prompt.link_bytes_per_s
         self.is_baseline = not cluster.num_token
@@ -399,6 +438,7 @@ class _Run:
         self.mixed: list[_Machine] = []
         self.prompts += [_Machine(self, cluster.prompt, self.prompts) for _ in range(cluster.num_prompt)]
         self.tokens += [_Machine(self, cluster.token, self.tokens) for _ in range(cluster.num_token)]
+        self.machines = [*self.prompts, *self.tokens]
 
     def play(self) -> None:
         self.clock.at(self.arrival[0], self._arrive, 0)
@@ -407,6 +447,8 @@ class _Run:
     def _arrive(self, request: int) -> None:
         if request + 1 < len(self.arrival):
             self.clock.at(self.arrival[request + 1], self._arrive, request + 1)
+        else:
+            self.is_over = True
         prompt_len = self.prompt_len[request]
         if self.is_baseline:
             source = target = min(self.prompts, key=_tokens_promised)
@@ -470,13 +512,36 @@ class _Run:
         target = self.decodes_at[request]
         assert target is not None
         if target.memory + self.memory[request] > target.capacity:
-            self.clock.at(self.clock.now + RETRY_S, lambda source: self._send(request, source), source)
+            if self._is_stuck():
+                self.stuck += 1
+            else:
+                self.clock.at(self.clock.now + RETRY_S, lambda source: self._send(request, source), source)
             return
+        self.idle_since_s = -1.0
+        self.sending += 1
         target.memory += self.memory[request]
         took = self.prompt_len[request] * self.kv_bytes / self.link_bytes_per_s
         self.clock.at(self.clock.now + took, lambda source: self._on_sent(request, source, target), source)
 
+    def _is_stuck(self) -> bool:
+        """Nobody comes, computes or sends any more, and everyone who waits to send has asked in vain: machines that
+        wait for each other's memory, or a request that is too large for its receiver. Splitwise's ask on."""
+        is_idle = self.is_over and not self.sending and not any(machine.num_batch for machine in self.machines)
+        if not is_idle:
+            self.idle_since_s = -1.0
+        elif self.idle_since_s < 0:
+            self.idle_since_s = self.clock.now
+        return is_idle and self.clock.now - self.idle_since_s > 1.5 * RETRY_S
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that machines computed, by the pool that they belong to; those lent count where they belong."""
+        if self.is_baseline:
+            return {"colocated": sum(machine.busy_s for machine in self.machines)}
+        of_prompts = sum(machine.busy_s for machine in self.machines if machine.pool is self.prompts)
+        return {"prefill": of_prompts, "decode": sum(machine.busy_s for machine in self.machines) - of_prompts}
+
     def _on_sent(self, request: int, source: _Machine, target: _Machine) -> None:
+        self.sending -= 1
         source.release(request)
         target.arrive(self._token_task(request))
         source.on_sent()
