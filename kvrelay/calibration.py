@@ -96,7 +96,8 @@ async def calibrate(
     _check(model, pools, status)
     run = _Calibration(Prober(client, model, seed), pools, effort, seed, on_progress)
     await run.measure()
-    return _profile(run, model, pools, machine or {}, commit)
+    profile = _profile(run, model, pools, machine or {}, commit)
+    return replace(profile, router={name: _value(text) for name, text in sorted(status.limits.items())})
 
 
 def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: ClusterStatus) -> None:
@@ -415,7 +416,8 @@ def _slowdown_point(size: int, pairs: Sequence[tuple[float, float]]) -> Slowdown
 def errors(profile: Profile) -> Fault:
     """Nine times in ten, at the points held out."""
     latency = ProfileLatency(profile)
-    prefill = [(latency.prefill_s(point.chunks), point.seconds) for point in profile.prefill if point.held_out]
+    between_s = profile.prefill_overhead_s
+    prefill = [(latency.prefill_s(p.chunks) - between_s, p.seconds) for p in profile.prefill if p.held_out]
     decode = [
         (latency.decode_line(point.batch_size, point.context_tokens).step_s, point.seconds)
         for point in profile.decode

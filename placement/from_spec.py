@@ -23,6 +23,7 @@ from placement.catalog import Degrees, PlanError
 from placement.colocated import ColocatedCluster, Sharing
 from placement.hardware import Hardware
 from placement.latency import LatencyModel
+from placement.measured import shared_hosts
 from placement.model_shape import ModelShape
 from placement.profile import Profile, ProfileLatency
 from placement.roofline import RooflineCatalog
@@ -169,6 +170,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         message_s=source.message_s,
         report_gap_s=MIN_REPORT_GAP_S,
         layer_groups=_layer_groups(spec, source),
+        hosts=shared_hosts(source.profile, (w.name for w in workers)) if isinstance(source, ProfileWorkers) else (),
     )
 
 
@@ -205,15 +207,13 @@ def latency_sources(spec: ClusterSpec, source: WorkerSource) -> list[str]:
     return list(dict.fromkeys(model.latency.source for model in _models(spec, source)))
 
 
-def not_simulated(spec: ClusterSpec, *, has_slowdown: bool = False) -> list[str]:
+def not_simulated(spec: ClusterSpec) -> list[str]:
     """What of the spec makes no difference here though it would in life, in sentences."""
     said = []
     if spec.router.replicas > 1:
         said.append(f"router.replicas is {spec.router.replicas}; simulated as one router that sees every request")
     if spec.max_model_len is not None:
         said.append(f"max_model_len is {spec.max_model_len}; longer requests are served here, and refused in life")
-    if has_slowdown:
-        said.append("the workers share a host and slow each other down, by what was measured; each is simulated alone")
     return said
 
 

@@ -111,6 +111,7 @@ class Profile:
     transfer: tuple[TransferPoint, ...]
     tp: int = 1
     pp: int = 1
+    router: Mapping[str, int | float | str | bool] = field(default_factory=dict)  # limits of its policy
     prefill_overhead_s: float = 0.0  # what a prefill worker does between two steps; decode steps have theirs in them
     message_s: float = 0.0005  # one way, between two processes
     client_s: float = 0.0  # of what a client waits for a token, outside the router's account
@@ -176,8 +177,10 @@ def _shared_slope(by_x: Mapping[float, Sequence[tuple[float, float]]]) -> float:
 
 
 class ProfileLatency:
-    """One worker as it was measured. `mixed_s`: nothing of kvrelay runs both in one step, so none was measured; it is
-    the sum of what the two would take by themselves, less the step that a prefill of one token has in common with it.
+    """One worker as it was measured; a step's time holds what lies between it and the next one.
+
+    `mixed_s`: nothing of kvrelay runs both in one step, so none was measured; it is the sum of what the two would take
+    by themselves, less the step that a prefill of one token has in common with it.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -208,7 +211,7 @@ class ProfileLatency:
         if not tokens:
             return 0.0
         base_s, slope_s = self._prefill.at(tokens)
-        return max(self._least_s, base_s + slope_s * pairs / tokens)
+        return max(self._least_s, base_s + slope_s * pairs / tokens) + self.profile.prefill_overhead_s
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         base_s, slope_s = self._decode.at(batch_size)
@@ -287,6 +290,5 @@ class ProfileCatalog:
             page_size=self.profile.page_size,
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
-            step_overhead_s=self.profile.prefill_overhead_s,
             error=max(error.prefill, error.decode),
         )

@@ -72,6 +72,7 @@ def profile_from(data: Any) -> Profile:
         transfer=tuple(_transfer_point(row, f"transfer[{i}]") for i, row in enumerate(_rows(data, "transfer"))),
         tp=_whole(data, "tp"),
         pp=_whole(data, "pp"),
+        router=dict(_mapping(data, "router")) if "router" in data else {},
         prefill_overhead_s=_number(data, "prefill_overhead_s"),
         message_s=_number(data, "message_s"),
         client_s=_number(data, "client_s"),

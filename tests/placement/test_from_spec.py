@@ -173,7 +173,8 @@ def test_a_profile_gives_its_pages_its_overheads_and_its_error() -> None:
     source = ProfileWorkers(profile())
     cluster = sim_cluster(spec(), source)
     assert [worker.num_pages for worker in cluster.workers] == [500, 700]
-    assert [worker.step_overhead_s for worker in cluster.workers] == [0.002, 0.0]
+    assert [worker.step_overhead_s for worker in cluster.workers] == [0.0, 0.0]
+    assert cluster.workers[0].latency.prefill_s([(128, 0)]) == pytest.approx(128 * 3e-4 + 0.002)
     assert cluster.message_s == 0.0007
     assert from_spec.latency_error(spec(), source) == 0.08
     shaped = ProfileWorkers(profile(), load_shape("kvrelay-demo-125m"))
