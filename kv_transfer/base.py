@@ -34,6 +34,7 @@ class Segment:
     layers: range
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
+    after: object | None = None  # KvMemory.mark: an event after which the source pages hold the KV
 
 
 class SendEnd(Protocol):
@@ -113,7 +114,7 @@ class Faults:
 class TransferOptions:
     """The limits a pair keeps, and the transports it may use, the preferred first."""
 
-    transports: tuple[str, ...] = ("shared_memory", "process_group")
+    transports: tuple[str, ...] = ("cuda_ipc", "shared_memory", "process_group")
     checksums: bool = True
     layers_per_group: int = 0
     transfer_timeout_s: float = 5.0

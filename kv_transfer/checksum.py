@@ -7,6 +7,7 @@ bytes that were lost, mixed up or damaged on the way; it is no defence against s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import xxhash
@@ -29,6 +30,21 @@ class RunningDigest:
         return int(self._hasher.intdigest())
 
 
+class SegmentChecksummer(Protocol):
+    """What a worker verifies segments by."""
+
+    def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int: ...
+
+
+def device_checksummer(memory: KvMemory) -> SegmentChecksummer | None:
+    """Digests where the pages are, for a GPU's; None for the CPU's, whose bytes a transport shows as it copies."""
+    if not memory.is_on_gpu:
+        return None
+    from kv_transfer.cuda import DeviceChecksummer, gpu_of
+
+    return DeviceChecksummer(memory, gpu_of(memory.device))
+
+
 class Checksummer:
     """Digests pages of one worker's memory. On a GPU the bytes come to the host for it: slow, and meant for tests."""
 
@@ -36,7 +52,7 @@ class Checksummer:
         self._memory = memory
         self._rows = PageRows(memory.layout, memory.bytes.numpy()) if memory.device == "cpu" else None
 
-    def digest(self, layers: range, pages: Sequence[int]) -> int:
+    def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int:
         running = RunningDigest()
         self.show(layers, pages, running.see)
         return running.value

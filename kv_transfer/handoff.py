@@ -65,6 +65,7 @@ class _Ready:
     page_begin: int
     page_end: int
     src_pages: tuple[int, ...]
+    after: object | None
 
 
 class Handoff:
@@ -90,13 +91,16 @@ class Handoff:
         """Wait for pages. Raises HandoffDenied or HandoffLost."""
         return await asyncio.shield(self._granted)
 
-    def segment_ready(self, layers: range, page_begin: int, page_end: int, src_pages: Sequence[int]) -> None:
-        """The KV of token pages page_begin .. page_end - 1 in `layers` stands in src_pages, in that order.
+    def segment_ready(
+        self, layers: range, page_begin: int, page_end: int, src_pages: Sequence[int], after: object | None = None
+    ) -> None:
+        """The KV of token pages page_begin .. page_end - 1 in `layers` stands in src_pages, in that order; on a GPU
+        once the event `after` has happened (KvMemory.mark).
 
         From any thread; returns at once. What comes before the grant is kept; what the peer has cached is skipped.
         """
         assert len(src_pages) == page_end - page_begin, "src_pages must name one page for each token page"
-        ready = _Ready(layers, page_begin, page_end, tuple(src_pages))
+        ready = _Ready(layers, page_begin, page_end, tuple(src_pages), after)
         with self._ready_lock:
             if not self._granted.done():
                 self._ready.append(ready)
@@ -201,6 +205,7 @@ class Handoff:
                     page_end=begin + index.stop,
                     src_pages=src_pages[index.start : index.stop],
                     dst_pages=grant.pages[begin + index.start : begin + index.stop],
+                    after=ready.after,
                 )
             )
 

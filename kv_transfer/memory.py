@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import torch
 
@@ -51,6 +52,21 @@ class KvMemory:
     def address(self) -> int:
         """Address of the first byte in this process."""
         return self.bytes.data_ptr()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def mark(self) -> object | None:
+        """What must happen before pages that were written so far may be read: an event of a GPU's current stream.
+
+        None on CPU, where what was written is there. Called in the engine's thread, for KV that it has just launched.
+        """
+        if not self.is_on_gpu:
+            return None
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.bytes.device))
+        return event
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of a span, without a copy. CPU only."""

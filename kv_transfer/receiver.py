@@ -30,14 +30,14 @@ import numpy as np
 from engine.rpc import PROTOCOL_VERSION, host_id
 from kv_transfer.base import ReceiveEnd, TransferError
 from kv_transfer.base import TransferOptions as TransferOptions
-from kv_transfer.checksum import Checksummer
+from kv_transfer.checksum import Checksummer, SegmentChecksummer, device_checksummer
 from kv_transfer.decode_pair import DecodePair, LeaseKey, Malformed, Reservation
 from kv_transfer.lease import Denied as Denied
 from kv_transfer.lease import Ended, LeaseState, LeaseTable
 from kv_transfer.lease import Granted as Granted
 from kv_transfer.lease import Queued as Queued
 from kv_transfer.memory import KvMemory
-from kv_transfer.transports.registry import MODULES, load_transport
+from kv_transfer.transports.registry import MODULES, load_transport, usable
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
 
 FENCE_POLL_S = 0.05  # how often a lost sender is looked at, while pages wait for it
@@ -76,7 +76,8 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         """`address_host`: this worker's address, on which two-sided transports listen."""
         self.memory = memory
         self.options = options
-        self.checksummer = Checksummer(memory)
+        on_device = device_checksummer(memory) if options.checksums else None
+        self.checksummer: SegmentChecksummer = on_device or Checksummer(memory)
         self.counters: Counter[str] = Counter()
         self._host = host
         self._me = me
@@ -185,7 +186,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
     def _offer(self, hello: worker_pb2.HandoffHello) -> tuple[str, ReceiveEnd] | str:
         """The first transport of the sender's that works here, or why none does."""
         why: list[str] = []
-        for name in hello.transports:
+        for name in usable(hello.transports, self.memory.device):
             if name not in self.options.transports or name not in MODULES:
                 continue
             transport = load_transport(name)

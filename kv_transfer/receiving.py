@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kv_transfer.base import ReceiveEnd, Segment, TransferError
-from kv_transfer.checksum import Checksummer
+from kv_transfer.checksum import SegmentChecksummer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ReceiveThread(Generic[Token]):
     def __init__(
         self,
         end: ReceiveEnd,
-        checksummer: Checksummer,
+        checksummer: SegmentChecksummer,
         *,
         name: str,
         timeout_s: float,

@@ -27,9 +27,9 @@ from kv_transfer.handoff import HandoffLost as HandoffLost
 from kv_transfer.handoff import HandoffRefused as HandoffRefused
 from kv_transfer.memory import KvMemory
 from kv_transfer.plan import Parallel, plan_transfer
-from kv_transfer.sending import Lane, SendThread, Sent, cut_job
+from kv_transfer.sending import GPU_SEGMENT_BYTES, SEGMENT_BYTES, Lane, SendThread, Sent, cut_job
 from kv_transfer.transports.faulty import FaultySendEnd
-from kv_transfer.transports.registry import load_transport
+from kv_transfer.transports.registry import load_transport, usable
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 CLOSE_TIMEOUT_S = 2.0
@@ -90,7 +90,7 @@ class HandoffPeer:
         Raises HandoffRefused (the two do not fit together) or HandoffLost (the peer is not there, or no bytes can be
         moved to it: it may just be dying, so another attempt or another peer may do better).
         """
-        names, failures = list(options.transports), list[str]()
+        names, failures = usable(options.transports, memory.device), list[str]()
         while names:
             hello = _hello(me, model_fingerprint, memory, names)
             channel = open_channel(target.address)
@@ -156,6 +156,7 @@ class HandoffPeer:
                 self.memory.layout,
                 range(max(layers.start, piece.layers.start), min(layers.stop, piece.layers.stop)),
                 max(0, num_pages),
+                GPU_SEGMENT_BYTES if self.memory.is_on_gpu else SEGMENT_BYTES,
             )
         ]
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.base import Segment, SendEnd, TransferError
-from kv_transfer.checksum import RunningDigest
+from kv_transfer.checksum import RunningDigest, device_checksummer
 from kv_transfer.layout import KvLayout
 from kv_transfer.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
+GPU_SEGMENT_BYTES = 64 << 20  # a launch and a message cost more there, and a copy of so much takes microseconds
 
 
 class Lane:
@@ -46,6 +47,7 @@ class Job:
     page_end: int
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
+    after: object | None = None  # see Segment
     resend: bool = False
 
 
@@ -64,15 +66,17 @@ class OnSent(Protocol):
     def __call__(self, sent: Sent) -> None: ...
 
 
-def cut_job(layout: KvLayout, layers: range, num_pages: int) -> Iterator[tuple[range, range]]:
+def cut_job(
+    layout: KvLayout, layers: range, num_pages: int, segment_bytes: int = SEGMENT_BYTES
+) -> Iterator[tuple[range, range]]:
     """(layers, index range of the pages) of the segments that a job is cut into: whole layers while they fit."""
     start = layers.start
     while start < layers.stop:
         stop, nbytes = start + 1, layout.page_bytes(range(start, start + 1)) * num_pages
-        while stop < layers.stop and nbytes + layout.page_bytes(range(stop, stop + 1)) * num_pages <= SEGMENT_BYTES:
+        while stop < layers.stop and nbytes + layout.page_bytes(range(stop, stop + 1)) * num_pages <= segment_bytes:
             nbytes += layout.page_bytes(range(stop, stop + 1)) * num_pages
             stop += 1
-        step = max(1, num_pages * SEGMENT_BYTES // max(nbytes, SEGMENT_BYTES))
+        step = max(1, num_pages * segment_bytes // max(nbytes, segment_bytes))
         for at in range(0, num_pages, step):
             yield range(start, stop), range(at, min(at + step, num_pages))
         start = stop
@@ -92,6 +96,7 @@ class SendThread:
         self._end = end
         self._layout = memory.layout
         self._checksums = checksums
+        self._device_checksummer = device_checksummer(memory) if checksums else None
         self._on_sent = on_sent
         self._on_error = on_error
         self._queue: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
@@ -168,12 +173,16 @@ class SendThread:
                 then()
 
     def _send(self, job: Job) -> None:
-        digest = RunningDigest() if self._checksums else None
-        segment = Segment(seq=self._seq, layers=job.layers, src_pages=job.src_pages, dst_pages=job.dst_pages)
+        digest = RunningDigest() if self._checksums and self._device_checksummer is None else None
+        segment = Segment(
+            seq=self._seq, layers=job.layers, src_pages=job.src_pages, dst_pages=job.dst_pages, after=job.after
+        )
         self._seq += 1
         nbytes = self._layout.page_bytes(job.layers) * len(job.src_pages)
         started = time.perf_counter()
         self._end.send(segment, digest.see if digest else None)
         took_s = time.perf_counter() - started
         checksum = digest.value if digest else None
+        if self._device_checksummer is not None:
+            checksum = self._device_checksummer.digest(job.layers, job.src_pages, job.after)
         self._on_sent(Sent(job=job, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=took_s))

@@ -267,9 +267,10 @@ class PrefillWorker:
             group = ends.get(layer)
             if group is None:
                 return
+            computed = self.engine.memory.mark()
             for handoff, begin, end, pages in segments:
                 if end > begin:
-                    handoff.segment_ready(group, begin, end, pages)
+                    handoff.segment_ready(group, begin, end, pages, computed)
 
         step = Step(chunks=chunks, on_layer=on_layer if segments else None)
         return _Flight(batch=batch, step=step)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 from kv_transfer.base import Transport
 
 MODULES = {
+    "cuda_ipc": "kv_transfer.transports.cuda_ipc",
     "loopback": "kv_transfer.transports.loopback",
     "process_group": "kv_transfer.transports.process_group",
     "shared_memory": "kv_transfer.transports.shared_memory",
 }
+ONLY_ON = {"cuda_ipc": "cuda", "loopback": "cpu", "shared_memory": "cpu"}  # what is not named here moves both
+
+
+def usable(names: Sequence[str], device: str) -> list[str]:
+    """Those of `names` that can move the memory of `device`, in their order."""
+    kind = device.partition(":")[0]
+    return [name for name in names if ONLY_ON.get(name, kind) == kind]
 
 
 def load_transport(name: str) -> Transport:

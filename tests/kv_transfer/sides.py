@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,16 +25,22 @@ PAGE_SIZE = 4
 LAYERS = (LayerKv(2, 8, 8), LayerKv(2, 24, 16), LayerKv(1, 8, 4))  # widths differ, and K from V
 
 
-def random_memory(num_pages: int, *, layers: tuple[LayerKv, ...] = LAYERS, seed: int = 0) -> KvMemory:
-    memory = KvMemory(KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=layers, num_pages=num_pages))
-    memory.bytes.random_(generator=torch.Generator().manual_seed(seed))
+DEVICE = os.environ.get("KVRELAY_TEST_DEVICE", "cpu")  # cuda:0 on a machine with a GPU (bench/gpu_check.sh)
+
+
+def random_memory(
+    num_pages: int, *, layers: tuple[LayerKv, ...] = LAYERS, seed: int = 0, device: str = DEVICE
+) -> KvMemory:
+    memory = KvMemory(KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=layers, num_pages=num_pages), device)
+    chosen = torch.Generator().manual_seed(seed)
+    memory.bytes.copy_(torch.empty(len(memory.bytes), dtype=torch.uint8).random_(generator=chosen))
     return memory
 
 
 def snapshot(memory: KvMemory) -> list[torch.Tensor]:
     """K and V of each layer as bytes, [num_pages, bytes]."""
     parts = [part for i in range(memory.layout.num_layers) for part in (memory.k(i), memory.v(i))]
-    return [part.flatten(1).view(torch.uint8).clone() for part in parts]
+    return [part.flatten(1).view(torch.uint8).to("cpu", copy=True) for part in parts]
 
 
 def assert_pages_moved(

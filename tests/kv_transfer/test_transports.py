@@ -1,4 +1,7 @@
-"""The contract of a transport (kv_transfer/base.py), on every implementation."""
+"""The contract of a transport (kv_transfer/base.py), on every implementation.
+
+On CPU, cuda_ipc and NCCL run on a fake GPU (fake_gpu.py). KVRELAY_TEST_DEVICE=cuda:0 runs the same tests on a real one.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,35 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Transport
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.layout import LayerKv
 from kv_transfer.memory import KvMemory
-from kv_transfer.transports.registry import MODULES, load_transport
-from tests.kv_transfer.sides import LAYERS, assert_pages_moved, random_memory, snapshot
+from kv_transfer.transports.registry import load_transport
+from tests.kv_transfer import fake_gpu
+from tests.kv_transfer.gpu_here import SECOND_GPU, why_no_nccl
+from tests.kv_transfer.sides import DEVICE, LAYERS, assert_pages_moved, random_memory, snapshot
 
-ALL = sorted(MODULES)
-TWO_SIDED = ["process_group"]
-BETWEEN_PROCESSES = ["process_group", "shared_memory"]
+NCCL = pytest.param("process_group", marks=pytest.mark.skipif(bool(why_no_nccl()), reason=why_no_nccl()))
+if DEVICE == "cpu":
+    FAKES: dict[str, Transport] = {"cuda_ipc": fake_gpu.CUDA_IPC, "nccl": fake_gpu.NCCL}
+    ONE_SIDED = ["cuda_ipc", "loopback", "shared_memory"]
+    TWO_SIDED: list[Any] = ["process_group", "nccl"]
+    BETWEEN_PROCESSES: list[Any] = ["cuda_ipc", "process_group", "shared_memory"]
+    SIZE_CHECKED: list[Any] = ["process_group"]
+else:
+    FAKES = {}
+    ONE_SIDED = ["cuda_ipc"]
+    TWO_SIDED = [NCCL]
+    BETWEEN_PROCESSES = ["cuda_ipc"]  # process_group: tests/gpu/test_transports.py
+    SIZE_CHECKED = []  # NCCL's messages have no sizes: the control stream agrees on them
+ALL: list[Any] = [*ONE_SIDED, *TWO_SIDED]
+KILLED_SENDER = [name for name in BETWEEN_PROCESSES if name == "process_group"]
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of CPU memory")
 WIDE = (LayerKv(16, 80, 64), LayerKv(16, 64, 80))  # pages of 20 KiB and 16 KiB: copied as blocks
 ODD = (LayerKv(1, 3, 1),)
 
@@ -61,6 +80,10 @@ class Pair:
         self.pool.shutdown(wait=False)
 
 
+def transport_named(name: str) -> Transport:
+    return FAKES.get(name) or load_transport(name)
+
+
 def send(end: SendEnd, *segments: Segment) -> None:
     for segment in segments:
         end.send(segment)
@@ -71,8 +94,8 @@ def open_pair(
     name: str, *, layers: tuple[LayerKv, ...] = LAYERS, timeout_s: float = 5.0, target: KvMemory | None = None
 ) -> Pair:
     source = random_memory(23, layers=layers, seed=1)
-    target = target or random_memory(31, layers=layers, seed=2)
-    transport = load_transport(name)
+    target = target or random_memory(31, layers=layers, seed=2, device=SECOND_GPU or DEVICE)
+    transport = transport_named(name)
     receiver = transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=timeout_s)
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(receiver.open, timeout_s)
@@ -186,7 +209,7 @@ def test_a_peer_that_sends_nothing_is_given_up(name: str) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("name", TWO_SIDED)
+@pytest.mark.parametrize("name", SIZE_CHECKED)
 @pytest.mark.parametrize(("num_sent", "num_expected"), [(3, 2), (2, 3)])
 def test_sizes_that_disagree_raise_and_harm_nothing(name: str, num_sent: int, num_expected: int) -> None:
     pair = open_pair(name, timeout_s=0.5)
@@ -218,7 +241,7 @@ def test_two_pairs_at_once_and_one_may_be_aborted(name: str) -> None:
     second.close()
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if n not in TWO_SIDED])
+@pytest.mark.parametrize("name", ONE_SIDED)
 def test_the_receiver_sees_that_a_one_sided_sender_has_closed(name: str) -> None:
     pair = open_pair(name)
     assert not pair.receiver.sender_closed
@@ -230,9 +253,10 @@ def test_the_receiver_sees_that_a_one_sided_sender_has_closed(name: str) -> None
 @pytest.mark.parametrize("name", ALL)
 def test_unusable_parameters_are_refused(name: str) -> None:
     with pytest.raises(TransferError):
-        load_transport(name).connect(random_memory(3), {}, peer="decode-0", host="127.0.0.1", timeout_s=0.2)
+        transport_named(name).connect(random_memory(3), {}, peer="decode-0", host="127.0.0.1", timeout_s=0.2)
 
 
+@ON_CPU
 @pytest.mark.parametrize("key", ["nonce", "inode", "bytes", "fd"])
 def test_shared_memory_is_not_taken_for_another(key: str) -> None:
     transport, target = load_transport("shared_memory"), random_memory(9)
@@ -242,6 +266,7 @@ def test_shared_memory_is_not_taken_for_another(key: str) -> None:
         transport.connect(random_memory(5), params, peer="decode-0", host="127.0.0.1", timeout_s=1)
 
 
+@ON_CPU
 def test_a_closed_sender_keeps_nothing_of_the_receivers_memory() -> None:
     """Or a decode worker that died would leave its memory with every prefill worker it had."""
     before = num_maps()
@@ -258,12 +283,13 @@ def num_maps() -> int:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="transport is 'pigeon'; give one of loopback, process_group, shared_memory"):
+    names = "cuda_ipc, loopback, process_group, shared_memory"
+    with pytest.raises(ValueError, match=f"transport is 'pigeon'; give one of {names}"):
         load_transport("pigeon")
 
 
 def _serve_child(name: str, pipe: Connection) -> None:
-    end = load_transport(name).offer(random_memory(31, seed=2), peer="prefill-0", host="127.0.0.1", timeout_s=5)
+    end = transport_named(name).offer(random_memory(31, seed=2), peer="prefill-0", host="127.0.0.1", timeout_s=5)
     pipe.send(dict(end.params))
     end.open(5)
     pipe.recv()
@@ -271,7 +297,7 @@ def _serve_child(name: str, pipe: Connection) -> None:
 
 def _connect_child(name: str, pipe: Connection) -> None:
     pipe.send("started")
-    end = load_transport(name).connect(random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=5)
+    end = transport_named(name).connect(random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=5)
     pipe.send("connected")
     pipe.recv()
     end.close()
@@ -288,7 +314,7 @@ def _in_child(target: Callable[[str, Connection], None], name: str) -> tuple[Con
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
     pipe, child = _in_child(_serve_child, name)
-    sender = load_transport(name).connect(
+    sender = transport_named(name).connect(
         random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=2
     )
     child.kill()
@@ -298,9 +324,9 @@ def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("name", TWO_SIDED)
+@pytest.mark.parametrize("name", KILLED_SENDER)
 def test_a_killed_sender_is_an_error_to_the_receiver(name: str) -> None:
-    receiver = load_transport(name).offer(random_memory(31), peer="prefill-0", host="127.0.0.1", timeout_s=2)
+    receiver = transport_named(name).offer(random_memory(31), peer="prefill-0", host="127.0.0.1", timeout_s=2)
     pipe, child = _in_child(_connect_child, name)
     assert pipe.recv() == "started"  # importing torch may take longer than the receiver waits
     with ThreadPoolExecutor(1) as pool:

@@ -1,0 +1,97 @@
+"""The fence of a one-sided pair on one host: a small file that both sides map, where the sender's last word stands.
+
+The receiver makes it (a memfd, opened through /proc/PID/fd/FD) and writes a nonce into it, by which the sender knows
+that it has opened what was meant. The sender's last act is to set a flag in it, by which the receiver knows that no
+more will be written even when the control stream is broken. A sender may also leave a note: cuda_ipc the handle of its
+event.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+from collections.abc import Mapping
+
+from kv_transfer.base import TransferError
+
+FENCE_BYTES = 4096
+NONCE_BYTES = 16
+CLOSED_AT = 64  # offset of the flag
+NOTE_AT = 128  # offset of the note's length, in one byte, and the note behind it; the length is written last
+
+
+class ReceiverFence:
+    def __init__(self) -> None:
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._fd = os.memfd_create("kvrelay-fence", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, FENCE_BYTES)
+        self._map = mmap.mmap(self._fd, FENCE_BYTES)
+        self._map[:NONCE_BYTES] = self.nonce
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return {"pid": str(os.getpid()), "fence_fd": str(self._fd), "nonce": self.nonce.hex()}
+
+    @property
+    def sender_closed(self) -> bool:
+        return self._map[CLOSED_AT] != 0
+
+    @property
+    def note(self) -> bytes:
+        """Empty while there is none."""
+        return self._map[NOTE_AT + 1 : NOTE_AT + 1 + self._map[NOTE_AT]]
+
+    def close(self) -> None:
+        """The map stays, for `sender_closed`, until the object goes; the number must not be opened again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SenderFence:
+    def __init__(self, params: Mapping[str, str], peer: str) -> None:
+        """Raises TransferError, KeyError, ValueError, OSError for parameters of no use."""
+        pid = int(params["pid"])
+        self._map = map_file(pid, int(params["fence_fd"]), FENCE_BYTES, peer)
+        if self._map[:NONCE_BYTES] != bytes.fromhex(params["nonce"]):
+            raise TransferError(f"process {pid} is not {peer}: its fence holds another nonce; use another transport")
+        self._pidfd = os.pidfd_open(pid)
+
+    @property
+    def is_peer_dead(self) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def leave_note(self, note: bytes) -> None:
+        self._map[NOTE_AT + 1 : NOTE_AT + 1 + len(note)] = note
+        self._map[NOTE_AT] = len(note)
+
+    def close(self, *, has_stopped: bool = True) -> None:
+        """Say that nothing more is written, unless that is not known: then only this process's end tells."""
+        if self._pidfd < 0:
+            return
+        if has_stopped:
+            self._map[CLOSED_AT] = 1
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+def map_file(pid: int, fd: int, num_bytes: int, peer: str, inode: int | None = None) -> mmap.mmap:
+    """Map another process's memfd. Raises TransferError."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(
+            f"cannot open {peer}'s memory at {path}: {error.strerror}; use another transport"
+        ) from error
+    try:
+        stat = os.fstat(own)
+        if stat.st_size != num_bytes or (inode is not None and stat.st_ino != inode):
+            raise TransferError(f"{path} is not {peer}'s memory: another file or size; use another transport")
+        return mmap.mmap(own, num_bytes)
+    finally:
+        os.close(own)

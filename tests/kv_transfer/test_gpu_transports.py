@@ -1,0 +1,313 @@
+"""What the GPU transports promise beyond the contract: order, fences, deadlines. On a fake GPU that does nothing
+until it must (fake_gpu.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.base import Segment, TransferError
+from kv_transfer.memory import KvMemory
+from kv_transfer.transports import nccl
+from kv_transfer.transports.cuda_ipc import CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
+from kv_transfer.transports.process_group import (
+    Gloo,
+    ProcessGroupReceiveEnd,
+    ProcessGroupSendEnd,
+    ProcessGroupTransport,
+)
+from kv_transfer.transports.registry import usable
+from tests.kv_transfer.fake_gpu import FakeEvent, FakeGpu, FakeGroup, FakeNccl
+from tests.kv_transfer.sides import DEVICE, assert_pages_moved, random_memory, snapshot
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a fake GPU's memory is the CPU's")
+
+HOST = "127.0.0.1"
+LAYERS = range(3)
+
+
+def segment(seq: int = 0, after: object | None = None, src: int = 1, dst: int = 2) -> Segment:
+    return Segment(seq=seq, layers=LAYERS, src_pages=[src], dst_pages=[dst], after=after)
+
+
+class Ipc:
+    """A cuda_ipc pair in this process."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self.gpu = FakeGpu()
+        self.source, self.target = random_memory(9, seed=1), random_memory(11, seed=2)
+        transport = CudaIpcTransport(lambda device: self.gpu)
+        receiver = transport.offer(self.target, peer="prefill-0", host=HOST, timeout_s=timeout_s)
+        sender = transport.connect(self.source, receiver.params, peer="decode-0", host=HOST, timeout_s=timeout_s)
+        assert isinstance(receiver, CudaIpcReceiveEnd)
+        assert isinstance(sender, CudaIpcSendEnd)
+        self.receiver, self.sender = receiver, sender
+        self.before = snapshot(self.target)
+        self.gpu.log.clear()
+
+    def assert_moved(self, pages: list[int], to: list[int]) -> None:
+        assert_pages_moved(self.before, self.source, self.target, LAYERS, pages, to)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as opened:
+        yield opened
+
+
+def overwrite(memory: KvMemory, page: int) -> None:
+    for layer in range(memory.layout.num_layers):
+        memory.k(layer)[page] = 7.0
+        memory.v(layer)[page] = 8.0
+
+
+def test_cuda_ipc_reads_a_layer_only_once_it_was_computed(pool: ThreadPoolExecutor) -> None:
+    pair, computed = Ipc(), FakeEvent()
+    sending = pool.submit(pair.sender.send, segment(after=computed))
+    with pytest.raises(TimeoutError):
+        sending.result(0.05)
+    pair.assert_moved([], [])
+    overwrite(pair.source, 1)  # what the engine's kernels do
+    computed.happen()
+    sending.result(5)
+    pair.assert_moved([1], [2])
+
+
+def test_cuda_ipc_returns_when_the_copy_is_done_and_then_only() -> None:
+    pair = Ipc()
+    pair.sender.send(segment())
+    pair.assert_moved([1], [2])
+    assert [name for name, _ in pair.gpu.log] == ["copy", "record", "finish"]
+
+
+def test_the_receivers_own_stream_waits_for_the_pairs_event() -> None:
+    pair = Ipc()
+    pair.sender.send(segment())
+    pair.gpu.log.clear()
+    pair.receiver.receive(segment())
+    assert [name for name, _ in pair.gpu.log] == ["wait", "finish"]
+
+
+def test_a_senders_event_that_cannot_be_opened_is_told_once_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Ipc()
+    pair.receiver.event = None  # as for a sender in another process, which left a note that means nothing here
+    pair.sender.send(segment())
+    pair.receiver.receive(segment())
+    pair.receiver.receive(segment(1))
+    assert [record.message for record in caplog.records] == [
+        "prefill-0's CUDA event cannot be opened (another process's event cannot be opened by the fake GPU): "
+        "its own wait orders the copies"
+    ]
+
+
+def test_a_copy_that_does_not_end_is_an_error_and_keeps_the_fence_up() -> None:
+    pair = Ipc(timeout_s=0.05)
+    with pytest.raises(TransferError, match=r"copied nothing for 0\.05 s"):
+        pair.sender.send(segment(after=FakeEvent()))  # a GPU that hangs before the layer is computed
+    pair.sender.close()
+    assert not pair.receiver.sender_closed, "the copy may still happen: the pages are nobody's yet"
+
+
+def test_a_page_that_does_not_exist_is_refused_before_anything_is_launched() -> None:
+    pair = Ipc()
+    for wrong in (segment(src=9), segment(dst=11), segment(dst=-1)):
+        with pytest.raises(TransferError, match=r"pages cannot be copied: pages .* of (9|11) are to be copied"):
+            pair.sender.send(wrong)
+    assert not pair.gpu.log
+
+
+def test_another_layout_is_refused() -> None:
+    pair = Ipc()
+    params = {**pair.receiver.params, "num_pages": "12"}
+    with pytest.raises(TransferError, match="decode-0 says its KV has"):
+        CudaIpcTransport(lambda device: pair.gpu).connect(pair.source, params, peer="decode-0", host=HOST, timeout_s=1)
+
+
+def test_a_receiver_that_has_gone_is_not_found() -> None:
+    pair = Ipc()
+    params = dict(pair.receiver.params)
+    keep = pair.receiver._fence  # its file is there, the receiver is not
+    del pair.receiver
+    with pytest.raises(TransferError, match="decode-0 is not in this process any more"):
+        CudaIpcTransport(lambda device: pair.gpu).connect(pair.source, params, peer="decode-0", host=HOST, timeout_s=1)
+    assert keep.sender_closed
+
+
+def test_cuda_ipc_is_for_gpu_memory() -> None:
+    with pytest.raises(TransferError, match="cuda_ipc moves GPU memory only, and this worker's KV is on cpu"):
+        CudaIpcTransport().offer(random_memory(3), peer="p", host=HOST, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"),
+    [
+        ("cpu", ["shared_memory", "process_group", "loopback"]),
+        ("cuda:1", ["cuda_ipc", "process_group"]),
+    ],
+)
+def test_a_worker_offers_only_what_moves_its_memory(device: str, wanted: list[str]) -> None:
+    assert usable(["cuda_ipc", "shared_memory", "process_group", "loopback"], device) == wanted
+
+
+# NCCL
+
+
+class NcclPair:
+    def __init__(self, timeout_s: float = 5.0, target: KvMemory | None = None) -> None:
+        self.fake = FakeNccl()
+        self.source, self.target = random_memory(9, seed=1), target or random_memory(11, seed=2)
+        self.queues = FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1")
+        offering = ProcessGroupTransport(lambda memory, host: nccl.Nccl(self.queues[1], self.fake.make))
+        joining = ProcessGroupTransport(lambda memory, host: nccl.Nccl(self.queues[0], self.fake.make))
+        receiver = offering.offer(self.target, peer="prefill-0", host=HOST, timeout_s=timeout_s)
+        with ThreadPoolExecutor(1) as pool:
+            opened: Future[None] = pool.submit(receiver.open, timeout_s)
+            sender = joining.connect(self.source, receiver.params, peer="decode-0", host=HOST, timeout_s=timeout_s)
+            opened.result(10)
+        assert isinstance(receiver, ProcessGroupReceiveEnd)
+        assert isinstance(sender, ProcessGroupSendEnd)
+        self.receiver, self.sender = receiver, sender
+        self.before = snapshot(self.target)
+
+    def take(self, *segments: Segment) -> None:
+        for one in segments:
+            self.receiver.receive(one)
+            self.receiver.place(one)
+
+    def assert_moved(self, pages: list[int], to: list[int]) -> None:
+        assert_pages_moved(self.before, self.source, self.target, LAYERS, pages, to)
+
+    def group(self, rank: int) -> Any:
+        return next(group for group in self.fake.groups if group.rank == rank)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self.sender._wire.join()
+        self.receiver._wire.join()
+
+
+def test_nccl_gathers_a_layer_only_once_it_was_computed(pool: ThreadPoolExecutor) -> None:
+    pair, computed = NcclPair(), FakeEvent()
+    sending = pool.submit(pair.sender.send, segment(after=computed))
+    with pytest.raises(TimeoutError):
+        sending.result(0.05)
+    overwrite(pair.source, 1)
+    computed.happen()
+    sending.result(5)
+    pair.take(segment())
+    pair.assert_moved([1], [2])
+    pair.close()
+
+
+def test_when_a_send_returns_the_source_pages_may_be_used_again() -> None:
+    pair = NcclPair()
+    original = {layer: pair.source.k(layer)[1].clone() for layer in LAYERS}
+    pair.sender.send(segment())
+    overwrite(pair.source, 1)
+    pair.take(segment())
+    for layer in LAYERS:
+        assert torch.equal(pair.target.k(layer)[2].view(torch.uint8), original[layer].view(torch.uint8))
+    pair.close()
+
+
+def test_a_lost_pair_aborts_its_own_group_and_no_other() -> None:
+    lost, other = NcclPair(timeout_s=0.2), NcclPair()
+    with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 0\.2 s"):
+        lost.take(segment())
+    lost.receiver._wire.join()
+    assert lost.group(1).is_aborted
+    assert not any(group.is_aborted for group in other.fake.groups)
+    other.sender.send(segment())
+    other.take(segment())
+    other.assert_moved([1], [2])
+    lost.close()
+    other.close()
+
+
+def test_buffers_are_kept_until_the_group_was_aborted() -> None:
+    """An operation that still runs writes into its buffer: freed before, it would write into another's memory."""
+    pair, kept = NcclPair(), []
+    wire: Any = pair.receiver._wire
+    abort = pair.group(1).abort
+    pair.group(1).abort = lambda: (kept.append(len(wire._posted)), abort())
+    pair.receiver.expect(segment())
+    while not wire._posted:
+        threading.Event().wait(0.001)
+    pair.receiver.abort()
+    wire.join()
+    assert kept == [1]
+    assert not wire._posted
+    pair.close()
+
+
+def test_a_peer_that_never_comes_to_the_group_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "MEETING_S", 0.1)
+    forever = threading.Event()
+    kind = nccl.Nccl(FakeGpu(), lambda store, rank, device: forever.wait(5) and FakeGroup(store, rank))
+    receiver = ProcessGroupTransport(lambda memory, host: kind).offer(
+        random_memory(3), peer="prefill-0", host=HOST, timeout_s=0.1
+    )
+    with pytest.raises(TransferError, match=r"prefill-0 did not come to the process group within 0\.1 s"):
+        receiver.open(0.1)
+    forever.set()
+
+
+def test_two_ranks_on_one_gpu_are_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "loaded_version", lambda: (2, 28, 9))
+    kind = nccl.Nccl(FakeGpu(uuid="GPU-same"))
+    with pytest.raises(TransferError) as caught:
+        kind.check({"kind": "nccl", "gpu": "GPU-same"}, "decode-0")
+    assert str(caught.value) == (
+        "decode-0 is on our GPU, and NCCL 2.28.9 refuses two ranks on one GPU (from 2.30 "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1 allows them); use cuda_ipc"
+    )
+    kind.check({"kind": "nccl", "gpu": "GPU-other"}, "decode-0")
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "is_allowed"),
+    [
+        (None, {}, False),
+        ((2, 28, 9), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, False),
+        ((2, 30, 7), {}, False),
+        ((2, 30, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, True),
+        ((2, 28, 9), {"KVRELAY_NCCL_ONE_GPU": "1"}, True),
+    ],
+)
+def test_when_two_ranks_may_share_a_gpu(version: Any, environ: dict[str, str], is_allowed: bool) -> None:
+    assert (nccl.why_not_on_one_gpu(version, environ) == "") == is_allowed
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("gloo", "nccl"), ("nccl", "gloo")])
+def test_memory_of_two_kinds_is_refused(ours: str, theirs: str) -> None:
+    kinds: dict[str, Any] = {"gloo": Gloo(HOST), "nccl": nccl.Nccl(FakeGpu())}
+    with pytest.raises(TransferError, match="give both pools the same device"):
+        kinds[ours].check(kinds[theirs].params, "decode-0")
+
+
+def test_what_is_chosen_wins_over_the_environment_and_that_over_ours() -> None:
+    environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "NCCL_DEBUG": "INFO"}
+    assert nccl.settings_for({"NCCL_IB_HCA": "mlx5"}, environ, 7) == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "NCCL_IB_HCA": "mlx5",
+    }
+    assert nccl.settings_for({"TORCH_NCCL_ENABLE_MONITORING": "0"}, environ, 7)["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
+    settings = nccl.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1"}, 7)
+    assert settings["NCCL_HOSTID"] == "kvrelay-7"
+    assert (settings["NCCL_SHM_DISABLE"], settings["NCCL_P2P_DISABLE"]) == ("1", "1")
+
+
+def test_a_version_is_written_as_nccl_writes_it() -> None:
+    assert nccl.version_code((2, 28, 9)) == 22809
