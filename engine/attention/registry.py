@@ -7,22 +7,30 @@ import logging
 import torch
 
 from engine.attention.base import AttentionBackend
+from engine.device import why_no_flashinfer
 from engine.native import NativeUnavailable
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("auto", "torch", "native")
+CPU = torch.device("cpu")
+
+NAMES = ("auto", "torch", "native", "flashinfer")
 
 
-def make_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
-    """The backend called `name` for pages of `dtype`; `auto` is `native` where that can be built.
+def make_backend(name: str, dtype: torch.dtype, device: torch.device = CPU) -> AttentionBackend:
+    """The backend called `name` for pages of `dtype` on `device`; `auto` is the fastest that can be had there.
 
-    Raises ValueError for an unknown name, NativeUnavailable when `native` was asked for and cannot be had.
+    Raises ValueError for a name that is unknown or not the device's, NativeUnavailable when `native` was asked for and
+    cannot be had. FlashInfer's kernels are not chosen yet: see flashinfer_choice.measured.
     """
     if name not in NAMES:
         raise ValueError(f"attention is {name!r}; give one of {', '.join(NAMES)}")
     if name == "torch":
         return _torch()
+    if device.type == "cuda":
+        return _on_gpu(name, device)
+    if name == "flashinfer":
+        raise ValueError(f"attention is 'flashinfer', but {why_no_flashinfer(device)}; give auto, torch or native")
     try:
         return _native(dtype)
     except NativeUnavailable as reason:
@@ -30,6 +38,20 @@ def make_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
             raise
         logger.warning("attention runs on the slower torch backend: %s", reason)
         return _torch()
+
+
+def _on_gpu(name: str, device: torch.device) -> AttentionBackend:
+    if name == "native":
+        raise ValueError(f"attention is 'native', whose kernels run on CPUs, and the device is {device}; give auto")
+    missing = why_no_flashinfer(device)
+    if missing and name == "flashinfer":
+        raise ValueError(f"attention is 'flashinfer', but {missing}")
+    if missing:
+        logger.warning("attention runs on the torch backend, many times slower: %s", missing)
+        return _torch()
+    from engine.attention.flashinfer import FlashInferBackend
+
+    return FlashInferBackend(device)
 
 
 def _torch() -> AttentionBackend:
