@@ -204,8 +204,8 @@ class _Look:
         return shares
 
     def _held_token_s(self) -> dict[str, float]:
-        """Tokens of KV times the seconds that they were held. Decode pages are leased when prefill begins; a handoff that
-        waits for pages holds none there."""
+        """Tokens of KV times the seconds that they were held. Decode pages are leased when prefill begins; a handoff
+        that waits for pages holds none there."""
         workload, phases = self.outcome.workload, self.outcome.phases
         prompt, grown = workload.prompt_len, workload.prompt_len + workload.output_len / 2
         decoding = grown * phases["decode"]

@@ -5,18 +5,20 @@ Formulas and figures: data/distserve-opt-a100.json. T are a step's prompt tokens
     prefill stage  (a + b T + c sum(l^2)) / pp + 1.0 pp       ms; a chunk behind a context of k counts (k + l)^2 - k^2
     decode stage   (a + b sum(context) + c B) / pp            ms; one set of coefficients below 95 requests, one from 95
 
-It knows no batching: that is placement/distserve.py, or the live policies.
+It knows no batching: that is placement/distserve.py, or the live policies. DistServeCatalog offers these workers to the
+planner, with the KV that they hold and the links of the paper's testbed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from placement.catalog import Degrees, MachineCost, Offer
 from placement.latency import DecodeLine, LatencyError
 
 Engine = Literal["distserve", "vllm"]
@@ -114,3 +116,61 @@ def distserve_latency(model: str, tp: int, pp: int = 1, engine: Engine = "distse
         decode_large=tuple(figures["decoding_largebs"]),
         max_batch_tokens=largest,
     )
+
+
+KV_BYTES_PER_TOKEN = {"facebook/opt-13b": 2 * 40 * 5120 * 2, "facebook/opt-66b": 2 * 64 * 9216 * 2}  # fp16 keys, values
+NVLINK_BYTES_PER_S = 300e9  # of an A100, one direction
+TESTBED_LINK_BYTES_PER_S = 25e9 / 8  # between the paper's four nodes
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistServeCatalog:
+    """Workers of an OPT model on A100-80G, eight to a node, by DistServe's coefficients.
+
+    `max_batch_tokens`: of a prefill step; None as many as DistServe takes, all that its memory holds. With `has_link`
+    KV takes its time on NVLink within a node and on 25 Gbit/s between nodes, as in the paper's testbed; DistServe's own
+    simulator lets it pass in none. The price is Azure's list price of an A100, the power its 400 W.
+    """
+
+    name: str
+    engine: Engine = "distserve"
+    gpus_per_node: int = 8
+    max_batch_tokens: int | None = 2048
+    max_batch_size: int = 512
+    has_link: bool = True
+
+    @property
+    def model(self) -> str:
+        return _full_name(self.name)
+
+    @property
+    def hardware(self) -> str:
+        return "A100-80G"
+
+    @property
+    def cost(self) -> MachineCost:
+        return MachineCost(usd_per_gpu_hour=3.67, watts_per_gpu=400.0)
+
+    def degrees(self, max_gpus: int) -> list[Degrees]:
+        return [
+            Degrees(tp, pp)
+            for tp, pp in distserve_degrees(self.name, self.engine)
+            if tp * pp <= max_gpus and tp <= self.gpus_per_node
+        ]
+
+    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
+        try:
+            latency = distserve_latency(self.name, degrees.tp, degrees.pp, self.engine)
+        except LatencyError as error:
+            return str(error)
+        link = NVLINK_BYTES_PER_S if within_node else TESTBED_LINK_BYTES_PER_S
+        per_token_s = KV_BYTES_PER_TOKEN[latency.model] / link if self.has_link else 0.0
+        return Offer(
+            degrees=degrees,
+            latency=replace(latency, link_s_per_token=per_token_s),
+            num_pages=latency.max_batch_tokens // PAGE_TOKENS,
+            page_size=PAGE_TOKENS,
+            max_batch_tokens=self.max_batch_tokens or latency.max_batch_tokens,
+            max_batch_size=self.max_batch_size,
+        )

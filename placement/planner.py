@@ -1,0 +1,486 @@
+"""plan answers how many workers of which kind to run: what was tried, what is best, how sure that is, and what binds.
+
+    offers -> each phase alone (Algorithm 1) or pairs within nodes (Algorithm 2), colocated workers beside
+           -> whole clusters simulated, a worker moved or added where one pool binds -> the best by the objective
+           -> that one again with the latency model's error, relieved, and at the rate asked for
+
+It decides by simulation alone; arithmetic only leaves out what cannot win. PlanError says why nothing can be planned.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from placement.assemble import offers_of
+from placement.catalog import Catalog, Offer, PlanError
+from placement.estimate import Effort, Estimate
+from placement.goodput import Found, Progress, Runner, find_goodput, runner
+from placement.growth import EstimateJob, RateJob, Sized, binding_pool, estimate_job, size_for_rate, with_one_more
+from placement.impossible import raise_if_nothing_fits, why_nothing
+from placement.plan import Candidate, Goodput, Interval, Objective, Plan, Pool, RequestClass, Slo
+from placement.search import (
+    Alone,
+    Market,
+    Spent,
+    Trial,
+    colocated_trials,
+    find_colocated,
+    find_pairs,
+    find_phase,
+    quest_of,
+    replicas_for,
+    sized,
+    splits,
+    usable_degrees,
+)
+from placement.targets import Targets
+from placement.traffic import Traffic, with_classes
+from placement.workload import Workload
+
+Algorithm = Literal["auto", "high", "low"]
+WHOLE_CLUSTERS = 4  # of two pools, simulated as a whole
+COLOCATED_CLUSTERS = 2
+JOINT = Effort(first_requests=2000, max_requests=16_000, half_width=0.015, decides=True)
+FINAL = Effort(first_requests=4000, max_requests=32_000, half_width=0.01)
+CURVE_AT = (0.25, 0.5, 0.75, 0.9, 1.1, 1.25)  # of the goodput: points of each candidate's curve besides the search's
+CURVE = Effort(first_requests=2000, max_requests=4000, half_width=0.02, decides=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is wanted. Exactly one of num_gpus, rate and budget_usd_per_hour.
+
+    `algorithm`: DistServe's "high" or "low" node-affinity; "auto" takes low where it promises more. `burstiness` of the
+    arrivals (1: Poisson); `is_replay`: the workload's own arrivals instead. `processes`: None for one a core, 0 for
+    none besides this one.
+    """
+
+    slo: Slo
+    objective: Objective = "goodput"
+    num_gpus: int | None = None
+    rate: float | None = None
+    budget_usd_per_hour: float | None = None
+    classes: tuple[RequestClass, ...] = ()
+    max_pp: int = 1
+    colocated: bool = True
+    algorithm: Algorithm = "auto"
+    burstiness: float = 1.0
+    is_replay: bool = False
+    seed: int = 0
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [key for key in ("num_gpus", "rate", "budget_usd_per_hour") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise PlanError(f"{' and '.join(given) or 'nothing'} is given; give one of num_gpus, rate and budget")
+        if not getattr(self, given[0]) > 0:
+            raise PlanError(f"{given[0]} is {getattr(self, given[0]):g}; give a number above 0")
+        for one in (self.slo, *(kind.slo for kind in self.classes)):
+            if not 0 < one.attainment <= 1:
+                raise PlanError(f"attainment is {one.attainment:g}; give a share above 0, at most 1")
+            if not (one.ttft_s > 0 and one.tpot_s > 0):
+                raise PlanError(f"ttft is {one.ttft_s:g} s and tpot {one.tpot_s:g} s; give times above 0")
+        if self.max_pp < 1:
+            raise PlanError(f"max_pp is {self.max_pp}; give 1 or more")
+
+
+def plan(ask: Ask, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
+    """The best placement for what is asked. Raises PlanError in one sentence where there is none."""
+    began_s = _cpu_s()
+    with runner(ask.processes, on_progress) as run:
+        source = with_classes(workload, ask.classes, ask.seed)
+        market = Market(
+            catalog=catalog,
+            offer_of=offers_of(catalog),
+            traffic=Traffic(source=source, burstiness=ask.burstiness, is_replay=ask.is_replay),
+            targets=Targets(slo=ask.slo, classes=ask.classes),
+            run=run,
+            seed=ask.seed,
+            max_pp=ask.max_pp,
+        )
+        return _Planner(ask, market).plan(began_s)
+
+
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system
+
+
+class _Planner:
+    """The steps of one plan."""
+
+    def __init__(self, ask: Ask, market: Market) -> None:
+        self.ask = ask
+        self.market = market
+        self.run: Runner = market.run
+        self.spent = Spent()
+        self.num_gpus = self._num_gpus()
+        self.error = 0.0
+
+    def _num_gpus(self) -> int:
+        """At most; for a rate, what a single worker may take."""
+        ask, cost = self.ask, self.market.catalog.cost
+        if ask.num_gpus is not None:
+            return ask.num_gpus
+        if ask.budget_usd_per_hour is not None:
+            if not cost.usd_per_gpu_hour:
+                raise PlanError(f"budget needs the price of a {self.market.hardware}; give usd_per_hour in its file")
+            count = int(ask.budget_usd_per_hour / cost.usd_per_gpu_hour + 1e-9)
+            if count < 1:
+                raise PlanError(
+                    f"budget is {ask.budget_usd_per_hour:g} USD an hour and one {self.market.hardware} costs "
+                    f"{cost.usd_per_gpu_hour:g}; give more"
+                )
+            return count
+        return self.market.catalog.gpus_per_node * ask.max_pp
+
+    def plan(self, began_s: float) -> Plan:
+        offers = usable_degrees(self.market, self.num_gpus, self.spent)
+        raise_if_nothing_fits(self.market, offers, self.spent, self.num_gpus)
+        self.error = max(offer.error for offer in offers)
+        prefills, decodes = self._phases(offers)
+        colocated = find_colocated(self.market, offers, self.spent) if self.ask.colocated else []
+        trials = self._trials(prefills, decodes) + self._colocated(colocated)
+        if not trials:
+            raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
+        tried = self._best_first(self._for_rate(trials) if self.ask.rate else self._for_gpus(trials))
+        if not tried:
+            raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
+        return self._answer(tried, {"prefill": prefills, "decode": decodes}, began_s)
+
+    def _phases(self, offers: Sequence[Offer]) -> tuple[list[Alone], list[Alone]]:
+        return (
+            find_phase(self.market, "prefill", offers, self.spent),
+            find_phase(self.market, "decode", offers, self.spent),
+        )
+
+    # what to simulate as a whole
+
+    def _trials(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
+        high = self._high(prefills, decodes) if self.ask.algorithm != "low" else []
+        is_one_node = bool(high) and all(trial.within_node for trial in high)
+        if self.ask.algorithm == "high" or (is_one_node and self.ask.algorithm == "auto"):
+            return high
+        return high + self._low(prefills, decodes)
+
+    def _high(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
+        if self.ask.rate:
+            trials = sized(self.market, prefills, decodes, self.ask.rate)
+            return [t for t in trials if t.candidate.gpus <= 1.4 * trials[0].candidate.gpus][:WHOLE_CLUSTERS]
+        trials = splits(self.market, prefills, decodes, self.num_gpus)
+        return [t for t in trials if t.promised >= 0.75 * trials[0].promised][:WHOLE_CLUSTERS]
+
+    def _low(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
+        """Whole pairs, repeated."""
+        pairs = find_pairs(self.market, prefills, decodes, self.num_gpus, self.spent)
+        trials = []
+        for pair, _ in pairs[:2]:
+            count = replicas_for(self.ask.rate, pair.promised) if self.ask.rate else self._room(pair.candidate)
+            if count:
+                pools = tuple(replace(pool, replicas=count) for pool in pair.candidate.pools)
+                candidate = replace(pair.candidate, pools=pools)
+                trials.append(replace(pair, candidate=candidate, promised=count * pair.promised))
+        return trials
+
+    def _room(self, unit: Candidate) -> int:
+        return self.num_gpus // unit.gpus
+
+    def _colocated(self, alone: Sequence[Alone]) -> list[Trial]:
+        def count_of(one: Alone) -> int:
+            return replicas_for(self.ask.rate, one.goodput.value) if self.ask.rate else self.num_gpus // one.gpus
+
+        trials = colocated_trials(self.market, alone, count_of)
+        if self.ask.rate:
+            trials.sort(key=lambda trial: trial.candidate.gpus)
+        else:
+            trials.sort(key=lambda trial: -trial.promised)
+        return trials[:COLOCATED_CLUSTERS]
+
+    # whole clusters
+
+    def _for_gpus(self, trials: Sequence[Trial]) -> list[Goodput]:
+        """Each one's goodput; then a worker moved from one pool to the other where that may help the best."""
+        found = self._goodputs(trials, "whole clusters")
+        done = {trial.candidate for trial in trials}
+        for _ in range(2):
+            best = max(found, key=lambda pair: self._score(pair[1]))
+            moved = [t for t in self._moved(best[0], best[2]) if t.candidate not in done]
+            if not moved or best[0].candidate.is_colocated:
+                break
+            done |= {trial.candidate for trial in moved}
+            found += self._goodputs(moved, "neighbours of the best")
+        return [goodput for _, goodput, _ in found]
+
+    def _goodputs(self, trials: Sequence[Trial], what: str) -> list[tuple[Trial, Goodput, Found]]:
+        quests = [quest_of(self.market, trial, effort=JOINT) for trial in trials]
+        found = self.run.map(find_goodput, quests, what)
+        for one in found:
+            self.spent.count(one)
+        return [(t, self._goodput(t.candidate, f), f) for t, f in zip(trials, found, strict=True)]
+
+    def _goodput(self, candidate: Candidate, found: Found) -> Goodput:
+        cost, error = self.market.catalog.cost, self._error_of(candidate)
+        value = found.goodput
+        return Goodput(
+            candidate=candidate,
+            goodput=Interval(value.value, value.low / (1 + error), value.high / (1 - min(error, 0.9))),
+            curve=tuple(one.point for one in found.looked_at),
+            usd_per_hour=candidate.gpus * cost.usd_per_gpu_hour,
+            watts=candidate.gpus * cost.watts_per_gpu,
+        )
+
+    def _error_of(self, candidate: Candidate) -> float:
+        return max(self.market.offer_of(pool.degrees, True).error for pool in candidate.pools)
+
+    def _moved(self, trial: Trial, found: Found) -> list[Trial]:
+        """One worker more where it binds, one or more less in the other pool, within the GPUs there are."""
+        miss = found.first_miss
+        if trial.candidate.is_colocated or miss is None:
+            return []
+        binding = binding_pool(miss.point, miss.missed_ttft, miss.missed_tpot)
+        more = with_one_more(trial.candidate, "decode" if binding == "decode" else "prefill")
+        other = 0 if binding == "decode" else 1
+        while more.gpus > self.num_gpus:
+            pool = more.pools[other]
+            if pool.replicas < 2:
+                return []
+            pools = list(more.pools)
+            pools[other] = replace(pool, replicas=pool.replicas - 1)
+            more = replace(more, pools=tuple(pools))
+        return [replace(trial, candidate=more)]
+
+    def _for_rate(self, trials: Sequence[Trial]) -> list[Goodput]:
+        """Each one grown until it keeps the SLO at the rate, then its goodput."""
+        assert self.ask.rate is not None
+        jobs = [
+            RateJob(
+                trial=trial,
+                offers=tuple(self.market.offer_of(pool.degrees, trial.within_node) for pool in trial.candidate.pools),
+                rate=self.ask.rate,
+                traffic=self.market.traffic,
+                targets=self.market.targets,
+                effort=JOINT,
+                seed=self.market.seed,
+                gpus_per_node=self.market.catalog.gpus_per_node,
+            )
+            for trial in trials
+        ]
+        grown: list[Sized] = self.run.map(size_for_rate, jobs, "clusters for the rate")
+        for one in grown:
+            self.spent.num_simulated += one.num_simulated
+            self.spent.cpu_s += one.cpu_s
+        kept = [one.trial for one in grown if one.keeps_slo]
+        kept = [trial for i, trial in enumerate(kept) if trial.candidate not in [t.candidate for t in kept[:i]]]
+        quests = [
+            replace(quest_of(self.market, trial, effort=JOINT), bottom=self.ask.rate, top=1.25 * self.ask.rate)
+            for trial in kept
+        ]
+        found = self.run.map(find_goodput, quests, "headroom")
+        for result in found:
+            self.spent.count(result)
+        return [self._goodput(trial.candidate, result) for trial, result in zip(kept, found, strict=True)]
+
+    # the best
+
+    def _score(self, goodput: Goodput) -> tuple[float, float]:
+        gpus = goodput.candidate.gpus
+        if self.ask.rate:
+            return (-gpus if goodput.goodput.value else -math.inf, goodput.goodput.value)
+        if self.ask.objective == "goodput":
+            return (goodput.goodput.value, -gpus)
+        return (goodput.per_gpu, goodput.goodput.value)
+
+    def _best_first(self, tried: Sequence[Goodput]) -> list[Goodput]:
+        return sorted((one for one in tried if one.goodput.value), key=self._score, reverse=True)
+
+    def _answer(self, tried: list[Goodput], phases: Mapping[str, Sequence[Alone]], began_s: float) -> Plan:
+        chosen = self._with_error(tried[0])
+        tried = self._with_curves([chosen, *tried[1:]])
+        chosen = tried[0]
+        rate = self.ask.rate or chosen.goodput.value
+        at_rate, knee = self._estimates(
+            [
+                (chosen.candidate, rate, self._error_of(chosen.candidate)),
+                (chosen.candidate, 1.1 * chosen.goodput.value, 0),
+            ],
+            FINAL,
+        )
+        binding, relief = self._relieved(chosen, knee)
+        headroom = max(0.0, 1 - rate / chosen.goodput.value)
+        return Plan(
+            asked=self._asked(),
+            slo=self.ask.slo,
+            objective=self.ask.objective,
+            chosen=chosen,
+            at_rate=at_rate.point,
+            binding=binding,
+            headroom=headroom,
+            tried=tuple(tried),
+            refused=dict(sorted(self.spent.refused.items())),
+            advice=tuple(self._advice(chosen, tried, binding, relief, headroom)),
+            sources=self._sources(chosen),
+            phase_goodput={
+                name: tuple((str(one.offer.degrees), one.per_gpu) for one in found) for name, found in phases.items()
+            },
+            cpu_s=self.spent.cpu_s + (_cpu_s() - began_s if self.ask.processes != 0 else 0.0),
+            num_simulated=self.spent.num_simulated,
+        )
+
+    def _with_error(self, chosen: Goodput) -> Goodput:
+        """Its interval, searched at times so much longer and shorter as the latency model may be wrong."""
+        error = self._error_of(chosen.candidate)
+        if not error:
+            return chosen
+        value = chosen.goodput.value
+        trial = self._trial_of(chosen.candidate, value)
+        factors = (1 + error, 1 - min(error, 0.9))
+        quests = [
+            replace(
+                quest_of(self.market, trial, effort=JOINT, precision=0.03, factor=factor), top=1.05 * value / factor
+            )
+            for factor in factors
+        ]
+        slow, fast = self.run.map(find_goodput, quests, "with the latency model's error")
+        for one in (slow, fast):
+            self.spent.count(one)
+        low, high = min(value, slow.goodput.low), max(value, fast.goodput.high)
+        return replace(chosen, goodput=Interval(value, low, high))
+
+    def _trial_of(self, candidate: Candidate, promised: float) -> Trial:
+        within = candidate.is_colocated or candidate.gpus <= self.market.catalog.gpus_per_node
+        return Trial(candidate=candidate, promised=promised, within_node=within)
+
+    def _with_curves(self, tried: list[Goodput]) -> list[Goodput]:
+        """A few more points for each, so that its curve can be drawn from an idle cluster to an overloaded one."""
+        wanted = [(one.candidate, share * one.goodput.value, 0.0) for one in tried for share in CURVE_AT]
+        found = iter(self._estimates(wanted, CURVE))
+        return [
+            replace(
+                one,
+                curve=tuple(sorted([*one.curve, *(next(found).point for _ in CURVE_AT)], key=lambda point: point.rate)),
+            )
+            for one in tried
+        ]
+
+    def _estimates(self, wanted: Sequence[tuple[Candidate, float, float]], effort: Effort) -> list[Estimate]:
+        jobs = []
+        for candidate, rate, error in wanted:
+            system = quest_of(self.market, self._trial_of(candidate, rate), effort=effort).system
+            jobs.append(
+                EstimateJob(
+                    system=system,
+                    traffic=self.market.traffic,
+                    rate=rate,
+                    targets=self.market.targets,
+                    effort=effort,
+                    seed=self.market.seed,
+                    error=error,
+                )
+            )
+        found = self.run.map(estimate_job, jobs, "curves")
+        for one in found:
+            self.spent.num_simulated += one.num_simulated
+            self.spent.cpu_s += one.cpu_s
+        return found
+
+    def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
+        """Which pool binds: where one worker more helps most just above the goodput. Attainment by what was added."""
+        candidate = chosen.candidate
+        if candidate.is_colocated:
+            return "none", {"": knee.point.attainment.value}
+        variants = {role: with_one_more(candidate, role) for role in ("prefill", "decode")}
+        found = self._estimates([(one, knee.point.rate, 0.0) for one in variants.values()], CURVE)
+        relief = {role: one.point.attainment.value for role, one in zip(variants, found, strict=True)}
+        binding: Pool = binding_pool(knee.point, knee.missed_ttft, knee.missed_tpot)
+        if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
+            binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
+        return binding, {"": knee.point.attainment.value, **relief}
+
+    # words
+
+    def _advice(
+        self,
+        chosen: Goodput,
+        tried: Sequence[Goodput],
+        binding: Pool,
+        relief: Mapping[str, float],
+        headroom: float,
+    ) -> list[str]:
+        said = [self._on_disaggregation(chosen, tried)]
+        if binding in relief:
+            gain = f"{relief['']:.1%} to {relief[binding]:.1%}"
+            said.append(
+                f"The {binding} pool binds: at {1.1 * chosen.goodput.value:.3g} requests/s one more {binding} worker "
+                f"raises the share that meets both targets from {gain}."
+            )
+        elif binding == "link":
+            said.append("The link between the workers binds: place them within a node, or give prefill fewer GPUs.")
+        if self.ask.rate:
+            said.append(_on_headroom(headroom, chosen.goodput))
+        error = self._error_of(chosen.candidate)
+        if error:
+            said.append(
+                f"The latency model was wrong by up to {error:.0%} where it was checked; the intervals carry that."
+            )
+        if not all(point.is_settled for point in chosen.curve):
+            said.append(
+                "Some rates near the knee did not settle within the limit; their intervals say how sure they are"
+            )
+        return [sentence for sentence in said if sentence]
+
+    def _on_disaggregation(self, chosen: Goodput, tried: Sequence[Goodput]) -> str:
+        is_colocated = chosen.candidate.is_colocated
+        others = [one for one in tried if one.candidate.is_colocated != is_colocated]
+        if not others:
+            if is_colocated:
+                return "Do not disaggregate: no two pools keep the targets with these GPUs."
+            return "" if not self.ask.colocated else "No colocated candidate keeps the targets."
+        other = others[0]
+        ratio = chosen.per_gpu / other.per_gpu
+        sure = (
+            ""
+            if chosen.goodput.low / chosen.candidate.gpus > other.goodput.high / other.candidate.gpus
+            else (", but their intervals overlap")
+        )
+        if is_colocated:
+            return (
+                f"Do not disaggregate: {chosen.candidate.label} serves {ratio:.2f} times the goodput per GPU of the "
+                f"best two pools, {other.candidate.label}{sure}."
+            )
+        return (
+            f"Disaggregation pays: {ratio:.2f} times the goodput per GPU of the best colocated candidate, "
+            f"{other.candidate.label}{sure}."
+        )
+
+    def _asked(self) -> dict[str, Any]:
+        ask, catalog = self.ask, self.market.catalog
+        keys = ("num_gpus", "rate", "budget_usd_per_hour", "max_pp", "colocated", "algorithm", "burstiness")
+        asked = {key: getattr(ask, key) for key in (*keys, "is_replay", "seed", "objective")}
+        return {
+            "model": catalog.model,
+            "hardware": catalog.hardware,
+            "workload": self.market.traffic.source.name,
+            "requests": len(self.market.traffic.source),
+            "slo": ask.slo,
+            "classes": ask.classes,
+            **asked,
+        }
+
+    def _sources(self, chosen: Goodput) -> dict[str, str]:
+        offer = self.market.offer_of(chosen.candidate.pools[0].degrees, True)
+        arrivals = "its own arrivals" if self.ask.is_replay else f"gamma arrivals of burstiness {self.ask.burstiness:g}"
+        return {
+            "latency": offer.latency.source,
+            "hardware": self.market.hardware,
+            "workload": f"{self.market.traffic.source.name}: lengths drawn from it, {arrivals}",
+        }
+
+
+def _on_headroom(headroom: float, goodput: Interval) -> str:
+    if headroom < 0.05:
+        return f"The rate stands at the knee ({goodput} requests/s): any more and the targets are missed."
+    return f"{headroom:.0%} of the goodput ({goodput} requests/s) is left at the rate asked for."
