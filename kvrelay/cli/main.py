@@ -44,9 +44,9 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, down, generate, make_model, status, up
+    from kvrelay.cli import bench, down, generate, make_model, plan, simulate, status, up
 
-    modules: list[Any] = [up, down, status, generate, bench, make_model]
+    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, make_model]
     for module in modules:
         module.register(app)
 
