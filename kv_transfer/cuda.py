@@ -21,6 +21,8 @@ from kv_transfer.base import TransferError
 from kv_transfer.memory import KvMemory
 from kv_transfer.page_table import Int64s, PartTable, check_pages, pages_at
 
+cuda: Any = torch.cuda  # half typed
+
 COMPUTE_TIMEOUT_S = 60.0  # for layers that were launched: beyond it the GPU hangs
 POLL_S = 20e-6
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -80,7 +82,7 @@ def gpu_of(device: str) -> Gpu:
 class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)
+        self._stream: Any = cuda.Stream(device)
         self._after: Any = None  # the last event that the stream waits for
 
     def wait_for(self, event: object | None) -> None:
@@ -102,7 +104,7 @@ class CudaQueue:
         event.record(self._stream)
 
     def mark(self) -> Any:
-        event: Any = torch.cuda.Event()
+        event: Any = cuda.Event()
         event.record(self._stream)
         return event
 
@@ -114,7 +116,7 @@ class CudaQueue:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with cuda.device(self._device), cuda.stream(self._stream):
             yield
 
 
@@ -141,8 +143,8 @@ class CudaGpu:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         if self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            self._device = torch.device("cuda", cuda.current_device())
+        self.uuid = str(cuda.get_device_properties(self._device).uuid)
         self._is_warm = False
 
     def queue(self) -> CopyQueue:
@@ -185,14 +187,14 @@ class CudaGpu:
             _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close the other worker's KV memory")
 
     def new_event(self) -> tuple[object, bytes]:
-        with torch.cuda.device(self._device):
-            event = torch.cuda.Event(interprocess=True)
-            event.record(torch.cuda.current_stream(self._device))  # makes it
+        with cuda.device(self._device):
+            event = cuda.Event(interprocess=True)
+            event.record(cuda.current_stream(self._device))  # makes it
             return event, bytes(event.ipc_handle())
 
     def open_event(self, handle: bytes) -> object:
-        with torch.cuda.device(self._device):
-            return torch.cuda.Event.from_ipc_handle(self._device, handle)
+        with cuda.device(self._device):
+            return cuda.Event.from_ipc_handle(self._device, handle)
 
     @contextmanager
     def _context(self) -> Iterator[None]:

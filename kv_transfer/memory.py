@@ -64,8 +64,8 @@ class KvMemory:
         """
         if not self.is_on_gpu:
             return None
-        event: Any = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.bytes.device))
+        cuda: Any = torch.cuda  # half typed
+        event: object = cuda.current_stream(self.bytes.device).record_event()
         return event
 
     def view(self, offset: int, nbytes: int) -> memoryview:

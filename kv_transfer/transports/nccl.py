@@ -70,9 +70,8 @@ def loaded_version() -> tuple[int, ...] | None:
     if torch.version.cuda is None:
         return None
     try:
-        from torch.cuda import nccl
-
-        return tuple(nccl.version())[:3]
+        cuda: Any = torch.cuda  # half typed
+        return tuple(cuda.nccl.version())[:3]
     except (ImportError, RuntimeError, AttributeError):
         return None
 
