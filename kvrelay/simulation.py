@@ -124,15 +124,17 @@ def traffic_of(load: Load, seed: int = 0) -> Traffic:
 
 
 def _requests(load: Load, seed: int) -> Workload:
-    limits = {"max_input_len": load.max_input_len, "max_output_len": load.max_output_len}
     if load.trace is not None:
-        return from_shapes(fit(read_trace(load.trace), scale=load.trace_scale, **limits), load.trace.name)
-    if load.random_input_len is None or load.random_output_len is None:
+        shapes, name, scale = read_trace(load.trace), load.trace.name, load.trace_scale
+    elif load.random_input_len is None or load.random_output_len is None:
         raise PlanError("no requests are given; give --trace, or --random-input-len and --random-output-len")
-    rng = np.random.default_rng(seed)
-    inputs, outputs = load.random_input_len, load.random_output_len
-    shapes = random_shapes(RANDOM_REQUESTS, inputs, outputs, load.random_range_ratio, 0, rng)
-    return from_shapes(fit(shapes, **limits), f"random lengths of {inputs} and {outputs} tokens")
+    else:
+        rng = np.random.default_rng(seed)
+        inputs, outputs = load.random_input_len, load.random_output_len
+        shapes = random_shapes(RANDOM_REQUESTS, inputs, outputs, load.random_range_ratio, 0, rng)
+        name, scale = f"random lengths of {inputs} and {outputs} tokens", 1.0
+    fitted = fit(shapes, scale=scale, max_input_len=load.max_input_len, max_output_len=load.max_output_len)
+    return from_shapes(fitted, name)
 
 
 def simulate_spec(
