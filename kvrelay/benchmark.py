@@ -43,6 +43,7 @@ class Settings:
     max_input_len: int | None = None
     max_output_len: int | None = None
     seed: int = 0
+    prompt_seed: int | None = None  # of the prompts' tokens; None: seed. Prompts nobody cached, lengths as before
     ignore_eos: bool = True
     temperature: float = 0.0
     num_warmups: int = 0
@@ -111,7 +112,7 @@ def _planned(
     settings: Settings, model: ServedModel, timed: list[tuple[workload.Shape, float]], stream: int
 ) -> list[Planned]:
     shapes = [shape for shape, _ in timed]
-    rng = np.random.default_rng([settings.seed, stream])
+    rng = np.random.default_rng([settings.seed if settings.prompt_seed is None else settings.prompt_seed, stream])
     prefix_len = settings.random_prefix_len if settings.trace is None else 0
     prompts = workload.prompts(shapes, model.vocab_size, model.eos_token_ids, rng, prefix_len=prefix_len)
     return [

@@ -90,7 +90,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = to_json(self)
         for made, row in zip(plain["rows"], self.rows, strict=True):
-            made |= {"error": row.error, "is_inside": row.is_inside}
+            made |= {"error": to_json(row.error), "is_inside": row.is_inside}
         return plain | {"is_past_knee": self.is_past_knee}
 
 
