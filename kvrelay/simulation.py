@@ -164,7 +164,7 @@ def simulate_spec(
         kv_tokens=_kv_tokens(system),
         sources=tuple(latency_sources(spec, source)),
         error=error,
-        notes=tuple(_notes(spec, source)),
+        notes=tuple(_notes(spec, source, question.sharing)),
     )
 
 
@@ -237,8 +237,10 @@ def _kv_tokens(system: System) -> dict[str, int]:
     return {worker.name.rpartition("-")[0]: worker.num_pages * worker.page_size for worker in workers}
 
 
-def _notes(spec: ClusterSpec, source: WorkerSource) -> list[str]:
+def _notes(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) -> list[str]:
     notes = not_simulated(spec)
+    if isinstance(source, ProfileWorkers) and source.profile.is_shared_host and sharing is not None:
+        notes.append("workers slow each other down on the profile's host; colocated ones are simulated without that")
     if isinstance(source, RooflineWorkers) and not source.is_one_node(spec):
         per_node, unit = source.hardware.gpus_per_node, source.hardware.unit
         notes.append(f"the workers do not fit in one node of {per_node} {unit}s, so all KV goes between nodes")

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 from kvrelay.cli import simulate as command
 from kvrelay.simulation import merged
 from placement.plan import Interval, RatePoint
+from placement.profile_file import write_profile
+from tests.placement.test_from_spec import profile
 
 pytestmark = pytest.mark.unit
 
@@ -98,6 +100,17 @@ def test_a_person_gets_a_table_that_names_what_it_shows(spec: str) -> None:
     for text in ("1 x prefill", "meet both targets", "TTFT P90, ms", "decode, mean ms", "prefill busy"):
         assert text in result.stdout, result.stdout
     assert "within 15% nine times in ten" in result.stdout
+
+
+def test_a_profile_takes_the_place_of_hardware(spec: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(profile(), path)
+    found = run_json(spec, *RANDOM, "--profile", str(path), "--num-requests", "50", "--rate", "1")
+    assert "measured by kvrelay calibrate on a CPU" in found["latency"][0]
+    assert found["latency_error"] == 0.08
+    both = run(spec, *FEW, "--profile", str(path), "--rate", "1")
+    assert both.exit_code == 2
+    assert "both --hardware and --profile are given; give one" in both.stderr
 
 
 def test_what_the_simulation_leaves_out_is_noted(tmp_path: Path) -> None:
