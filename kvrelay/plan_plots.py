@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from placement.plan import Goodput, Plan, RatePoint
@@ -80,7 +81,7 @@ def figures(plan: Plan, width: Width = "wide") -> dict[str, Figure]:
         "cost": cost_by_throughput,
         "time": time_by_rate,
     }
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         made = {name: draw(plan, width) for name, draw in drawn.items()}
         for figure in made.values():
             if figure is not None:
@@ -100,7 +101,8 @@ def svg(figure: Figure, prefix: str) -> str:
     """For a page: colours are its variables, ids begin with `prefix`, text stays text in the page's own type."""
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+        FigureCanvasSVG(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -372,9 +374,8 @@ def _above(axes: Axes, x: float, right: float, text: str) -> None:
 
 
 def _blank(width: Width, ratio: float) -> Figure:
-    figure = Figure(figsize=(INCHES[width], INCHES[width] * ratio), dpi=72, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.06, w_pad=0.04, hspace=0.06, wspace=0.03)  # type: ignore[union-attr]
-    return figure
+    layout = ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.04, hspace=0.06, wspace=0.03)
+    return Figure(figsize=(INCHES[width], INCHES[width] * ratio), dpi=72, layout=layout)
 
 
 def _figure(width: Width, ratio: float) -> tuple[Figure, Axes]:

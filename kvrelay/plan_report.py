@@ -14,7 +14,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from matplotlib.figure import Figure
 
 from kvrelay import plan_plots as plots
@@ -84,7 +84,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     text = files("kvrelay").joinpath("plan_report.html").read_text(encoding="utf-8")
     return Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
 
@@ -190,10 +190,14 @@ def _honesty(plan: Plan) -> Iterator[str]:
     ]
     if closest:
         yield (
-            f"The intervals do not tell the chosen placement from {words.count(len(closest), 'other')}: "
+            f"The search does not tell the chosen placement from {words.count(len(closest), 'other')}: "
             f"{'; '.join(closest[:4])}{' and more' if len(closest) > 4 else ''}. "
             "Choose among them by what else matters."
         )
+    yield (
+        "All placements are compared on the same requests and latency model, so their order is surer than their "
+        "figures: an error of the model moves all of them alike."
+    )
     yield (
         "The simulator runs the policies of the live router and workers. It leaves out clients that cancel, the time "
         "of tokenising, network trouble and other work on the same machines. After the cluster runs, kvrelay verify "

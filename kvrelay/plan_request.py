@@ -104,6 +104,7 @@ class PlanRequest(_Keys):
     classes: tuple[PlanClass, ...] = ()
 
     max_pp: Count = 1
+    tensor_parallel: Count | None = None  # this degree alone; with several kinds of hardware None is a whole node
     colocated: bool = True  # try it, so that the answer can be "do not disaggregate"
     algorithm: Literal["auto", "high", "low"] = "auto"
     max_batch_tokens: Count | None = None

@@ -8,6 +8,7 @@ It decides nothing about placements. `save` writes a plan's folder: cluster.yaml
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -20,9 +21,19 @@ from kvrelay import plan_cluster as cluster
 from kvrelay import plan_words as words
 from kvrelay.plan_request import PlanRequest
 from kvrelay.workload import fit, random_shapes
-from placement.catalog import Catalog, PlanError
+from placement import planner
+from placement.catalog import Catalog, Degrees, MachineCost, Offer, PlanError
+from placement.hardware import load_hardware
 from placement.latency import LatencyError
+from placement.machines import MachineType, PowerCap, capped, machine_of
+from placement.margin import load_margin
+from placement.model_shape import load_shape
 from placement.plan import Plan, to_json
+from placement.profile import ProfileCatalog
+from placement.profile_file import read_profile
+from placement.provision import Provisioning, provision
+from placement.published_distserve import DistServeCatalog
+from placement.roofline import RooflineCatalog, open_catalog
 from placement.setup import SetupError
 from placement.traces import WorkloadError, read_trace
 from placement.workload import Workload, from_shapes
@@ -43,7 +54,17 @@ def make_plan(request: PlanRequest, on_progress: Progress | None = None) -> Plan
         found = _provisioned(request, open_catalogs, requests, on_progress)
     else:
         found = _planned(request, open_catalogs[0], requests, on_progress)
-    return replace(found, asked=asked(request))
+    return replace(found, asked=asked(request), sources=sources(found, request))
+
+
+def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
+    """Where the figures come from: the plan's own words, and the margin."""
+    if request.margin is None:
+        return dict(plan.sources)
+    margin = load_margin(request.margin)
+    counted = sum(run.counts for run in margin.runs)
+    found = f"{request.margin.name}: times were wrong by {margin.error:.0%} in {words.count(counted, 'verified run')}"
+    return {**plan.sources, "margin": found}
 
 
 def asked(request: PlanRequest) -> dict[str, Any]:
@@ -61,8 +82,13 @@ def workload(request: PlanRequest) -> Workload:
     if request.trace is not None:
         shapes = read_trace(request.trace, request.num_prompts)
         name = request.trace.name
-        limits = {"max_input_len": request.max_input_len, "max_output_len": request.max_output_len}
-        return from_shapes(fit(shapes, scale=request.trace_scale, **limits), name)
+        fitted = fit(
+            shapes,
+            scale=request.trace_scale,
+            max_input_len=request.max_input_len,
+            max_output_len=request.max_output_len,
+        )
+        return from_shapes(fitted, name)
     input_len, output_len = request.random_input_len, request.random_output_len
     assert input_len is not None
     assert output_len is not None
@@ -72,44 +98,81 @@ def workload(request: PlanRequest) -> Workload:
 
 
 def catalogs(request: PlanRequest) -> list[Catalog]:
-    """One for each kind of machine."""
+    """One for each kind of machine, narrowed to what the request allows."""
+    found = _catalogs(request)
+    error = load_margin(request.margin).error if request.margin is not None else 0.0
+    if not error and request.tensor_parallel is None:
+        return found
+    return [Narrowed(of=catalog, tp=request.tensor_parallel, error=error) for catalog in found]
+
+
+def _catalogs(request: PlanRequest) -> list[Catalog]:
     if request.latency_kind == "profile":
         return [_measured(request)]
-    if request.latency_kind == "distserve":
-        return [_distserve(request)]
-    from placement.roofline import open_catalog
-
     assert request.model is not None
-    options: dict[str, object] = {"max_pp": request.max_pp} | _limits(request)
+    if request.latency_kind == "distserve":
+        return [DistServeCatalog(request.model, **_limits(request))]
+    options = {"max_pp": request.max_pp, **_limits(request)}
     return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
 
 
-def _limits(request: PlanRequest) -> dict[str, object]:
+def _limits(request: PlanRequest) -> dict[str, int]:
     limits = {"max_batch_tokens": request.max_batch_tokens, "max_batch_size": request.max_batch_size}
     return {key: value for key, value in limits.items() if value is not None}
 
 
 def _measured(request: PlanRequest) -> Catalog:
-    from placement.hardware import load_hardware
-    from placement.profile import ProfileCatalog
-    from placement.profile_file import read_profile
-
     assert request.profile is not None
     cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
     return ProfileCatalog(read_profile(request.profile), cost=cost)
 
 
-def _distserve(request: PlanRequest) -> Catalog:
-    from placement.published_distserve import DistServeCatalog  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowed:
+    """A catalog with one tensor-parallel degree alone, and with the error that was found of its times where that is
+    larger than its own."""
 
-    found: Catalog = DistServeCatalog(request.model)
-    return found
+    of: Catalog
+    tp: int | None
+    error: float
+
+    @property
+    def model(self) -> str:
+        return self.of.model
+
+    @property
+    def hardware(self) -> str:
+        return self.of.hardware
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.of.gpus_per_node
+
+    @property
+    def cost(self) -> MachineCost:
+        return self.of.cost
+
+    def degrees(self, max_gpus: int) -> Sequence[Degrees]:
+        if self.tp is None:
+            return self.of.degrees(max_gpus)
+        found = [degrees for degrees in self.of.degrees(max_gpus) if degrees.tp == self.tp]
+        return found or ([Degrees(self.tp)] if self.tp <= max_gpus else [])  # its offer says why there is none
+
+    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
+        found = self.of.offer(degrees, within_node=within_node)
+        return found if isinstance(found, str) else replace(found, error=max(found.error, self.error))
 
 
 def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: Progress | None) -> Plan:
-    from placement import planner  # type: ignore[attr-defined]
+    if request.tensor_parallel is not None:
+        refusal = catalog.offer(Degrees(request.tensor_parallel))
+        if isinstance(refusal, str):
+            raise PlanError(refusal)
+    return planner.plan(_ask(request), catalog, requests, on_progress=on_progress)
 
-    ask = planner.Ask(
+
+def _ask(request: PlanRequest) -> planner.Ask:
+    return planner.Ask(
         slo=request.slo,
         objective=request.wanted,
         num_gpus=request.num_gpus,
@@ -119,21 +182,46 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
         max_pp=request.max_pp,
         colocated=request.colocated,
         algorithm=request.algorithm,
+        burstiness=request.burstiness,
+        is_replay=request.trace_timestamps,
         seed=request.seed,
         processes=request.processes,
     )
-    found: Plan = planner.plan(ask, catalog, requests, on_progress=on_progress or _silent)
-    return found
 
 
 def _provisioned(
-    request: PlanRequest, machines: Sequence[Catalog], requests: Workload, on_progress: Progress | None
+    request: PlanRequest, kinds: Sequence[Catalog], requests: Workload, on_progress: Progress | None
 ) -> Plan:
-    raise NotImplementedError
+    """By the rules of the live cluster, whose machines keep their role."""
+    machines = [machine for catalog in kinds for machine in _machines(request, catalog, [k.hardware for k in kinds])]
+    return provision(_ask(request), machines, requests, options=Provisioning(rules="live"), on_progress=on_progress)
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    return
+def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:
+    """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
+    short = short_name(catalog.hardware, names)
+    full = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
+    roofline = catalog.of if isinstance(catalog, Narrowed) else catalog
+    caps = roofline.machine.power_caps if isinstance(roofline, RooflineCatalog) else ()
+    return [
+        full,
+        *(
+            capped(full, PowerCap(share=cap.power, prompt_factor=cap.prefill_time, token_factor=cap.decode_time))
+            for cap in caps
+        ),
+    ]
+
+
+def short_name(hardware: str, among: Sequence[str]) -> str:
+    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100."""
+
+    def token(name: str) -> str:
+        found = re.search(r"\b[A-Z]+\d+\w*", name)
+        return found[0] if found else name.split()[0]
+
+    own = token(hardware)
+    alike = [name for name in among if token(name)[:1] == own[:1]]
+    return own[:1].upper() if len(alike) == 1 else own
 
 
 # From a plan to a folder
@@ -193,7 +281,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "watts": chosen.watts,
         "words": words.answer(plan),
     }
-    return {"kvrelay": version("kvrelay"), "answer": answer} | to_json(plan)
+    return {"kvrelay": version("kvrelay"), "answer": answer, **to_json(plan)}
 
 
 def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
@@ -214,8 +302,6 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
 
 def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int] | None]:
     """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
-    from placement.model_shape import load_shape
-
     model = _loaded_model(request)
     try:
         kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
@@ -229,8 +315,6 @@ def _loaded_model(request: PlanRequest) -> str:
     """A model's directory by its full path, or its name as it was given."""
     given = request.model
     if given is None:
-        from placement.profile_file import read_profile
-
         assert request.profile is not None
         given = str(read_profile(request.profile).model.get("name", "model"))
     path = Path(given).expanduser()

@@ -89,6 +89,9 @@ def plan(
     ] = None,
     margin: Annotated[Path | None, typer.Option(help="What kvrelay verify found; it widens the intervals.")] = None,
     max_pp: Annotated[int | None, typer.Option(help="Pipeline stages to try, at most. Default: 1.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="This degree alone. Default: all; of mixed machines, a whole node.")
+    ] = None,
     colocated: Annotated[
         bool | None, typer.Option(help="Also try workers that do both, for comparison. Default: yes.")
     ] = None,

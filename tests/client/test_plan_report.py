@@ -131,7 +131,7 @@ def test_verdicts() -> None:
     none = replace(together_best, goodput=Interval(0, 0, 0))
     assert "No colocated placement meets" in plan_words.verdict(replace(PLAN, tried=(apart_best, none)))
     close = replace(together_best, goodput=Interval(13.9, 13.0, 14.5))
-    assert "alike within the intervals" in plan_words.verdict(replace(PLAN, tried=(apart_best, close)))
+    assert "come out alike" in plan_words.verdict(replace(PLAN, tried=(apart_best, close)))
     better = replace(together_best, goodput=Interval(28.4, 28.0, 29.0))
     assert plan_words.verdict(replace(PLAN, tried=(apart_best, better))).startswith("Colocated workers serve 2 times")
 
