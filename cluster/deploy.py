@@ -19,10 +19,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cluster import gpus
 from cluster.ray_local import LOOPBACK, LocalRay
 from cluster.resolve import Machine, WorkerPlan, resolve, workers_of
 from cluster.roster import roles_of
 from cluster.spec import ClusterSpec
+
+log = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
 STOP_TIMEOUT_S = 300.0  # the controller bounds what it waits for itself; this is for one that hangs
@@ -59,7 +62,10 @@ class Deployment:
     def start(self) -> None:
         """Start or join Ray and launch every actor; returns before they are ready. Raises DeployError, SpecError."""
         if self._local is not None:
-            self.spec = resolve(self._written, this_machine(), node_host=LOOPBACK)
+            machine = this_machine()
+            self.spec = resolve(self._written, machine, node_host=LOOPBACK)
+            if machine.gpus and machine.why_no_cuda:
+                log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
                 self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
             except (RuntimeError, OSError, ValueError) as error:
@@ -129,7 +135,13 @@ class Deployment:
 
 def this_machine() -> Machine:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Machine(cores=tuple(sorted(os.sched_getaffinity(0))), memory_bytes=pages * page_bytes)
+    found = gpus.count_gpus()
+    return Machine(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        memory_bytes=pages * page_bytes,
+        gpus=found,
+        why_no_cuda=gpus.why_no_cuda(found, gpus.torch_cuda_version()),
+    )
 
 
 def join_ray(address: str, name: str) -> None:

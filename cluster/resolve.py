@@ -5,16 +5,18 @@ It looks at no machine: what there is comes as an argument, so that a test or a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from cluster.spec import ClusterSpec, PoolSpec, SpecError, check_devices
 from engine.spec import WorkerOptions
 
 AUTO_KV_SHARE = 0.4  # of the machine's memory, over all workers
 AUTO_KV_MAX_BYTES = 2 << 30
 JOINED_KV_BYTES = 1 << 30
+AUTO_GPU_SHARE = 0.9  # of the part of a GPU's memory that is a worker's; the rest is for CUDA itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class Machine:
 
     cores: tuple[int, ...]  # numbers of the cores this process may use
     memory_bytes: int
+    gpus: int = 0
+    why_no_cuda: str = "this machine has no GPU"  # empty: the GPUs can be used
 
 
 def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127.0.0.1") -> ClusterSpec:
@@ -31,8 +35,64 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
     On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice.
     """
     host = spec.router.host if spec.router.host != "auto" else node_host
-    pools = _resolve_joined(spec.pools) if machine is None else _resolve_on(spec.pools, machine)
+    pools = _resolve_devices(spec, machine)
+    pools = _resolve_joined(pools) if machine is None else _resolve_on(pools, machine)
     return spec.model_copy(update={"pools": pools, "router": spec.router.model_copy(update={"host": host})})
+
+
+def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSpec, ...]:
+    """Every pool's device, and for those on GPUs how much of one each worker gets. Raises SpecError."""
+    wants = [_device_wanted(pool) for pool in spec.pools]
+    chosen = next((device for device in wants if device != "auto"), None) or _device_of(machine)
+    devices = [chosen if device == "auto" else device for device in wants]
+    for index, (pool, device) in enumerate(zip(spec.pools, devices, strict=True)):
+        if device == "cuda" and machine is not None and machine.why_no_cuda:
+            raise SpecError(f"pools[{index}] ({pool.label}) is to run on a GPU, but {machine.why_no_cuda}")
+    try:
+        check_devices(spec.pools, devices, spec.transfer)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    if "cuda" not in devices:
+        return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
+    return _share_gpus(spec.pools, machine)
+
+
+def _device_wanted(pool: PoolSpec) -> str:
+    """What the pool's other keys say of its device."""
+    if pool.device != "auto":
+        return pool.device
+    if pool.num_gpus > 0 or pool.attention == "flashinfer":
+        return "cuda"
+    return "cpu" if pool.attention == "native" else "auto"
+
+
+def _device_of(machine: Machine | None) -> str:
+    return "cuda" if machine is not None and machine.gpus and not machine.why_no_cuda else "cpu"
+
+
+def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[PoolSpec, ...]:
+    """A GPU for each worker; where there are fewer, as many workers on each as must be. Raises SpecError."""
+    num_workers = sum(pool.replicas for pool in pools)
+    each = 1.0 if machine is None else 1.0 / -(-num_workers // machine.gpus)
+    shares = [pool.num_gpus or each for pool in pools]
+    wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
+    if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:
+        raise SpecError(
+            f"the pools' num_gpus are {wanted:g} GPUs in all, and this machine has {machine.gpus}; lower num_gpus, "
+            "such as 0.5 for two workers on one GPU"
+        )
+    return tuple(
+        pool.model_copy(
+            update={
+                "device": "cuda",
+                "num_gpus": share,
+                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share, 4)
+                if pool.gpu_memory_utilization == "auto"
+                else pool.gpu_memory_utilization,
+            }
+        )
+        for share, pool in zip(shares, pools, strict=True)
+    )
 
 
 def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
@@ -40,7 +100,7 @@ def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
         return {
             "threads": max(1, int(pool.num_cpus)) if pool.threads == "auto" else pool.threads,
             "cpus": None if pool.cpus == "auto" else pool.cpus,
-            "kv_memory": JOINED_KV_BYTES if pool.kv_memory == "auto" else pool.kv_memory,
+            "kv_memory": JOINED_KV_BYTES if _wants_kv_bytes(pool) else pool.kv_memory,
         }
 
     return tuple(pool.model_copy(update=of(pool)) for pool in pools)
@@ -62,9 +122,14 @@ def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, 
         if cpus == "auto":
             cpus = tuple(spare[:count]) if may_pin else None
             spare = spare[count:]
-        kv = kv_bytes if pool.kv_memory == "auto" else pool.kv_memory
+        kv = kv_bytes if _wants_kv_bytes(pool) else pool.kv_memory
         resolved.append(pool.model_copy(update={"threads": pool_threads, "cpus": cpus, "kv_memory": kv}))
     return tuple(resolved)
+
+
+def _wants_kv_bytes(pool: PoolSpec) -> bool:
+    """On a GPU `auto` stays: what is left of gpu_memory_utilization beside the weights, which only the worker knows."""
+    return pool.kv_memory == "auto" and pool.device == "cpu"
 
 
 def _check_cores(pools: Sequence[PoolSpec], machine: Machine) -> None:
@@ -97,7 +162,9 @@ def workers_of(spec: ClusterSpec, *, secret: str = "") -> list[WorkerPlan]:
 
 
 def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerPlan:
-    assert "auto" not in (pool.threads, pool.cpus, pool.kv_memory), "the spec is not resolved"
+    is_on_gpu = pool.device == "cuda"
+    assert "auto" not in (pool.threads, pool.cpus, pool.device), "the spec is not resolved"
+    assert is_on_gpu or pool.kv_memory != "auto", "the spec is not resolved"
     cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
     per_worker = len(cpus) // pool.replicas
     return WorkerPlan(
@@ -106,17 +173,27 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerP
             "model": spec.model,
             "dtype": spec.dtype,
             "page_size": spec.page_size,
-            "kv_bytes": pool.kv_memory,
+            "kv_bytes": None if pool.kv_memory == "auto" else pool.kv_memory,
             "max_model_len": spec.max_model_len,
             "attention": pool.attention,
             "threads": pool.threads,
             "parity_check": spec.parity_check,
+            "device": pool.device,
+            "kv_dtype": pool.kv_dtype,
+            **_gpu_options(pool, is_on_gpu),
         },
         cpus=cpus[index * per_worker : (index + 1) * per_worker],
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
         resources=pool.resources,
     )
+
+
+def _gpu_options(pool: PoolSpec, is_on_gpu: bool) -> dict[str, Any]:
+    if not is_on_gpu:
+        return {}
+    graphs: dict[str, Any] = {"max_graph_batch": pool.max_batch_size} if pool.role == "decode" else {}
+    return {"gpu_memory_utilization": pool.gpu_memory_utilization, "cuda_graphs": pool.cuda_graphs, **graphs}
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:
@@ -139,5 +216,6 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> Work
         lease_ttl_s=transfer.lease_ttl_s,
         transfer_timeout_s=transfer.timeout_s,
         max_resends=transfer.max_resends,
+        nccl=transfer.nccl,
         prefix_cache=pool.prefix_cache,
     )

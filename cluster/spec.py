@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,8 @@ __all__ = ["ClusterSpec", "PoolSpec", "RouterSpec", "SpecError", "TransferSpec",
 
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
-TRANSPORTS = ("shared_memory", "process_group")  # between processes; loopback is for tests within one
+# Between processes, and of which memory; loopback is for tests within one.
+TRANSPORTS = {"cuda_ipc": ("cuda",), "shared_memory": ("cpu",), "process_group": ("cpu", "cuda")}
 PREFILL_KEYS = ("max_batch_tokens", "max_prefill_requests", "pack_tokens", "short_prompt_tokens", "short_share")
 DECODE_KEYS = ("max_batch_size", "admission", "watermark")
 
@@ -99,12 +100,16 @@ class PoolSpec(_Spec):
     threads: int | Literal["auto"] = "auto"  # of each worker
     cpus: Literal["auto"] | tuple[int, ...] | None = "auto"  # pinned to these, shared out evenly; null: not pinned
     kv_memory: int | Literal["auto"] = "auto"  # of each worker
-    attention: Literal["auto", "torch", "native"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Literal["auto", "torch", "native", "flashinfer"] = "auto"
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    gpu_memory_utilization: float | Literal["auto"] = "auto"  # share of the GPU's memory for all that a worker holds
+    cuda_graphs: bool = True
     tensor_parallel: Parallel = 1
     pipeline_parallel: Parallel = 1
 
     num_cpus: float = Field(default=1.0, ge=0)  # what Ray sets aside for each worker
-    num_gpus: float = Field(default=0.0, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0, le=1)  # 0.5: two workers share one; 0 on a GPU: shared out
     resources: dict[str, float] = {}
 
     max_batch_tokens: int = Field(default=512, ge=1)
@@ -124,6 +129,13 @@ class PoolSpec(_Spec):
         if size != "auto" and not _is_count(size):
             raise ValueError("give auto, or a size such as 512MiB or 2GiB")
         return size
+
+    @field_validator("gpu_memory_utilization", mode="before")
+    @classmethod
+    def _share_or_auto(cls, value: object) -> object:
+        if value != "auto" and not (type(value) in (int, float) and 0 < value <= 1):  # type: ignore[operator]
+            raise ValueError("give auto, or a share above 0 and up to 1, such as 0.45")
+        return value
 
     @field_validator("threads", mode="before")
     @classmethod
@@ -151,12 +163,23 @@ class PoolSpec(_Spec):
 
 
 class TransferSpec(_Spec):
-    transports: Annotated[tuple[str, ...], Field(min_length=1)] = ("shared_memory", "process_group")
+    transports: Annotated[tuple[str, ...], Field(min_length=1)] = ("cuda_ipc", "shared_memory", "process_group")
     checksums: bool = True
     layers_per_group: int = Field(default=0, ge=0)  # 0: chosen so that a segment is about a megabyte
     lease_ttl_s: Seconds = 30.0
     timeout_s: Seconds = 5.0
     max_resends: int = Field(default=2, ge=0)
+    nccl: dict[str, str] = {}  # environment of NCCL and of torch's use of it, in every worker
+
+    @field_validator("nccl", mode="before")
+    @classmethod
+    def _only_nccl(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        for key in value:
+            if not str(key).startswith(("NCCL_", "TORCH_NCCL_")):
+                raise ValueError(f"{show(key)} is no setting of NCCL's; give keys that begin with NCCL_ or TORCH_NCCL_")
+        return {str(key): str(int(v) if isinstance(v, bool) else v) for key, v in value.items()}
 
     @field_validator("transports", mode="after")
     @classmethod
@@ -192,6 +215,7 @@ class ClusterSpec(_Spec):
                 raise ValueError(f"pools has {count} pools named {label}; give each a name of its own")
         for index, pool in enumerate(self.pools):
             _check_pool(index, pool)
+        check_devices(self.pools, [pool.device for pool in self.pools], self.transfer)
         _check_ports(self.router)
         return self
 
@@ -209,6 +233,51 @@ def _check_ports(router: RouterSpec) -> None:
                 f"router.{key} is {port}, too high for {router.replicas} replicas with a port each; "
                 f"give {MAX_PORT + 1 - router.replicas} or less"
             )
+
+
+GPU_ONLY = ("gpu_memory_utilization", "cuda_graphs")
+
+
+def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transfer: TransferSpec) -> None:
+    """Raises ValueError, one sentence, where pools cannot run on `devices` (auto: not known yet) or cannot hand KV
+    over to one another."""
+    for index, (pool, device) in enumerate(zip(pools, devices, strict=True)):
+        _check_device(index, pool, device)
+    for key, values in (("kv_dtype", [pool.kv_dtype for pool in pools]), ("device", list(devices))):
+        named = [(index, value) for index, value in enumerate(values) if key == "kv_dtype" or value != "auto"]
+        for index, value in named[1:]:
+            if value != named[0][1]:
+                raise ValueError(
+                    f"pools[{index}].{key} is {value!r}, but pools[{named[0][0]}].{key} is {named[0][1]!r}; give both "
+                    "the same, for KV is handed over as it is"
+                )
+    device = next((device for device in devices if device != "auto"), None)
+    if device is not None and not any(device in TRANSPORTS[name] for name in transfer.transports):
+        able = " or ".join(name for name, moved in TRANSPORTS.items() if device in moved)
+        raise ValueError(
+            f"transfer.transports is {list(transfer.transports)}, and none of them moves KV with device: {device}; "
+            f"add {able}"
+        )
+
+
+def _check_device(index: int, pool: PoolSpec, device: str) -> None:
+    if pool.attention == "native" and pool.kv_dtype == "fp8_e4m3":
+        raise ValueError(
+            f"pools[{index}].attention is 'native', which does not read kv_dtype fp8_e4m3; give attention: flashinfer"
+        )
+    if device == "cuda" and pool.attention == "native":
+        raise ValueError(
+            f"pools[{index}].attention is 'native', which is for CPUs; give flashinfer or auto with device: cuda"
+        )
+    if device != "cpu":
+        return
+    if pool.attention == "flashinfer":
+        raise ValueError(f"pools[{index}].attention is 'flashinfer', which wants a GPU; give device: cuda, or auto")
+    if pool.num_gpus > 0:
+        raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g} with device: cpu; take one of them out")
+    for key in GPU_ONLY:
+        if key in pool.model_fields_set:
+            raise ValueError(f"pools[{index}].{key} is for GPUs; take it out of this pool with device: cpu")
 
 
 def _check_pool(index: int, pool: PoolSpec) -> None:

@@ -38,6 +38,7 @@ from engine.worker_service import RouterLink, WorkerService
 from kv_transfer.lease import Denied, Granted, Queued
 from kv_transfer.receiver import HandoffServicer
 from kv_transfer.sender import TransferOptions
+from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -84,7 +85,7 @@ class DecodeWorker:
             ),
             name=options.name,
         )
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")

@@ -5,7 +5,8 @@ The cluster's spec (cluster/spec.py) is what a person writes; it is turned into 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
@@ -40,12 +41,13 @@ class WorkerOptions:
     watermark: float = 0.02  # share of the pages that admission leaves free for running requests to grow
 
     # handoff
-    transports: tuple[str, ...] = ("shared_memory", "process_group")  # the preferred first
+    transports: tuple[str, ...] = ("cuda_ipc", "shared_memory", "process_group")  # the preferred first
     checksums: bool = True
     layers_per_group: int = 0  # 0: chosen so that a segment is about a megabyte, at most 8 groups
     lease_ttl_s: float = 30.0  # without progress
     transfer_timeout_s: float = 5.0
     max_resends: int = 2
+    nccl: Mapping[str, str] = field(default_factory=dict)  # NCCL_* and TORCH_NCCL_* of this process's environment
 
     prefix_cache: bool = True
     report_interval_s: float = 0.2

@@ -47,6 +47,7 @@ from kv_transfer.sender import (
     HandoffRefused,
     TransferOptions,
 )
+from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillLimits, PrefillPolicy
@@ -105,7 +106,7 @@ class PrefillWorker:
                 short_share=options.short_share,
             ),
         )
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._peers: dict[tuple[str, str], asyncio.Task[HandoffPeer]] = {}
         self._transfer = TransferOptions.from_worker(options, faults)

@@ -76,6 +76,16 @@ def loaded_version() -> tuple[int, ...] | None:
         return None
 
 
+def set_up(settings: Mapping[str, str]) -> dict[str, int]:
+    """What a GPU worker does before its first pair: sets NCCL's environment, tells its version (log and counter)."""
+    version = loaded_version()
+    if version is None:
+        return {}
+    prepare(settings)
+    log.info("torch loaded NCCL %s", ".".join(map(str, version)))
+    return {"nccl_version": version_code(version)}
+
+
 def version_code(version: tuple[int, ...]) -> int:
     """As NCCL itself writes it: 22809 is 2.28.9."""
     major, minor, patch = (*version, 0, 0)[:3]

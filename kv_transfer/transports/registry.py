@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from kv_transfer.base import Transport
+from kv_transfer.memory import KvMemory
 
 MODULES = {
     "cuda_ipc": "kv_transfer.transports.cuda_ipc",
@@ -20,6 +21,15 @@ def usable(names: Sequence[str], device: str) -> list[str]:
     """Those of `names` that can move the memory of `device`, in their order."""
     kind = device.partition(":")[0]
     return [name for name in names if ONLY_ON.get(name, kind) == kind]
+
+
+def nccl_counters(settings: Mapping[str, str], memory: KvMemory) -> dict[str, int]:
+    """Sets up NCCL for a worker on a GPU; its version, for the worker's counters. Nothing on CPU."""
+    if not memory.is_on_gpu:
+        return {}
+    from kv_transfer.transports import nccl
+
+    return nccl.set_up(settings)
 
 
 def load_transport(name: str) -> Transport:

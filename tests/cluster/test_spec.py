@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster import gpus
 from cluster.resolve import Machine, resolve, workers_of
 from cluster.spec import SpecError, load_spec, parse_spec
 
@@ -68,7 +72,8 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         ),
         (
             spec_data(transfer={"transports": ["rdma"]}),
-            "transfer.transports is ['rdma']; 'rdma' is no transport; give some of shared_memory, process_group",
+            "transfer.transports is ['rdma']; 'rdma' is no transport; "
+            "give some of cuda_ipc, shared_memory, process_group",
         ),
         (
             spec_data(name="My Cluster"),
@@ -181,3 +186,179 @@ def test_what_is_written_reaches_the_workers() -> None:
     assert (decode.options.transports, decode.options.checksums) == (("process_group",), False)
     assert (decode.engine["page_size"], decode.engine["kv_bytes"]) == (32, 1 << 20)
     assert decode.options.transfer_timeout_s == 2
+
+
+# GPUs
+
+GPUS = Machine(cores=tuple(range(8)), memory_bytes=64 << 30, gpus=1, why_no_cuda="")
+NO_CUDA = "the torch that is installed was built without CUDA; install kvrelay[gpu]"
+
+
+def with_gpus(count: int) -> Machine:
+    return replace(GPUS, gpus=count)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (
+            spec_data(pools=pools({"attention": "flashinfer", "device": "cpu"})),
+            "pools[0].attention is 'flashinfer', which wants a GPU; give device: cuda, or auto",
+        ),
+        (
+            spec_data(pools=pools({"attention": "native", "device": "cuda"})),
+            "pools[0].attention is 'native', which is for CPUs; give flashinfer or auto with device: cuda",
+        ),
+        (
+            spec_data(pools=pools({"attention": "native", "kv_dtype": "fp8_e4m3"})),
+            "pools[0].attention is 'native', which does not read kv_dtype fp8_e4m3; give attention: flashinfer",
+        ),
+        (
+            spec_data(pools=pools({"kv_dtype": "fp8_e4m3"})),
+            "pools[1].kv_dtype is 'auto', but pools[0].kv_dtype is 'fp8_e4m3'; give both the same, "
+            "for KV is handed over as it is",
+        ),
+        (
+            spec_data(pools=pools({"device": "cuda"}, {"device": "cpu"})),
+            "pools[1].device is 'cpu', but pools[0].device is 'cuda'; give both the same, "
+            "for KV is handed over as it is",
+        ),
+        (
+            spec_data(pools=pools({"device": "cpu", "num_gpus": 0.5})),
+            "pools[0].num_gpus is 0.5 with device: cpu; take one of them out",
+        ),
+        (
+            spec_data(pools=pools(decode={"device": "cpu", "cuda_graphs": False})),
+            "pools[1].cuda_graphs is for GPUs; take it out of this pool with device: cpu",
+        ),
+        (spec_data(pools=pools({"num_gpus": 2})), "pools[0].num_gpus is 2; give a number of 1.0 or less"),
+        (
+            spec_data(pools=pools({"gpu_memory_utilization": 1.5})),
+            "pools[0].gpu_memory_utilization is 1.5; give auto, or a share above 0 and up to 1, such as 0.45",
+        ),
+        (
+            spec_data(pools=pools({"device": "cuda"}), transfer={"transports": ["shared_memory"]}),
+            "transfer.transports is ['shared_memory'], and none of them moves KV with device: cuda; "
+            "add cuda_ipc or process_group",
+        ),
+        (
+            spec_data(transfer={"nccl": {"UCX_TLS": "all"}}),
+            "transfer.nccl is {'UCX_TLS': 'all'}; 'UCX_TLS' is no setting of NCCL's; "
+            "give keys that begin with NCCL_ or TORCH_NCCL_",
+        ),
+    ],
+)
+def test_what_cannot_be_with_or_without_a_gpu_is_one_sentence(data: object, sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data)
+    assert caught.value.sentences == (sentence,)
+
+
+@pytest.mark.parametrize("changes", [{"device": "cuda"}, {"num_gpus": 1}, {"attention": "flashinfer"}])
+def test_a_gpu_that_is_wanted_and_cannot_be_used_is_told_with_the_mend(changes: dict[str, Any]) -> None:
+    spec = parse_spec(spec_data(pools=pools(changes)))
+    with pytest.raises(SpecError) as caught:
+        resolve(spec, replace(GPUS, why_no_cuda=NO_CUDA))
+    assert str(caught.value) == f"pools[0] (prefill) is to run on a GPU, but {NO_CUDA}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "data", "wanted"),
+    [
+        (GPUS, pools(), "cuda"),
+        (replace(GPUS, why_no_cuda=NO_CUDA), pools(), "cpu"),
+        (replace(GPUS, gpus=0, why_no_cuda="none"), pools(), "cpu"),
+        (GPUS, pools(decode={"attention": "native"}), "cpu"),
+        (GPUS, pools({"device": "cpu"}), "cpu"),
+        (None, pools(), "cpu"),
+        (None, pools({"num_gpus": 1}), "cuda"),
+    ],
+)
+def test_which_device_auto_is(machine: Machine | None, data: list[dict[str, Any]], wanted: str) -> None:
+    resolved = resolve(parse_spec(spec_data(pools=data)), machine)
+    assert [plan.engine["device"] for plan in workers_of(resolved)] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "prefill", "decode", "share", "utilization"),
+    [(1, 1, 1, 0.5, 0.45), (2, 1, 1, 1.0, 0.9), (8, 4, 4, 1.0, 0.9), (2, 2, 1, 0.5, 0.45)],
+)
+def test_gpus_are_shared_out(gpus: int, prefill: int, decode: int, share: float, utilization: float) -> None:
+    spec = parse_spec(spec_data(pools=pools({"replicas": prefill}, {"replicas": decode})))
+    for plan in workers_of(resolve(spec, with_gpus(gpus))):
+        assert (plan.num_gpus, plan.engine["gpu_memory_utilization"]) == (share, utilization)
+        assert plan.engine["kv_bytes"] is None
+
+
+def test_shares_that_were_written_are_kept() -> None:
+    data = pools({"num_gpus": 0.25, "kv_memory": "1GiB"}, {"num_gpus": 0.75, "gpu_memory_utilization": 0.6})
+    prefill, decode = workers_of(resolve(parse_spec(spec_data(pools=data)), GPUS))
+    assert (prefill.num_gpus, prefill.engine["gpu_memory_utilization"], prefill.engine["kv_bytes"]) == (
+        0.25,
+        0.225,
+        1 << 30,
+    )
+    assert (decode.num_gpus, decode.engine["gpu_memory_utilization"]) == (0.75, 0.6)
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    spec = parse_spec(spec_data(pools=pools({"num_gpus": 1}, {"num_gpus": 1})))
+    with pytest.raises(SpecError) as caught:
+        resolve(spec, GPUS)
+    assert str(caught.value) == (
+        "the pools' num_gpus are 2 GPUs in all, and this machine has 1; lower num_gpus, "
+        "such as 0.5 for two workers on one GPU"
+    )
+
+
+def test_a_workers_options_for_a_gpu_reach_its_engine_and_only_there() -> None:
+    data = spec_data(
+        pools=pools({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e4m3", "cuda_graphs": False, "max_batch_size": 96}),
+        transfer={"nccl": {"NCCL_DEBUG": "WARN", "NCCL_NVLS_ENABLE": 0, "TORCH_NCCL_ENABLE_MONITORING": False}},
+    )
+    prefill, decode = workers_of(resolve(parse_spec(data), with_gpus(2)))
+    assert (prefill.engine["kv_dtype"], prefill.engine["cuda_graphs"]) == ("fp8_e4m3", True)
+    assert (decode.engine["cuda_graphs"], decode.engine["max_graph_batch"]) == (False, 96)
+    assert decode.options.nccl == {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    on_cpu = workers_of(resolve(parse_spec(spec_data()), replace(GPUS, gpus=0, why_no_cuda="none")))
+    assert not {"gpu_memory_utilization", "cuda_graphs"} & set(on_cpu[0].engine)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("-1", 0), ("GPU-a,GPU-b,-1,GPU-c", 2), ("0,1,2,3,4", 4)]
+)
+def test_gpus_that_cuda_does_not_show_do_not_count(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_nvml_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.count_gpus() == count
+
+
+def test_why_no_gpu_can_be_used() -> None:
+    assert gpus.why_no_cuda(2, "13.0") == ""
+    assert gpus.why_no_cuda(0, "13.0").startswith("this machine has no GPU")
+    assert gpus.why_no_cuda(1, None) == (
+        "the torch that is installed was built without CUDA; "
+        "install kvrelay[gpu] (CUDA 13) or kvrelay[gpu-cu12] (CUDA 12.8)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda = None", None)]
+)
+def test_the_cuda_of_a_torch_is_read_without_importing_it(
+    tmp_path: Path, line: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"__all__ = ['cuda']\n__version__ = '2.11.0'\n{line}\nhip = '1.0'\n")
+    spec = importlib.machinery.PathFinder.find_spec("torch", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert gpus.torch_cuda_version() == wanted

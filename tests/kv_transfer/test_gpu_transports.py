@@ -3,6 +3,7 @@ until it must (fake_gpu.py)."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from kv_transfer.transports.process_group import (
     ProcessGroupSendEnd,
     ProcessGroupTransport,
 )
-from kv_transfer.transports.registry import usable
+from kv_transfer.transports.registry import nccl_counters, usable
 from tests.kv_transfer.fake_gpu import FakeEvent, FakeGpu, FakeGroup, FakeNccl
 from tests.kv_transfer.sides import DEVICE, assert_pages_moved, random_memory, snapshot
 
@@ -311,3 +312,18 @@ def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
 
 def test_a_version_is_written_as_nccl_writes_it() -> None:
     assert nccl.version_code((2, 28, 9)) == 22809
+
+
+def test_a_gpu_worker_sets_nccl_up_and_tells_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("NCCL_DEBUG", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(nccl, "loaded_version", lambda: (2, 29, 7))
+    assert nccl.set_up({"NCCL_DEBUG": "WARN"}) == {"nccl_version": 22907}
+    assert os.environ["NCCL_DEBUG"] == "WARN"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_a_cpu_worker_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    assert nccl_counters({"NCCL_DEBUG": "WARN"}, random_memory(3)) == {}
+    assert "NCCL_DEBUG" not in os.environ
