@@ -19,7 +19,6 @@ from functools import partial
 
 Question = tuple[int, int, int]  # prompt machines, token machines, index on the grid of rates
 Questions = Generator[list[Question], Sequence[bool], "Found | None"]
-Answers = Generator[list[Question], Sequence[bool], list[bool]]
 
 MAX_GROWTH = 64  # times the machines of the first guess; a design that needs more is told to be impossible
 BATCH = 4  # columns asked at once; fixed, so that what is found does not depend on the processes
@@ -194,6 +193,12 @@ def _share(limits: Sequence[Limit], mix: tuple[int, int]) -> float:
     """How many times the mix fits into the limits."""
     used = [limit.unit_costs[0] * mix[0] + limit.unit_costs[1] * mix[1] for limit in limits]
     return min(limit.at_most / cost if cost else math.inf for limit, cost in zip(limits, used, strict=True))
+
+
+def headroom(prompt: int, token: int, guess: int) -> Questions:
+    """The highest rate that these machines hold."""
+    rate = yield from highest_rate(prompt, token, guess)
+    return Found(num_prompt=prompt, num_token=token, rate=rate)
 
 
 def highest_rate(prompt: int, token: int, guess: int) -> Generator[list[Question], Sequence[bool], int]:

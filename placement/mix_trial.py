@@ -42,18 +42,20 @@ class Arrivals:
     """How requests are made from a workload at any rate. The same seed gives the same lengths and gaps at every rate,
     the gaps stretched: rates and mixes are compared on the same requests.
 
-    together   lengths drawn from the workload's requests, Poisson arrivals
-    apart      prompt and output lengths drawn each by itself, Poisson arrivals: Splitwise's way
+    together   lengths drawn from the workload's requests
+    apart      prompt and output lengths drawn each by itself: Splitwise's way
     replay     the workload's own requests and gaps, all of them, at a pace that gives the rate
     list       the workload's requests; their arrivals are at 1 request/s, divided by the rate
 
-    Drawn and listed ones last `seconds`, or as long as `min_requests` take.
+    `burstiness` of drawn arrivals: 1 is Poisson, less is burstier. Drawn and listed ones last `seconds`, or as long as
+    `min_requests` take.
     """
 
     source: Workload
     draw: Draw = "together"
     seconds: float = SPLITWISE_SECONDS
     min_requests: int = 0
+    burstiness: float = 1.0
 
     def at(self, rate: float, seed: int) -> Workload:
         if self.draw == "replay":
@@ -75,8 +77,8 @@ class Arrivals:
 
     def _drawn(self, rate: float, seconds: float, seed: int) -> Workload:
         gaps, prompts, outputs = (np.random.default_rng([seed, stream]) for stream in range(3))
-        most = int(rate * seconds + 8 * (rate * seconds) ** 0.5 + 64)
-        arrival_s = np.cumsum(gaps.exponential(size=most)) / rate
+        most = int(rate * seconds + 8 * (rate * seconds / min(1.0, self.burstiness)) ** 0.5 + 64)
+        arrival_s = np.cumsum(gaps.gamma(shape=self.burstiness, scale=1 / self.burstiness, size=most)) / rate
         count = max(1, int(np.searchsorted(arrival_s, seconds)))
         size = len(self.source)
         rows = prompts.integers(0, size, size=most)[:count]
@@ -177,16 +179,21 @@ def colocated_cluster(mix: Mix) -> ColocatedCluster:
     )
 
 
-def verdict(outcome: Outcome, slo: Slo | SlowdownSlo, mix: Mix) -> Verdict:
+def ratios_of(outcome: Outcome, slo: Slo | SlowdownSlo) -> dict[str, float]:
+    """Each target by its name, and how much of its limit is used."""
     if isinstance(slo, SlowdownSlo):
-        ratios = slo.ratios(outcome)
+        return slo.ratios(outcome)
+    share = (100 * slo.attainment,)
+    limits_s = {"ttft": (outcome.ttft_s, slo.ttft_s), "tpot": (outcome.tpot_s, slo.tpot_s)}
+    return {name: percentiles(values, share)[0] / limit_s for name, (values, limit_s) in limits_s.items()}
+
+
+def verdict(outcome: Outcome, slo: Slo | SlowdownSlo, mix: Mix) -> Verdict:
+    ratios = ratios_of(outcome, slo)
+    if isinstance(slo, SlowdownSlo):
         attainment = float(slo.within_p90(outcome).mean())
         is_met = all(ratio < 1 for ratio in ratios.values())
     else:
-        ttft_s, tpot_s = (
-            percentiles(values, (100 * slo.attainment,))[0] for values in (outcome.ttft_s, outcome.tpot_s)
-        )
-        ratios = {"ttft": ttft_s / slo.ttft_s, "tpot": tpot_s / slo.tpot_s}
         attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
         is_met = attainment >= slo.attainment
     return Verdict(

@@ -39,6 +39,12 @@ class SlowdownSlo:
         if not self.limits:
             raise PlanError("slowdown limits are empty; give them for ttft, tbt or e2e")
 
+    @property
+    def max_tbt_s(self) -> float:
+        """How long a decode step may take for half of the requests; without a limit, infinite."""
+        limits = self.limits.get("tbt") or self.limits.get("e2e")
+        return limits[0] * alone_tbt_s(self.reference, 1) if limits else float("inf")
+
     def ratios(self, outcome: Outcome) -> dict[str, float]:
         """Each limited percentile as a share of its limit, as tbt_p90: below 1 is kept."""
         found = {}
@@ -59,17 +65,11 @@ class SlowdownSlo:
         return {name: values for name, values in slowdowns(outcome, self.reference).items() if name in self.limits}
 
 
-def alone_ratios(slo: SlowdownSlo, prompt: LatencyModel, token: LatencyModel, workload: Workload) -> dict[str, float]:
-    """The ratios of requests alone on a prompt and a token machine: no number of machines does better."""
+def alone(prompt: LatencyModel, token: LatencyModel, workload: Workload) -> Outcome:
+    """Every request alone on a prompt and a token machine: no number of machines serves it faster."""
     prompts, outputs = workload.prompt_len, workload.output_len
     lengths, rows = np.unique(prompts, return_inverse=True)
     ttft_s = np.array([prompt.prefill_s([(int(n), 0)]) * prompt.stages for n in lengths])[rows]
     step_s = np.array([alone_tbt_s(token, int(n)) for n in lengths])[rows]
     first_token_s = workload.arrival_s + ttft_s
-    alone = Outcome(
-        workload=workload,
-        first_token_s=first_token_s,
-        finish_s=first_token_s + step_s * (outputs - 1),
-        tokens_per_tpot=0,
-    )
-    return slo.ratios(alone)
+    return Outcome(workload=workload, first_token_s=first_token_s, finish_s=first_token_s + step_s * (outputs - 1))
