@@ -251,7 +251,7 @@ def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transfer: T
                     f"pools[{index}].{key} is {value!r}, but pools[{named[0][0]}].{key} is {named[0][1]!r}; give both "
                     "the same, for KV is handed over as it is"
                 )
-    device = next((device for device in devices if device != "auto"), None)
+    device = next((found for found in devices if found != "auto"), None)
     if device is not None and not any(device in TRANSPORTS[name] for name in transfer.transports):
         able = " or ".join(name for name, moved in TRANSPORTS.items() if device in moved)
         raise ValueError(

@@ -134,7 +134,10 @@ def test_a_relative_model_is_found_beside_the_file(tmp_path: Path) -> None:
     assert load_spec(tmp_path / "spec.yaml").model == str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.name)
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_specs_are_good(path: Path) -> None:
     assert load_spec(path).pools
 
@@ -362,3 +365,19 @@ def test_the_cuda_of_a_torch_is_read_without_importing_it(
     spec = importlib.machinery.PathFinder.find_spec("torch", [str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert gpus.torch_cuda_version() == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus_there", "num_workers"),
+    [("h200-1p1d-one-gpu", 1, 2), ("h200-1p1d", 2, 2), ("h200-2p2d", 4, 4), ("h100-8", 8, 8)],
+)
+def test_the_specs_for_gpus_fit_the_machines_they_name(name: str, gpus_there: int, num_workers: int) -> None:
+    spec = load_spec(CONFIGS / f"{name}.yaml")
+    plans = workers_of(resolve(spec, with_gpus(gpus_there)))
+    assert len(plans) == num_workers
+    assert sum(plan.num_gpus for plan in plans) == gpus_there
+    if gpus_there > 1:
+        with pytest.raises(SpecError, match="this machine has"):
+            resolve(spec, with_gpus(gpus_there - 1))
+    on_one = [float(plan.engine["gpu_memory_utilization"]) for plan in plans if plan.num_gpus < 1]
+    assert sum(on_one) <= 0.95
