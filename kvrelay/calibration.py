@@ -173,8 +173,8 @@ class _Calibration:
         lengths, held = prefill_lengths(self.max_chunk, self.effort.is_coarse)
         tasks = [task(self._lone, length, length in held) for length in (*lengths, *held)]
         tasks += [task(self._behind, n, start, False) for n, start in self._contexts()]
-        part = max(1, self.pack // 4)
-        tasks.append(task(self._together, part))
+        tasks.append(task(self._together, 4, max(1, self.pack // 4), False))
+        tasks.append(task(self._together, 2, max(1, self.pack * 3 // 4), True))
         tasks.append(task(self._in_a_row))
         if self.longest >= self.max_chunk + 32:
             tasks.append(task(self._long, min(self.longest, 2 * self.max_chunk)))
@@ -204,13 +204,13 @@ class _Calibration:
         if seen[0].cached == start:
             self._add(((length, start),), seen[0].seconds, held_out)
 
-    async def _together(self, length: int) -> None:
-        """Four prompts that wait while another one is computed, and fit into one step."""
-        prompts = [self.prober.prompt(n) for n in (self.max_chunk, *[length] * 4)]
+    async def _together(self, count: int, length: int, held_out: bool) -> None:
+        """Prompts that wait while another one is computed, and then go into one step."""
+        prompts = [self.prober.prompt(n) for n in (self.max_chunk, *[length] * count)]
         seen, _ = await self.prober.prefill(prompts)
         times = [one.seconds for one in seen[1:]]
         if max(times) <= (1 + CHUNK_DIFFERENCE) * min(times):
-            self._add(((length, 0),) * 4, statistics.median(times), held_out=True)
+            self._add(((length, 0),) * count, statistics.median(times), held_out)
 
     async def _in_a_row(self) -> None:
         """Prompts that each have a step of their own, one after another: what lies between two steps."""
@@ -321,6 +321,8 @@ def _profile(
     found = run.found
     lone = [one for one in found.lone if one.prompt_len <= run.pack]
     overhead_s = max(0.0, statistics.median(found.overheads_s)) if found.overheads_s else 0.0
+    message_s = max(1e-5, statistics.median((one.queue_s + one.answer_s) / 2 for one in lone))
+    exposed_s = [one.exposed_s for seen in found.handoffs.values() for one in seen]
     profile = Profile(
         model={
             name: getattr(model, name)
@@ -336,7 +338,8 @@ def _profile(
         decode=_decode_points(found),
         transfer=_transfer_points(found),
         prefill_overhead_s=overhead_s,
-        message_s=max(1e-5, statistics.median((one.queue_s + one.answer_s) / 2 for one in lone)),
+        message_s=message_s,
+        handoff_s=max(0.0, statistics.median(exposed_s) - message_s) if exposed_s else 0.0,
         client_s=max(0.0, statistics.median(one.outside_s for one in found.lone)),
         slowdown=tuple(_slowdown_point(size, pairs) for size, pairs in sorted(found.slowdown.items())),
         notes={"repeats": run.effort.repeats, "steps": run.effort.steps},

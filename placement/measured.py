@@ -46,6 +46,7 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
         router=_made(PolicyOptions, profile.router, "router"),
         message_s=profile.message_s,
         report_gap_s=REPORT_GAP_S,
+        handoff_s=profile.handoff_s,
         hosts=shared_hosts(profile, (one.name for one in workers)),
     )
 

@@ -211,7 +211,8 @@ class PrefillMachine:
 
     def _commit(self, live: Live) -> None:
         assert live.decode is not None
-        arrives_s = max(self.sim.clock.now + live.tail_s, live.wire_end_s) + self.sim.message_s
+        sent_s = max(self.sim.clock.now + live.tail_s, live.wire_end_s)
+        arrives_s = sent_s + self.sim.cluster.handoff_s + self.sim.message_s
         self.sim.clock.at(arrives_s, live.decode.commit, live)
 
     def move(self, order: tuple[Live, DecodeMachine]) -> None:

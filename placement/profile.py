@@ -4,7 +4,8 @@
 simulator takes from it what workers on one host cost each other. It measures nothing itself. Times are seconds.
 
     prefill    steps of chunks, each (tokens computed, tokens before them). The axes are their sum and the tokens that
-               each token attends to on average: for each sum a line in those; between sums, straight.
+               each token attends to on average: for each sum a line in those; between sums, straight. Each prompt
+               beyond a step's first adds the same.
     decode     steps of a batch: for each batch size a line in the context of a request; between sizes, straight.
     transfer   a line in the tokens.
 
@@ -114,6 +115,7 @@ class Profile:
     router: Mapping[str, int | float | str | bool] = field(default_factory=dict)  # limits of its policy
     prefill_overhead_s: float = 0.0  # what a prefill worker does between two steps; decode steps have theirs in them
     message_s: float = 0.0005  # one way, between two processes
+    handoff_s: float = 0.0  # what a handoff takes beside the bytes: announcing, checking, committing
     client_s: float = 0.0  # of what a client waits for a token, outside the router's account
     slowdown: tuple[SlowdownPoint, ...] = ()  # empty: the workers do not share a host
     error: Fault = field(default_factory=Fault)
@@ -186,7 +188,9 @@ class ProfileLatency:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         fit = [point for point in profile.prefill if not point.held_out]
-        self._prefill = Lines([(point.tokens, point.attended, point.seconds) for point in fit])
+        alone = [point for point in fit if len(point.chunks) == 1] or fit
+        self._prefill = Lines([(point.tokens, point.attended, point.seconds) for point in alone])
+        self._chunk_s = self._for_each_more([point for point in fit if len(point.chunks) > 1])
         fit_decode = [point for point in profile.decode if not point.held_out]
         self._decode = Lines([(p.batch_size, p.context_tokens / p.batch_size, p.seconds) for p in fit_decode])
         self._least_s = min([*(p.seconds for p in fit), *(p.seconds for p in fit_decode)]) / 2
@@ -202,6 +206,15 @@ class ProfileLatency:
     def stages(self) -> int:
         return self.profile.pp
 
+    def _for_each_more(self, points: Sequence[PrefillPoint]) -> float:
+        """What each prompt beyond the first adds to a step, beside its tokens."""
+        more = [(p.seconds - self._step_s(p.tokens, p.attended)) / (len(p.chunks) - 1) for p in points]
+        return max(0.0, sum(more) / len(more)) if more else 0.0
+
+    def _step_s(self, tokens: int, attended: float) -> float:
+        base_s, slope_s = self._prefill.at(tokens)
+        return base_s + slope_s * attended
+
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         tokens = 0
         pairs = 0.0
@@ -210,8 +223,8 @@ class ProfileLatency:
             pairs += length * (start + (length + 1) / 2)
         if not tokens:
             return 0.0
-        base_s, slope_s = self._prefill.at(tokens)
-        return max(self._least_s, base_s + slope_s * pairs / tokens) + self.profile.prefill_overhead_s
+        step_s = self._step_s(tokens, pairs / tokens) + (len(chunks) - 1) * self._chunk_s
+        return max(self._least_s, step_s) + self.profile.prefill_overhead_s
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         base_s, slope_s = self._decode.at(batch_size)

@@ -75,6 +75,7 @@ def profile_from(data: Any) -> Profile:
         router=dict(_mapping(data, "router")) if "router" in data else {},
         prefill_overhead_s=_number(data, "prefill_overhead_s"),
         message_s=_number(data, "message_s"),
+        handoff_s=_number(data, "handoff_s"),
         client_s=_number(data, "client_s"),
         slowdown=tuple(_slowdown_point(row, f"slowdown[{i}]") for i, row in enumerate(_rows(data, "slowdown"))),
         error=_fault(_mapping(data, "error")),

@@ -69,6 +69,7 @@ class SimCluster:
     message_s: float = 0.0005  # one way, between any two processes
     report_gap_s: float = 0.02  # a worker reports what changed, but not more often than this
     layer_groups: int = 8  # in which KV leaves while a step is computed
+    handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
     noticed_s: float = 0.15  # from a worker's death until the router knows
     losses: tuple[Loss, ...] = ()
     hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
@@ -81,7 +82,7 @@ class SimCluster:
         for role in ("prefill", "decode"):
             if all(worker.role != role for worker in self.workers):
                 raise SetupError(f"no worker has the role {role}; give at least one")
-        for key in ("message_s", "report_gap_s", "noticed_s"):
+        for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):
             if not getattr(self, key) >= 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
         if not self.report_gap_s:

@@ -162,6 +162,7 @@ def tables(profile: Profile) -> list[Table]:
     rest = _table("Between", "", "")
     rest.add_row("two prefill steps (ms)", _ms(profile.prefill_overhead_s))
     rest.add_row("two processes, one way (ms)", _ms(profile.message_s))
+    rest.add_row("a handoff, beside its bytes (ms)", _ms(profile.handoff_s))
     rest.add_row("client and router, both ways (ms)", _ms(profile.client_s))
     for s in profile.slowdown:
         both = f"prefill {s.prefill:.2f}, decode {s.decode:.2f} times as long"

@@ -44,9 +44,9 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, down, generate, make_model, plan, simulate, status, up
+    from kvrelay.cli import bench, calibrate, down, generate, make_model, plan, simulate, status, up, verify
 
-    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, make_model]
+    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, calibrate, verify, make_model]
     for module in modules:
         module.register(app)
 
@@ -62,7 +62,7 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 def main() -> None:
     _register()
-    if sys.argv[1:2] in (["generate"], ["bench"]):
+    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"]):
         _find_endpoint(sys.argv[2:])
     try:
         app()
