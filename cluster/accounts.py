@@ -72,6 +72,7 @@ class PrefillAccount:
     unseen_tokens: int = 0  # of `waiting`, sent since
     others_tokens: int = 0  # other routers' share of the report
     prefixes: OrderedDict[PageHash, None] = field(default_factory=OrderedDict)  # sent there, least recent first
+    holders: dict[PageHash, set[str]] = field(default_factory=dict)  # by page, the names of all that remember it
 
     @property
     def queued_tokens(self) -> int:
@@ -89,10 +90,25 @@ class PrefillAccount:
 
     def _remember(self, hashes: Sequence[PageHash]) -> None:
         for page_hash in hashes:
-            self.prefixes[page_hash] = None
-            self.prefixes.move_to_end(page_hash)
+            if page_hash in self.prefixes:
+                self.prefixes.move_to_end(page_hash)
+            else:
+                self.prefixes[page_hash] = None
+                self.holders.setdefault(page_hash, set()).add(self.view.name)
         while len(self.prefixes) > self.view.total_pages:  # it cannot have kept more
-            self.prefixes.popitem(last=False)
+            self._unhold(self.prefixes.popitem(last=False)[0])
+
+    def _unhold(self, page_hash: PageHash) -> None:
+        names = self.holders[page_hash]
+        names.discard(self.view.name)
+        if not names:
+            del self.holders[page_hash]
+
+    def forget_prefixes(self) -> None:
+        """The worker is lost, and what it had cached."""
+        for page_hash in self.prefixes:
+            self._unhold(page_hash)
+        self.prefixes.clear()
 
     def take_report(self, report: Report) -> None:
         """Count what the report had seen as the report counts it. One older than the last is dropped."""
@@ -161,12 +177,15 @@ class DecodeAccount:
         """What the report lists is in its figures; what it does not list yet is added to them."""
         if report.made_s < self.report.made_s:
             return
-        ours = {**self.listed, **self.promised}
         self.report = report
-        self.listed = {i: pages for i, pages in ours.items() if i in report.request_ids}
-        self.promised = {i: pages for i, pages in ours.items() if i not in report.request_ids}
-        self.promised_pages = sum(self.promised.values())
         self.ended = self.ended_pages = 0
+        now_listed = [i for i in self.promised if i in report.request_ids]
+        if not report.request_ids.issuperset(self.listed):  # it tells of one no more that has not ended for us yet
+            for request_id in [i for i in self.listed if i not in report.request_ids]:
+                self.promise(request_id, self.listed.pop(request_id))
+        for request_id in now_listed:
+            self.listed[request_id] = pages = self.promised.pop(request_id)
+            self.promised_pages -= pages
 
     def check_invariants(self) -> None:
         assert self.promised_pages == sum(self.promised.values()), self.view.name

@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from cluster.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
+from cluster.pools import DecodePool, PrefillPool
 from engine.blocks import pages_for
 from engine.spec import Role
 
@@ -64,8 +65,8 @@ Decision = Assigned | Queued | Rejected | Unavailable
 class RouterPolicy:
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options or PolicyOptions()
-        self._prefill: dict[str, PrefillAccount] = {}
-        self._decode: dict[str, DecodeAccount] = {}
+        self._prefill = PrefillPool()
+        self._decode = DecodePool(self.options.overcommit)
         self._requests: dict[str, RoutedRequest] = {}
         self._queue: OrderedDict[str, None] = OrderedDict()  # ids, the next to go first
         self._queued_tokens = 0
@@ -82,21 +83,19 @@ class RouterPolicy:
         return self._queued_tokens
 
     def has_role(self, role: Role) -> bool:
-        workers: dict[str, PrefillAccount] | dict[str, DecodeAccount] = (
-            self._prefill if role == "prefill" else self._decode
-        )
-        return any(not worker.report.draining for worker in workers.values())
+        return self._prefill.is_open if role == "prefill" else self._decode.is_open
 
     # workers
 
     def on_worker_up(self, view: WorkerView, now: float) -> None:
         """A worker is ready, and empty of this router's requests."""
-        assert view.name not in self._prefill.keys() | self._decode.keys(), f"{view.name} is up already"
+        is_known = view.name in self._prefill.accounts or view.name in self._decode.accounts
+        assert not is_known, f"{view.name} is up already"
         empty = Report(made_s=now, available_pages=view.total_pages)
         if view.role == "prefill":
-            self._prefill[view.name] = PrefillAccount(view, empty)
+            self._prefill.up(PrefillAccount(view, empty))
         else:
-            self._decode[view.name] = DecodeAccount(view, empty)
+            self._decode.up(DecodeAccount(view, empty))
 
     def on_worker_lost(self, name: str) -> list[str]:
         """Forget a worker. Returns the requests to route again, which are forgotten too, in the order they came.
@@ -104,12 +103,12 @@ class RouterPolicy:
         A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the last
         worker of a role, what waits in the queue; the largest, what no other could ever hold, or the queue would stand.
         """
-        was_prefill = self._prefill.pop(name, None) is not None
-        was_decode = self._decode.pop(name, None) is not None
+        was_prefill = self._prefill.lost(name) is not None
+        was_decode = self._decode.lost(name) is not None
         if not was_prefill and not was_decode:
             return []
         affected = [r.shape.id for r in self._requests.values() if self._is_hit(r, name)]
-        is_role_gone = not self._prefill or not self._decode
+        is_role_gone = not self._prefill.accounts or not self._decode.accounts
         affected += [i for i in self._queue if is_role_gone or self._never_fits(self._requests[i].shape)]
         for request_id in affected:
             self._forget(request_id)
@@ -122,10 +121,10 @@ class RouterPolicy:
 
     def on_report(self, name: str, report: Report, now: float) -> None:
         """A report arrived; one older than the last is dropped."""
-        if prefill := self._prefill.get(name):
-            prefill.take_report(report)
-        elif decode := self._decode.get(name):
-            decode.take_report(report)
+        if prefill := self._prefill.accounts.get(name):
+            self._prefill.take_report(prefill, report)
+        elif decode := self._decode.accounts.get(name):
+            self._decode.take_report(decode, report)
 
     # requests
 
@@ -175,10 +174,10 @@ class RouterPolicy:
         request = self._requests.get(request_id)
         if request is None or request.decode != stalled or request.is_handed_off:
             return None
-        better = [d for d in self._decodes(request.shape) if d.view.name != stalled and d.free_pages >= request.pages]
-        if not better:
+        better = self._decode.with_pages(request.shape, request.pages, but=stalled)
+        if better is None:
             return None
-        self._move(request, better[0].view.name)
+        self._move(request, better)
         return request.decode
 
     def on_submitted(self, request_id: str, seq: int) -> None:
@@ -192,7 +191,7 @@ class RouterPolicy:
         if request is None or request.has_first_token:
             return
         request.has_first_token = True
-        self._leave_prefill(request)
+        self._prefill.drop(request)
         self._rate.append((now, request.work))
 
     def on_handed_off(self, request_id: str, decode: str) -> None:
@@ -201,8 +200,8 @@ class RouterPolicy:
         if request is None:
             return
         request.is_handed_off = True
-        if decode != request.decode and decode in self._decode:
-            self._move(request, decode)
+        if decode != request.decode and (holder := self._decode.accounts.get(decode)):
+            self._move(request, holder)
 
     def on_finished(self, request_id: str) -> None:
         self._forget(request_id)
@@ -226,7 +225,7 @@ class RouterPolicy:
         prefill = self._choose_prefill(shape)
         if isinstance(prefill, str):
             return prefill
-        decode = self._choose_decode(shape)
+        decode = self._decode.best(shape)
         if isinstance(decode, str):
             return decode
         request.prefill, request.decode = prefill.view.name, decode.view.name
@@ -237,22 +236,12 @@ class RouterPolicy:
         )
         request.work = shape.prompt_len - cached
         request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
-        prefill.add(request)
-        decode.promise(shape.id, request.pages)
+        self._prefill.add(prefill, request)
+        self._decode.promise(decode, request)
         return Assigned(request_id=shape.id, prefill=request.prefill, decode=request.decode, reason=reason)
 
     def _choose_prefill(self, shape: RequestShape) -> PrefillAccount | str:
-        """The one that would be done with this prompt first: least queued, less what it has cached of the prompt."""
-        fitting = [
-            p
-            for p in self._prefill.values()
-            if not p.report.draining and pages_for(shape.prompt_len, p.view.page_size) <= p.view.total_pages
-        ]
-        best = min(
-            fitting,
-            key=lambda p: (p.view.name in shape.avoid, p.queued_tokens - p.cached_len(shape), p.view.name),
-            default=None,
-        )
+        best = self._prefill.best(shape)
         if best is None:
             return "no prefill worker that takes new requests has so many pages"
         queued = best.queued_tokens
@@ -260,41 +249,15 @@ class RouterPolicy:
             return f"{best.view.name}: {queued} prompt tokens queued"
         return best
 
-    def _decodes(self, shape: RequestShape) -> list[DecodeAccount]:
-        """Those that could hold the request, the best first: with pages free now, then the smallest batch."""
-
-        def preference(worker: DecodeAccount) -> tuple[bool, bool, int, str]:
-            needed = pages_for(shape.prompt_len + 1, worker.view.page_size)
-            return (worker.view.name in shape.avoid, worker.free_pages < needed, worker.batch, worker.view.name)
-
-        fitting = [
-            d
-            for d in self._decode.values()
-            if not d.report.draining
-            and pages_for(shape.prompt_len + shape.max_tokens, d.view.page_size) <= d.view.total_pages
-        ]
-        return sorted(fitting, key=preference)
-
-    def _choose_decode(self, shape: RequestShape) -> DecodeAccount | str:
-        """A worker may be promised somewhat more pages than it has free: the KV waits at prefill meanwhile."""
-        why = "no decode worker that takes new requests has so many pages"
-        for worker in self._decodes(shape):
-            needed = pages_for(shape.prompt_len + 1, worker.view.page_size)
-            overcommit = int(worker.view.total_pages * self.options.overcommit)
-            if worker.batch == 0 or worker.free_pages + overcommit >= needed:
-                return worker
-            why = f"{worker.view.name}: {max(0, worker.free_pages)} of {worker.view.total_pages} pages free"
-        return why
-
     def _never_fits(self, shape: RequestShape) -> str:
         """Why no worker could ever serve it, even alone; empty if one could."""
-        most = max(d.view.total_pages * d.view.page_size for d in self._decode.values())
+        most = self._decode.most_tokens
         if shape.prompt_len + shape.max_tokens > most:
             return (
                 f"prompt and max_tokens together are {shape.prompt_len + shape.max_tokens} tokens; "
                 f"the largest decode worker holds {most}, so give fewer"
             )
-        most = max(p.view.total_pages * p.view.page_size for p in self._prefill.values())
+        most = self._prefill.most_tokens
         if shape.prompt_len > most:
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
@@ -314,15 +277,10 @@ class RouterPolicy:
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
         return min(max(self._queued_tokens / max(tokens_per_s, 1.0), MIN_RETRY_S), MAX_RETRY_S)
 
-    def _move(self, request: RoutedRequest, decode: str) -> None:
-        if old := self._decode.get(request.decode):
-            old.drop(request.shape.id)
-        self._decode[decode].promise(request.shape.id, request.pages)
-        request.decode = decode
-
-    def _leave_prefill(self, request: RoutedRequest) -> None:
-        if worker := self._prefill.get(request.prefill):
-            worker.drop(request)
+    def _move(self, request: RoutedRequest, to: DecodeAccount) -> None:
+        self._decode.drop(request)
+        self._decode.promise(to, request)
+        request.decode = to.view.name
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
@@ -332,9 +290,8 @@ class RouterPolicy:
             del self._queue[request_id]
             self._queued_tokens -= request.shape.prompt_len
             return
-        self._leave_prefill(request)
-        if worker := self._decode.get(request.decode):
-            worker.drop(request_id)
+        self._prefill.drop(request)
+        self._decode.drop(request)
 
     def check_invariants(self) -> None:
         """Assert that every request is in exactly one place and that every sum is the sum of its parts."""
@@ -343,12 +300,12 @@ class RouterPolicy:
             is_assigned = bool(request.prefill and request.decode)
             assert is_assigned != (request_id in self._queue), f"{request_id} is in two places, or in none"
             if is_assigned:
-                at = self._decode[request.decode]
+                at = self._decode.accounts[request.decode]
                 assert (request_id in at.promised) != (request_id in at.listed), f"{request_id} has lost its pages"
-        for p in self._prefill.values():
-            p.check_invariants()
+        self._prefill.check_invariants()
+        for p in self._prefill.accounts.values():
             assert all(self._requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
-        for d in self._decode.values():
-            d.check_invariants()
+        self._decode.check_invariants()
+        for d in self._decode.accounts.values():
             for request_id in (*d.promised, *d.listed):
                 assert self._requests[request_id].decode == d.view.name, f"{request_id} is not at {d.view.name}"

@@ -33,6 +33,8 @@ COMPILED = (
     "engine/blocks.py",
     "cluster/accounts.py",
     "cluster/policy.py",
+    "cluster/pools.py",
+    "cluster/ranking.py",
     "prefill_worker/policy.py",
     "decode_worker/policy.py",
     "placement/clock.py",

@@ -380,5 +380,5 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
         policy.on_finished(name)
     policy.check_invariants()
     assert policy.num_queued == policy.queued_tokens == 0
-    assert all(not p.waiting and p.queued_tokens <= p.report.waiting_tokens for p in policy._prefill.values())
-    assert all(not d.promised and not d.listed for d in policy._decode.values())
+    assert all(not p.waiting and p.queued_tokens <= p.report.waiting_tokens for p in policy._prefill.accounts.values())
+    assert all(not d.promised and not d.listed for d in policy._decode.accounts.values())
