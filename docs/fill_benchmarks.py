@@ -189,6 +189,52 @@ def roofline(result: Mapping[str, Any]) -> str:
     return f"{first}\n\n{table(columns, steps)}"
 
 
+def verify_live(result: Mapping[str, Any]) -> str:
+    """Predicted and measured at each rate, then where the time went, then how the machine was."""
+    columns = ["of the knee, requests/s", "within both %", "off", "TTFT P90 ms", "off", "TPOT P90 ms", "off", "noise"]
+    rows: list[list[object]] = []
+    for row in result["rows"]:
+        shares, ttft, tpot = row["attainment"], row["ttft_p90"], row["tpot_p90"]
+        noise = f"{shares['noise_points']:.1f}, {ttft['noise']:.0%}, {tpot['noise']:.0%}"
+        rows.append(
+            [
+                f"{row['share_of_knee']:g}, {row['rate']:.2f}",
+                _against(100 * shares["predicted"]["value"], [100 * value for value in shares["measured"]], 1),
+                f"{shares['error_points']:+.1f}",
+                *(_against(ttft["predicted_ms"]["value"], ttft["measured_ms"], 0), f"{ttft['error']:+.1%}"),
+                *(_against(tpot["predicted_ms"]["value"], tpot["measured_ms"], 1), f"{tpot['error']:+.1%}"),
+                noise,
+            ]
+        )
+    names = list(result["rows"][0]["phases_ms"])
+    phases = [
+        [f"{row['share_of_knee']:g}"]
+        + [_against(phase["predicted"], phase["measured"], 1) for phase in row["phases_ms"].values()]
+        for row in result["rows"]
+    ]
+    broken = [
+        f"{row['share_of_knee']:g} of the knee: {name}"
+        for row in result["rows"]
+        for name, is_kept in row["promises"].items()
+        if not is_kept
+    ]
+    slo, error = result["slo"], result["profile"]["error"]
+    return "\n\n".join(
+        [
+            f"Predicted against both live runs. Targets: TTFT {1e3 * slo['ttft_s']:.0f} ms, TPOT "
+            f"{1e3 * slo['tpot_s']:.0f} ms. Error of the profile: prefill {error['prefill']:.1%}, decode "
+            f"{error['decode']:.1%}. Noise: the live runs against each other (points, TTFT P90, TPOT P90).",
+            table(columns, rows),
+            table(["mean of each phase, ms", *(name.replace("_", " ") for name in names)], phases),
+            f"Not as wanted: {'; '.join(broken)}." if broken else "All as wanted.",
+        ]
+    )
+
+
+def _against(predicted: float, measured: Sequence[float], digits: int) -> str:
+    return f"{predicted:.{digits}f}: {'/'.join(f'{value:.{digits}f}' for value in measured)}"
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -215,6 +261,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,
+    "verify_live": verify_live,
 }
 
 if __name__ == "__main__":
