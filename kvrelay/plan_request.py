@@ -110,7 +110,7 @@ class PlanRequest(_Keys):
     max_batch_tokens: Count | None = None
     max_batch_size: Count | None = None
     seed: int = Field(default=0, ge=0)
-    processes: Count | None = None
+    processes: int | None = Field(default=None, ge=0)  # None: one a core; 0: none besides this one
 
     @field_validator("classes", mode="after")
     @classmethod

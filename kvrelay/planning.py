@@ -8,6 +8,7 @@ It decides nothing about placements. `save` writes a plan's folder: cluster.yaml
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from kvrelay import plan_words as words
 from kvrelay.plan_request import PlanRequest
 from kvrelay.workload import fit, random_shapes
 from placement import planner
+from placement.bounds import decode_bound, prefill_bound
 from placement.catalog import Catalog, Degrees, MachineCost, Offer, PlanError
 from placement.hardware import load_hardware
 from placement.latency import LatencyError
@@ -38,6 +40,7 @@ from placement.setup import SetupError
 from placement.traces import WorkloadError, read_trace
 from placement.workload import Workload, from_shapes
 
+MAX_WORKERS = 1024
 RANDOM_REQUESTS = 4096  # of which the search draws
 Progress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
@@ -168,7 +171,24 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
         refusal = catalog.offer(Degrees(request.tensor_parallel))
         if isinstance(refusal, str):
             raise PlanError(refusal)
+    if request.rate is not None:
+        _check_rate(request.rate, catalog, requests, request.slo.tpot_s)
     return planner.plan(_ask(request), catalog, requests, on_progress=on_progress)
+
+
+def _check_rate(rate: float, catalog: Catalog, requests: Workload, tpot_s: float) -> None:
+    """Raises PlanError for a rate that asks for more workers, by arithmetic alone, than one router can know."""
+    offers = [catalog.offer(degrees) for degrees in catalog.degrees(catalog.gpus_per_node)]
+    had = [offer for offer in offers if isinstance(offer, Offer)]
+    if not had:
+        return  # the planner says why
+    prefills = min(math.ceil(rate / prefill_bound(offer, requests)) for offer in had)
+    decodes = min(math.ceil(rate / decode_bound(offer, requests, tpot_s)) for offer in had)
+    if prefills + decodes > MAX_WORKERS:
+        raise PlanError(
+            f"rate is {rate:g} requests/s, which takes {prefills + decodes:,} workers of {catalog.model} on "
+            f"{catalog.hardware} or more, and a plan has {MAX_WORKERS:,} at most; divide the rate over several clusters"
+        )
 
 
 def _ask(request: PlanRequest) -> planner.Ask:

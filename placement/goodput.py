@@ -1,8 +1,10 @@
 """find_goodput searches the highest rate at which enough requests meet both targets.
 
-From an analytic bound downwards until a rate keeps the SLO, then bisection. All rates are judged on the same requests
-(placement/traffic.py), so that the answer hangs on the seed and not on luck between two rates, nor on the number of
-processes: a search is one task, done by one process from its beginning to its end.
+From an analytic bound downwards until a rate keeps the SLO, then bisection, until two rates are near each other or one
+cannot be told to keep or to miss the SLO, however long it is simulated: that is the knee, and more rates add nothing.
+All rates are judged on the same requests (placement/traffic.py), so that the answer hangs on the seed and not on luck
+between two rates, nor on the number of processes: a search is one task, done by one process from its beginning to its
+end.
 
 The interval of a goodput is where the interval of the attainment crosses the target: rates that surely keep it below,
 rates that surely miss it above.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
@@ -78,7 +80,7 @@ def find_goodput(quest: Quest) -> Found:
         return seen[-1].keeps_slo
 
     low, high = _bracket(quest, keeps)
-    while low and high - low > quest.precision * high:
+    while low and high - low > quest.precision * high and not seen[-1].is_undecided:
         middle = (low + high) / 2
         if keeps(middle):
             low = middle
@@ -165,13 +167,18 @@ class _Here:
 
 
 class _There:
-    """In processes of the compiled simulator."""
+    """In processes of the compiled simulator, started with the first work for them: what cannot be is told before."""
 
-    def __init__(self, pool: Pool, on_progress: Progress | None) -> None:
-        self._pool = pool
+    def __init__(self, processes: int, stack: ExitStack, on_progress: Progress | None) -> None:
+        self._processes = processes
+        self._stack = stack
+        self._pool: Pool | None = None
         self._say = on_progress or _silent
 
     def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
+        if self._pool is None:
+            self._say("starting the simulator", 0, 1)
+            self._pool = self._stack.enter_context(simulation_pool(self._processes))
         self._say(what, 0, len(jobs))
         found = []
         for result in self._pool.imap(work, jobs):
@@ -190,5 +197,5 @@ def runner(processes: int | None, on_progress: Progress | None = None) -> Iterat
     if processes == 0:
         yield _Here(on_progress)
         return
-    with simulation_pool(processes or len(os.sched_getaffinity(0))) as pool:
-        yield _There(pool, on_progress)
+    with ExitStack() as stack:
+        yield _There(processes or len(os.sched_getaffinity(0)), stack, on_progress)
