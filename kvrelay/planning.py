@@ -114,12 +114,12 @@ def _catalogs(request: PlanRequest) -> list[Catalog]:
         return [_measured(request)]
     assert request.model is not None
     if request.latency_kind == "distserve":
-        return [DistServeCatalog(request.model, **_limits(request))]
+        return [DistServeCatalog(name=request.model, **_limits(request))]
     options = {"max_pp": request.max_pp, **_limits(request)}
     return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
 
 
-def _limits(request: PlanRequest) -> dict[str, int]:
+def _limits(request: PlanRequest) -> dict[str, Any]:
     limits = {"max_batch_tokens": request.max_batch_tokens, "max_batch_size": request.max_batch_size}
     return {key: value for key, value in limits.items() if value is not None}
 
