@@ -1,0 +1,149 @@
+"""A running cluster is measured, its profile predicts, and the prediction is checked against it: all by the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.local import LocalCluster
+from engine.engine import EngineOptions
+from engine.spec import WorkerOptions
+from placement.margin import load_margin
+from placement.measured import sim_cluster
+from placement.profile_file import read_profile
+from tests.serving.conftest import ModelDir
+
+MAX_LEN = 192
+LIMITS: dict[str, Any] = {"max_batch_tokens": 64, "pack_tokens": 32, "max_batch_size": 4}
+
+
+async def kvrelay(*arguments: str) -> tuple[int, str, str]:
+    """The command in a process of its own, as a person would run it; exit code, stdout, stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrelay.cli.main"),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"COLUMNS": "160"},
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def cluster(model: Path) -> LocalCluster:
+    engine = EngineOptions(model="", num_pages=256, max_model_len=MAX_LEN)
+    return LocalCluster(str(model), engine=engine, worker=WorkerOptions(name="", role="prefill", **LIMITS))
+
+
+async def test_a_cluster_is_calibrated_and_the_prediction_verified(model_dir: ModelDir, tmp_path: Path) -> None:
+    profile_path, margin_path = tmp_path / "profile.json", tmp_path / "margin.json"
+    async with cluster(model_dir("llama")) as served:
+        calibrating = ("calibrate", "--endpoint", served.endpoint, "--quick", "--repeats", "1")
+        code, out, err = await kvrelay(*calibrating, "--out", str(profile_path), "--json")
+        assert code == 0, err
+        await check_profile(profile_path, json.loads(out))
+        workload = ("--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "0.5")
+        verifying = ("verify", "--profile", str(profile_path), "--endpoint", served.endpoint, *workload)
+        verifying = (*verifying, "--request-rate", "20", "--num-prompts", "40", "--ttft", "2s", "--tpot", "500ms")
+        code, out, err = await kvrelay(*verifying, "--json")
+        assert code == 0, err
+        check_verified(json.loads(out))
+        code, out, err = await kvrelay(*verifying)
+        assert code == 0, err
+        for words in ("Time to first token, P90", "Within TTFT 2000 ms, TPOT 500 ms", "decode queue", str(margin_path)):
+            assert words in out
+        assert len(load_margin(margin_path).runs) == 2
+        await served.settled()
+        served.check_invariants()
+
+
+async def check_profile(path: Path, printed: dict[str, Any]) -> None:
+    profile = read_profile(path)
+    assert printed["format"] == "kvrelay-profile"
+    assert (profile.page_size, profile.prefill_pool.num_pages, profile.decode_pool.count) == (16, 256, 1)
+    assert profile.prefill_pool.options["pack_tokens"] == 32
+    tokens = [point.tokens for point in profile.prefill]
+    assert {1, 64} <= set(tokens)  # the least, and a full step
+    assert any(start for point in profile.prefill for _, start in point.chunks)  # behind a cached beginning
+    assert any(len(point.chunks) > 1 for point in profile.prefill)  # together in a step
+    assert {1, 4} <= {point.batch_size for point in profile.decode}
+    assert [point.bytes for point in profile.transfer] == sorted(point.bytes for point in profile.transfer)
+    assert any(point.held_out for point in profile.prefill)
+    assert profile.error.prefill > 0  # of points that are in no table
+    assert profile.is_shared_host  # measured together
+    limits = sim_cluster(profile).workers[0].prefill
+    assert (limits.max_batch_tokens, limits.pack_tokens) == (64, 32)
+
+
+def check_verified(found: dict[str, Any]) -> None:
+    assert found["num_requests"] == 40
+    assert found["failed"] == 0
+    assert [(row["metric"], row["percentile"]) for row in found["rows"]] == [
+        (metric, p) for metric in ("ttft", "tpot", "e2e") for p in (50.0, 90.0, 99.0)
+    ]
+    for row in found["rows"]:
+        assert row["measured"] > 0
+        assert row["error"] == pytest.approx(row["measured"] / row["predicted"]["value"] - 1)
+    assert 0 <= found["measured_attainment"] <= 1
+    predicted, measured = zip(*found["phases_s"].values(), strict=True)
+    assert all(seconds >= 0 for seconds in (*predicted, *measured))
+    assert list(found["phases_s"])[:3] == ["route", "prefill_queue", "prefill"]
+    assert found["margin"]["runs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("verify",), "nothing says what was predicted"),
+        (("verify", "PLAN"), "cannot be read"),
+        (("verify", "--profile", "EMPTY", "--request-rate", "1", "--random-input-len", "9"), "format is not"),
+        (("verify", "--profile", "EMPTY"), "--profile needs --request-rate"),
+        (("verify", "--profile", "EMPTY", "--request-rate", "1"), "--profile needs a workload"),
+        (("verify", "EMPTY"), "is no plan of this version"),
+        (("verify", "EMPTY", "--profile", "EMPTY"), "do not go together"),
+        (("verify", "--profile", "EMPTY", "--ttft", "soon"), "--ttft is 'soon'"),
+        (("calibrate", "--repeats", "0"), "--repeats is 0"),
+        (("calibrate", "--out", "/nowhere/profile.json"), "--out is /nowhere/profile.json"),
+    ],
+)
+def test_what_is_typed_wrong_is_one_sentence(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import typer
+
+    from kvrelay.cli import main as cli
+
+    (tmp_path / "empty.json").write_text("{}")
+    names = {"EMPTY": str(tmp_path / "empty.json"), "PLAN": str(tmp_path / "plan.json")}
+    cli._register()
+    command: Any = typer.main.get_command(cli.app)
+    with pytest.raises(SystemExit) as ended:
+        command([names.get(word, word) for word in arguments], prog_name="kvrelay")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1, error
+
+
+async def test_a_cluster_of_another_size_is_not_verified(model_dir: ModelDir, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from placement.profile_file import write_profile
+    from tests.placement.test_profile import profile
+
+    made = profile()
+    write_profile(replace(made, decode_pool=replace(made.decode_pool, count=3)), tmp_path / "profile.json")
+    async with cluster(model_dir("llama")) as served:
+        asked = ("verify", "--profile", str(tmp_path / "profile.json"), "--endpoint", served.endpoint)
+        workload = ("--request-rate", "5", "--random-input-len", "9", "--random-output-len", "3")
+        code, out, err = await kvrelay(*asked, *workload, "--json")
+    assert code == 2
+    assert "is for 3 decode workers, and 1 are ready" in json.loads(out)["error"]["message"]
+    assert "Traceback" not in err
