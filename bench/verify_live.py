@@ -1,6 +1,6 @@
 """Whether the planner may be believed: the same requests simulated and served, at four rates around the knee.
 
-    python -m bench.verify_live [--quick] [--seconds 120]
+    python -m bench.verify_live [--quick] [--seconds 90]
 
 A real cluster (Ray, processes, gRPC), one prefill and one decode worker on a core each, serves a 124.7M Llama-shaped
 model in bf16. It is calibrated; the simulator, which is told nothing else, finds the knee: the rate at which 9 of 10
@@ -51,7 +51,7 @@ TRACE = REPO / "configs" / "workloads" / "azure-conv-2023.csv"
 SCALE, MAX_INPUT, MAX_OUTPUT = 0.25, 800, 200  # of 1024 tokens that a sequence may have
 SHARES = (0.5, 0.75, 1.0, 1.2)  # of the knee
 QUICK_SHARES = (0.6, 1.0)
-SECONDS, QUICK_SECONDS = 120.0, 25.0  # of arrivals at each rate
+SECONDS, QUICK_SECONDS = 90.0, 20.0  # of arrivals at the knee; at all rates as many requests
 LIVE_RUNS = 2
 ATTAINMENT = 0.9
 SLO_TIMES = {"ttft": 4.0, "tpot": 2.0}  # of an unloaded request of mean length
@@ -268,8 +268,8 @@ def _pair(figure: Mapping[str, Any], digits: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.verify_live", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="two rates, half a minute each; writes no file")
-    parser.add_argument("--seconds", type=float, help=f"of arrivals at each rate; default {SECONDS:g}")
+    parser.add_argument("--quick", action="store_true", help="two rates, twenty seconds at the knee; writes no file")
+    parser.add_argument("--seconds", type=float, help=f"of arrivals at the knee; default {SECONDS:g}")
     args = parser.parse_args()
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     head = about()
@@ -283,12 +283,12 @@ def main() -> int:
         slo = slo_of(profile, workload_of(settings_of(1.0, 2000, 0)))
         knee = knee_of(simulated, workload_of(settings_of(1.0, 5000, 0)), slo, profile.client_s)
         console.print(f"targets {to_json(slo)}; knee by simulation {knee:.2f} requests/s")
-        rows = []
+        rows: list[dict[str, Any]] = []
         for share in QUICK_SHARES if args.quick else SHARES:
             rate = share * knee
             question = Question(
                 cluster=simulated,
-                settings=settings_of(rate, max(20, round(rate * seconds)), seed=len(rows)),
+                settings=settings_of(rate, max(20, round(knee * seconds)), seed=len(rows)),
                 slo=slo,
                 source=path.name,
                 client_s=profile.client_s,

@@ -135,8 +135,8 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
     if request.profile is not None:
         profile = read_profile(request.profile)
         return _measured(profile, sim_cluster(profile, *counts), settings, slo, path.name)
-    cluster, error = _by_catalog(request, candidate)
-    return Question(cluster=cluster, settings=settings, slo=slo, source=path.name, error=error)
+    cluster, share = _by_catalog(request, candidate)
+    return Question(cluster=cluster, settings=settings, slo=slo, source=path.name, error=share)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:

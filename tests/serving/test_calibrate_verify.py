@@ -50,8 +50,8 @@ async def test_a_cluster_is_calibrated_and_the_prediction_verified(model_dir: Mo
         assert code == 0, err
         await check_profile(profile_path, json.loads(out))
         workload = ("--random-input-len", "40", "--random-output-len", "8", "--random-range-ratio", "0.5")
-        verifying = ("verify", "--profile", str(profile_path), "--endpoint", served.endpoint, *workload)
-        verifying = (*verifying, "--request-rate", "20", "--num-prompts", "40", "--ttft", "2s", "--tpot", "500ms")
+        asked = ("verify", "--profile", str(profile_path), "--endpoint", served.endpoint, *workload)
+        verifying = (*asked, "--request-rate", "20", "--num-prompts", "40", "--ttft", "2s", "--tpot", "500ms")
         code, out, err = await kvrelay(*verifying, "--json")
         assert code == 0, err
         check_verified(json.loads(out))
