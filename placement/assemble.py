@@ -17,6 +17,7 @@ from engine.spec import Role
 from placement.catalog import Catalog, Degrees, Offer, PlanError
 from placement.colocated import ColocatedCluster, Sharing
 from placement.latency import DecodeLine
+from placement.measured import hosts_of
 from placement.plan import Candidate, PoolPlan
 from placement.setup import SimCluster, SimWorker
 from placement.systems import System
@@ -115,7 +116,8 @@ def assemble(
         assert pool.role != "colocated"
         offer = offer_of(pool.degrees, within_node)
         workers += [_worker(f"{pool.role}-{i}", pool.role, offer, pool) for i in range(pool.replicas)]
-    return SimCluster(workers=tuple(workers), router=router or PolicyOptions())
+    hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
+    return SimCluster(workers=tuple(workers), router=router or PolicyOptions(), hosts=hosts)
 
 
 def _worker(name: str, role: Role, offer: Offer, pool: PoolPlan) -> SimWorker:

@@ -56,6 +56,8 @@ class Offer:
     max_batch_size: int = 256  # of a decode step
     step_overhead_s: float = 0.0
     error: float = 0.0
+    slowdown: tuple[tuple[int, float, float], ...] = ()  # by a worker of the other phase on its host, if it shares one:
+    # rows of (requests that decode, factor of a prefill step, factor of their decode step)
 
     @property
     def kv_tokens(self) -> int:

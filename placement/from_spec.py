@@ -171,7 +171,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         report_gap_s=MIN_REPORT_GAP_S,
         layer_groups=_layer_groups(spec, source),
         handoff_s=source.profile.handoff_s if isinstance(source, ProfileWorkers) else 0.0,
-        hosts=shared_hosts(source.profile, (w.name for w in workers)) if isinstance(source, ProfileWorkers) else (),
+        hosts=shared_hosts(source.profile, workers) if isinstance(source, ProfileWorkers) else (),
     )
 
 

@@ -47,14 +47,30 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
         message_s=profile.message_s,
         report_gap_s=REPORT_GAP_S,
         handoff_s=profile.handoff_s,
-        hosts=shared_hosts(profile, (one.name for one in workers)),
+        hosts=shared_hosts(profile, workers),
     )
 
 
-def shared_hosts(profile: Profile, workers: Iterable[str]) -> tuple[SharedHost, ...]:
-    """The one host of all these workers, where the profile was measured on one; else none."""
+def shared_hosts(profile: Profile, workers: Iterable[SimWorker]) -> tuple[SharedHost, ...]:
+    """Where the profile was measured on one host: hosts with as many workers of each role as were measured there, the
+    last ones with what is left. Else none."""
     rows = tuple((point.batch_size, point.prefill, point.decode) for point in profile.slowdown)
-    return (SharedHost(workers=tuple(workers), by_batch=rows),) if rows else ()
+    return hosts_of(rows, workers, (profile.prefill_pool.count, profile.decode_pool.count)) if rows else ()
+
+
+def hosts_of(
+    rows: tuple[tuple[int, float, float], ...], workers: Iterable[SimWorker], per_host: tuple[int, int] = (1, 1)
+) -> tuple[SharedHost, ...]:
+    """`rows`: SharedHost.by_batch; `per_host`: prefill and decode workers of a host. In the order of the workers."""
+    names: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for worker in workers:
+        names[worker.role].append(worker.name)
+    count = max(-(-len(names[role]) // most) for role, most in zip(names, per_host, strict=True))
+    shared = [
+        [name for role, most in zip(names, per_host, strict=True) for name in names[role][i * most : (i + 1) * most]]
+        for i in range(count)
+    ]
+    return tuple(SharedHost(workers=tuple(together), by_batch=rows) for together in shared)
 
 
 def _made(kind: type[T], options: Mapping[str, Any], where: str, **renamed: str) -> T:

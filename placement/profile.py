@@ -304,4 +304,5 @@ class ProfileCatalog:
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
             error=max(error.prefill, error.decode),
+            slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in self.profile.slowdown),
         )
