@@ -1,11 +1,13 @@
 """run_step runs a step so that one request's trouble is that request's alone.
 
 A step that raises is run again chunk by chunk: writing the same KV into the same pages twice changes nothing. A chunk
-that fails by itself brings a token with an `error`, whether it was to be sampled or not; the others bring theirs.
+that fails by itself brings a token with an `error`, whether it was to be sampled or not; the others bring theirs. An
+engine that is broken for good (EngineBroken) ends its worker instead, whose process is then started anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import Protocol
@@ -13,6 +15,12 @@ from typing import Protocol
 from engine.types import Chunk, SampledToken, Step
 
 log = logging.getLogger(__name__)
+
+CHECK_S = 0.5  # how soon an engine that breaks between two steps is noticed
+
+
+class EngineBroken(Exception):
+    """No step can be run any more, whatever it holds: one sentence that says why."""
 
 
 class StepRunner(Protocol):
@@ -23,6 +31,8 @@ def run_step(engine: StepRunner, step: Step) -> list[SampledToken]:
     """The tokens of the chunks that have `sample`, and an error for each chunk that could not be computed."""
     try:
         return engine.step(step)
+    except EngineBroken:
+        raise
     except Exception as error:  # whatever a model's code raises must not take other requests with it
         log.exception("a step of %d requests failed", len(step.chunks))
         if len(step.chunks) == 1:
@@ -31,6 +41,20 @@ def run_step(engine: StepRunner, step: Step) -> list[SampledToken]:
     for chunk in step.chunks:
         tokens += run_step(engine, replace(step, chunks=(chunk,)))
     return tokens
+
+
+class Checked(Protocol):
+    def check(self) -> None:
+        """Raises EngineBroken."""
+
+
+async def wait_broken(step_loop: asyncio.Task[None], engine: Checked) -> None:
+    """Raises what broke a worker's step loop, or its engine while it stood idle; returns when the loop has ended."""
+    while not step_loop.done():
+        engine.check()
+        await asyncio.wait({step_loop}, timeout=CHECK_S)
+    if not step_loop.cancelled():
+        step_loop.result()
 
 
 def _failed(chunk: Chunk, error: Exception) -> SampledToken:

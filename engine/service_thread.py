@@ -25,6 +25,7 @@ OUR_PACKAGES = ("engine.", "kv_transfer.", "prefill_worker.", "decode_worker.", 
 Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
+THREAD_KEYS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -165,7 +166,7 @@ def sentence_of(error: BaseException) -> str:
 
 def set_thread_counts(threads: int) -> None:
     """For libraries that read their thread count when they are imported: call before torch is."""
-    for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    for key in THREAD_KEYS:
         os.environ[key] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

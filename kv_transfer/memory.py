@@ -23,16 +23,20 @@ TORCH_DTYPE = {
 
 
 class KvMemory:
-    """The pages described by `layout`, zeroed. `fd` and `map` are None when the bytes are not on the CPU."""
+    """The pages described by `layout`, zeroed. `fd` and `map` are None when the bytes are not on the CPU.
 
-    def __init__(self, layout: KvLayout, device: str = "cpu") -> None:
+    With `fd`, a file that another process made for the same layout: its bytes as they are, seen by both.
+    """
+
+    def __init__(self, layout: KvLayout, device: str = "cpu", fd: int | None = None) -> None:
         self.layout = layout
         self.device = device
         self.fd: int | None = None
         self.map: mmap.mmap | None = None
         if device == "cpu":
-            self.fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, layout.total_bytes)
+            self.fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC) if fd is None else fd
+            if fd is None:
+                os.ftruncate(self.fd, layout.total_bytes)
             self.map = mmap.mmap(self.fd, layout.total_bytes)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         else:
