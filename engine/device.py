@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -35,6 +36,11 @@ def resolve(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPUs; count from 0")
     return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """While inside, `device` is the GPU that is meant where none is named; nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _why_no_cuda() -> str:

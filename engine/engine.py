@@ -1,7 +1,9 @@
 """Engine owns one model, its KV pages and the forward step. It knows no role, no queue and no clock.
 
 load: config -> weights -> own eager logits -> probe of each layer's KV -> pages -> parity check -> ready
+      on a GPU the pages come last: they take what weights and a step's peak leave of the memory
 step: chunks -> packed rows -> the model's forward, whose attention goes through the pages -> sampled tokens
+      `begin` queues a step on a GPU and does not wait for it (gpu_steps.py)
 
 One thread calls `step`. Page numbers come from the caller: the engine allocates and frees nothing.
 """
@@ -9,19 +11,24 @@ One thread calls `step`. Page numbers come from the caller: the engine allocates
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from engine import device, fuse, linear, loader, parity
+from engine import device, kv_fp8, loader, parity, prepare
 from engine.attention import hooks
-from engine.attention.base import AttentionBackend, build_meta
+from engine.attention.base import AttentionBackend, StepMeta, build_meta
+from engine.attention.flashinfer import FlashInferBackend
 from engine.attention.hooks import UnsupportedModel
-from engine.attention.registry import make_backend
+from engine.gpu_steps import Flight, GpuSteps, Landed
+from engine.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
+from engine.kv_fp8 import KvScale
 from engine.sampling import NonFiniteLogits, sample
-from engine.types import Chunk, ModelInfo, SampledToken, SampleSpec, Step
+from engine.staging import on_device
+from engine.types import PENDING, Chunk, ModelInfo, SampledToken, SampleSpec, Step
 from kv_transfer.layout import KvLayout
 from kv_transfer.memory import KvMemory
 
@@ -29,7 +36,6 @@ __all__ = ["Engine", "EngineOptions", "UnsupportedModel"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_KV_BYTES = 1 << 30
 MIN_SHARE_FOR_FLOAT32 = 0.5  # of rows within tolerance: with fewer, the kernels are wrong, not the ties
 Progress = Callable[[str, float], None]
 
@@ -72,22 +78,30 @@ def _silent(stage: str, fraction: float) -> None:
 
 
 class Engine:
+    acts_as_gpu = False  # a test's, which runs what a GPU would run on a CPU
+
     def __init__(
         self,
         model: PreTrainedModel,
         info: ModelInfo,
-        memory: KvMemory,
         backend: AttentionBackend,
         probe: hooks.Probe,
         row_multiple: int,
+        options: EngineOptions,
+        at: torch.device,
     ) -> None:
         self.info = info
-        self.memory = memory
-        self.layout = memory.layout
+        self.device = at
         self.backend = backend
+        self.memory: KvMemory
+        self.layout: KvLayout  # of the pages that requests may be given
         self._model = model
         self._probe = probe
         self._row_multiple = row_multiple
+        self._options = options
+        self._scales: tuple[KvScale, ...] | None = None
+        self._steps: GpuSteps | None = None
+        self._last_tokens: dict[str, int] = {}
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress = _silent) -> Engine:
@@ -99,19 +113,19 @@ class Engine:
         options.validate()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        with torch.inference_mode():
-            return cls._load(options, progress)
+        at = device.resolve(options.device)
+        with torch.inference_mode(), device.current(at):
+            return cls._load(options, at, progress)
 
     @classmethod
-    def _load(cls, options: EngineOptions, progress: Progress) -> Engine:
+    def _load(cls, options: EngineOptions, at: torch.device, progress: Progress) -> Engine:
         progress("weights", 0.0)
-        device.resolve(options.device)
         config = loader.load_config(options.model)
         dtype = loader.resolve_dtype(options.dtype, config)
         loader.check_config(config)
         max_len = loader.resolve_max_len(options.max_model_len, config)
         loader.check_ropes(config, max_len)
-        model = loader.load_model(options.model, config, dtype)
+        model = loader.load_model(options.model, config, dtype, at)
         progress("weights", 1.0)
 
         reference = None
@@ -122,17 +136,25 @@ class Engine:
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
 
         progress("kernels", 0.0)
-        backend = make_backend(options.attention, probe.layers[0].dtype)
-        row_multiple = _prepare_weights(model, backend, probe, dtype)
-        with torch.inference_mode(False):  # transports write into the pages from outside inference mode
-            memory = KvMemory(_layout(options, probe))
-        engine = cls(model, info, memory, backend, probe, row_multiple)
+        backend = prepare.attention_backend(options, probe, at)
+        row_multiple = 1
+        if at.type == "cuda" or cls.acts_as_gpu:
+            prepare.fuse_for_gpu(model, backend, probe, dtype, max_len)
+        else:
+            row_multiple = prepare.pack_for_cpu(model, backend, probe, dtype)
+        engine = cls(model, info, backend, probe, row_multiple, options, at)
+        if not engine.is_gpu:
+            engine._allocate(peak_bytes=0)
         progress("kernels", 1.0)
 
         if reference is not None:
             progress("parity check", 0.0)
-            engine._check_parity_or_in_float32(reference, options)
-            progress("parity check", 1.0)
+            engine._check_parity_or_in_float32(reference)
+        engine._calibrate(reference)
+        progress("parity check", 1.0)
+        if engine.is_gpu:
+            engine._allocate(engine._peak_bytes())
+            engine._steps = engine._make_steps()
         progress("ready", 1.0)
         return engine
 
@@ -143,6 +165,8 @@ class Engine:
         """
         if not step.chunks:
             return []
+        if self._steps is not None:
+            return self.begin(step).result()
         sampled: list[tuple[str, SampleSpec]] = []
         rows: list[int] = []
         row = -1
@@ -157,53 +181,176 @@ class Engine:
                 return []
             return _draw(logits, sampled)
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda" or self.acts_as_gpu
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether `begin` returns before the step is done, so that it pays to begin the next one meanwhile."""
+        return self._steps is not None
+
+    def begin(self, step: Step) -> Flight:
+        """Begin a step; its tokens come from `result()` of what is returned. One more may be begun before that.
+
+        A chunk of it may name PENDING tokens: those that the step begun before it draws. On a CPU the step is done
+        when this returns.
+        """
+        if not step.chunks:
+            return Landed([])
+        if self._steps is not None:
+            with torch.inference_mode(), device.current(self.device):
+                return self._steps.begin(step)
+        tokens = self.step(replace(step, chunks=[self._with_last_token(chunk) for chunk in step.chunks]))
+        self._last_tokens = {token.request_id: token.token_id for token in tokens}
+        return Landed(tokens)
+
+    def _with_last_token(self, chunk: Chunk) -> Chunk:
+        if PENDING not in chunk.token_ids:
+            return chunk
+        last = self._last_tokens[chunk.request_id]
+        return replace(chunk, token_ids=[last if token == PENDING else token for token in chunk.token_ids])
+
     def _forward(
         self, chunks: Sequence[Chunk], rows: list[int] | None, on_layer: Callable[[int], None] | None
     ) -> torch.Tensor:
         """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
-        meta = build_meta(chunks, self.layout.page_size, self._row_multiple)
-        state = hooks.Forward(meta=meta, memory=self.memory, backend=self.backend, probe=self._probe, on_layer=on_layer)
-        keep = None if rows is None else torch.tensor(rows, dtype=torch.long)
-        return loader.run_packed(self._model, meta.token_ids, meta.positions, keep, state)
+        meta = build_meta(chunks, self._options.page_size, self._row_multiple)
+        if self.is_gpu:
+            meta = on_device(meta, self.device, with_tables=self.backend.name == "flashinfer")
+        return self._run(meta, None if rows is None else torch.tensor(rows, device=self.device), on_layer)
 
-    def _check_parity_or_in_float32(self, reference: parity.Reference, options: EngineOptions) -> None:
-        """Rows that differ in bfloat16 may be ties that rounding decides (routed experts): float32 settles it."""
-        name = self.info.architecture
+    def _run(self, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        state = hooks.Forward(meta, self.memory, self.backend, self._probe, on_layer, self._scales)
+        return loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
+
+    # Pages
+
+    def _allocate(self, peak_bytes: int) -> None:
+        """The pages, and on a GPU those that are the engine's own behind them."""
+        options, dtype = self._options, prepare.page_dtype(self._options, self._probe)
+        one_page = prepare.layout(options.page_size, dtype, self._probe, 1)
+        pages = prepare.num_pages(options, one_page, self.device, peak_bytes)
+        self.layout = replace(one_page, num_pages=pages)
+        own = prepare.RESERVED_PAGES if self.is_gpu else 0
+        with torch.inference_mode(False):  # transports write into the pages from outside inference mode
+            self.memory = KvMemory(replace(one_page, num_pages=pages + own), str(self.device))
+
+    @contextmanager
+    def _other_memory(self, dtype: torch.dtype, pages: int, scales: tuple[KvScale, ...] | None) -> Iterator[KvMemory]:
+        """For a while: a small memory of its own, in which nothing was written."""
+        before = getattr(self, "memory", None), self._scales
+        self.memory = KvMemory(prepare.layout(self._options.page_size, dtype, self._probe, pages), str(self.device))
+        self._scales = scales
         try:
-            error = self._check_parity(reference)
+            yield self.memory
+        finally:
+            self.memory.close()
+            memory, self._scales = before
+            if memory is None:
+                del self.memory
+            else:
+                self.memory = memory
+
+    def _peak_bytes(self) -> int:
+        """What a large step needs of a GPU's memory beyond what stands there before it."""
+        page_size = self._options.page_size
+        tokens = min(prepare.PROFILE_TOKENS, self.info.max_model_len)
+        pages = -(-tokens // page_size)
+        chunk = Chunk(request_id="", token_ids=[0] * tokens, start=0, block_table=range(pages))
+        with self._other_memory(prepare.page_dtype(self._options, self._probe), pages, self._scales):
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self._forward([chunk], [tokens - 1], None)
+            torch.cuda.synchronize(self.device)
+            return int(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def _make_steps(self) -> GpuSteps:
+        with_tables = isinstance(self.backend, FlashInferBackend)
+        graphs = self._make_graphs() if with_tables and self._options.cuda_graphs else None
+        return GpuSteps(
+            device=self.device,
+            page_size=self._options.page_size,
+            forward=self._run,
+            with_tables=with_tables,
+            graphs=graphs,
+        )
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        assert isinstance(self.backend, FlashInferBackend)
+        try:
+            return DecodeGraphs(
+                device=self.device,
+                sizes=sizes_up_to(self._options.max_graph_batch),
+                page_size=self._options.page_size,
+                reserved_page=self.layout.num_pages,
+                max_pages=-(-self.info.max_model_len // self._options.page_size),
+                backend=self.backend,
+                run=lambda meta: self._run(meta, None, None),
+                capture=self._capture(),
+            )
+        except RuntimeError as error:  # a model's own code may wait for the device, which no graph can hold
+            logger.warning("decode steps run without CUDA graphs: %s", " ".join(str(error).split())[:300])
+            torch.cuda.synchronize(self.device)
+            return None
+
+    def _capture(self) -> Capture:
+        return cuda_capture(self.device)
+
+    # Checks at load
+
+    def _check_parity_or_in_float32(self, reference: parity.Reference) -> None:
+        """Rows that differ in bfloat16 may be ties that rounding decides (routed experts): float32 settles it."""
+        name, dtype = self.info.architecture, self._probe.layers[0].dtype
+        try:
+            error = self._check_parity(reference, dtype, None)
         except parity.ParityMismatch as mismatch:
             if self.info.dtype == "float32" or mismatch.share_good < MIN_SHARE_FOR_FLOAT32:
                 raise
             logger.info("%s; checked again in float32", mismatch)
-            Engine._load(replace(options, dtype="float32", num_pages=1, kv_bytes=None), _silent)
+            attention = "auto" if self._options.attention == "flashinfer" else self._options.attention
+            exact = replace(self._options, dtype="float32", num_pages=1, kv_bytes=None, kv_dtype="auto")
+            Engine._load(replace(exact, attention=attention, cuda_graphs=False), self.device, _silent)
             return
         logger.info("parity check of %s: largest relative error of logits %.2g", name, error)
 
-    def _check_parity(self, reference: parity.Reference) -> float:
-        """Run the check in a small memory of its own, filled with NaN: what nobody wrote must never be read."""
-        page_size = self.layout.page_size
-        layout = KvLayout(page_size, self.layout.dtype, self.layout.layers, parity.pages_needed(page_size))
-        served, self.memory = self.memory, KvMemory(layout)
-        for layer in range(layout.num_layers):
-            self.memory.k(layer).fill_(float("nan"))
-            self.memory.v(layer).fill_(float("nan"))
-        try:
+    def _check_parity(
+        self, reference: parity.Reference, dtype: torch.dtype, scales: tuple[KvScale, ...] | None
+    ) -> float:
+        """Run the check in a memory of its own, filled with NaN: what nobody wrote must never be read."""
+        page_size = self._options.page_size
+        with self._other_memory(dtype, parity.pages_needed(page_size), scales) as memory:
+            for layer in range(memory.layout.num_layers):
+                _poison(memory.k(layer))
+                _poison(memory.v(layer))
             return parity.check(self._model, reference, lambda chunks: self._forward(chunks, None, None), page_size)
-        finally:
-            self.memory.close()
-            self.memory = served
+
+    def _calibrate(self, reference: parity.Reference | None) -> None:
+        """Measure the scales of pages in fp8, and what they cost. Raises UnsupportedModel when it is too much."""
+        if self._options.kv_dtype != "fp8_e4m3":
+            return
+        chunks, pages = kv_fp8.prompts(self.info.vocab_size, self.info.max_model_len, self._options.page_size)
+        with self._other_memory(self._probe.layers[0].dtype, pages, None) as memory:
+            self._forward(chunks, [0], None)
+            layers = range(memory.layout.num_layers)
+            self._scales = scales = kv_fp8.scales_of([(memory.k(i), memory.v(i)) for i in layers])
+        self._scales = scales
+        self.info = replace(self.info, fingerprint=kv_fp8.with_scales(self.info.fingerprint, scales))
+        if reference is None:
+            return
+        lenient = replace(reference, tolerance=parity.MAX_TOLERANCE)
+        try:
+            error = self._check_parity(lenient, kv_fp8.DTYPE, scales)
+        except parity.ParityMismatch as mismatch:
+            raise UnsupportedModel(f"kv_dtype is 'fp8_e4m3', but {mismatch}; give kv_dtype: auto") from mismatch
+        logger.info("KV in fp8: largest relative error of logits %.2g", error)
 
 
-def _prepare_weights(model: PreTrainedModel, backend: AttentionBackend, probe: hooks.Probe, dtype: torch.dtype) -> int:
-    """Fuse and pack what can be; the multiple to which a step's rows are to be padded."""
-    if not linear.can_pack(dtype):
-        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
-        return 1
-    if backend.name == "native":
-        count = fuse.fuse(model, probe.layer_of)
-        logger.info("%d modules of %s run fused", count, type(model).__name__)
-    linear.pack_linears(model)
-    return max(linear.MIN_ROWS, linear.row_multiple(model))
+def _poison(pages: torch.Tensor) -> None:
+    if pages.dtype == kv_fp8.DTYPE:
+        pages.view(torch.uint8).fill_(kv_fp8.NAN_BYTE)
+    else:
+        pages.fill_(float("nan"))
 
 
 def _draw(logits: torch.Tensor, wanted: Sequence[tuple[str, SampleSpec]]) -> list[SampledToken]:
@@ -220,16 +367,3 @@ def _draw(logits: torch.Tensor, wanted: Sequence[tuple[str, SampleSpec]]) -> lis
         SampledToken(request_id=request_id, token_id=token_id, logprob=logprob, top_logprobs=top)
         for (request_id, _), (token_id, logprob, top) in zip(wanted, drawn, strict=True)
     ]
-
-
-def _layout(options: EngineOptions, probe: hooks.Probe) -> KvLayout:
-    """As many pages as were asked for, or as fit in kv_bytes."""
-    dtype = str(probe.layers[0].dtype).removeprefix("torch.")
-    layers = tuple(layer.kv for layer in probe.layers)
-    if options.num_pages is not None:
-        return KvLayout(options.page_size, dtype, layers, options.num_pages)
-    kv_bytes = options.kv_bytes if options.kv_bytes is not None else DEFAULT_KV_BYTES
-    page_bytes = KvLayout(options.page_size, dtype, layers, 1).page_bytes()
-    if kv_bytes < page_bytes:
-        raise ValueError(f"kv_bytes is {kv_bytes}, less than one page; give at least {page_bytes}")
-    return KvLayout(options.page_size, dtype, layers, kv_bytes // page_bytes)

@@ -118,8 +118,9 @@ def _check_rope(name: str, rope: dict[str, Any], text: Any, max_len: int) -> Non
     )
 
 
-def load_model(model: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' own class with its weights, in eager attention. Raises UnsupportedModel with one sentence."""
+def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """transformers' own class with its weights on `device`, in eager attention. Raises UnsupportedModel."""
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # straight to the GPU, file by file
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             model,
@@ -128,6 +129,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
             attn_implementation="eager",
             experts_implementation="eager",
             output_loading_info=True,
+            **placed,
         )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {_first_sentence(error)}") from error
@@ -155,7 +157,8 @@ def probe_model(model: PreTrainedModel, max_len: int) -> hooks.Probe:
     set_attention(model, hooks.PROBE)
     probe = hooks.Probe(num_tokens=PROBE_TOKENS)
     try:
-        run_packed(model, torch.zeros(PROBE_TOKENS, dtype=torch.long), torch.arange(PROBE_TOKENS), None, probe)
+        positions = torch.arange(PROBE_TOKENS, device=model.device)
+        run_packed(model, torch.zeros_like(positions), positions, None, probe)
     except UnsupportedModel:
         raise
     except Exception as error:  # any architecture may fail here in its own way; none may take the server down
@@ -192,7 +195,7 @@ def run_packed(
     output = model(
         input_ids=token_ids[None],
         position_ids=positions[None],
-        attention_mask=torch.ones(1, token_ids.shape[0], dtype=torch.long),
+        attention_mask=torch.ones(1, token_ids.shape[0], dtype=torch.long, device=token_ids.device),
         use_cache=False,
         return_dict=True,
         logits_to_keep=0 if rows is None else rows,

@@ -66,7 +66,8 @@ def reference_logits(model: PreTrainedModel, vocab_size: int, max_len: int) -> R
 
 def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     try:
-        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False, return_dict=True).logits[0]
+        ids = ids[None].to(model.device)
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     except Exception as error:  # a model's own code raises what it likes
         name = type(model).__name__
         raise UnsupportedModel(f"{name} fails by itself on a plain prompt: {type(error).__name__}: {error}") from error

@@ -29,7 +29,7 @@ _F64 = npt.NDArray[np.float64]
 _Ids = npt.NDArray[np.intp]
 
 _BLOCK = 512  # ids in one block of the two-level cumulative sum
-_TOP_P_SLACK = 1e-6  # relative; float32 logits of 0.5, 0.3, 0.2 must reach a top_p of 0.8 with two tokens
+TOP_P_SLACK = 1e-6  # relative; float32 logits of 0.5, 0.3, 0.2 must reach a top_p of 0.8 with two tokens
 
 
 class NonFiniteLogits(ArithmeticError):
@@ -181,7 +181,7 @@ def _nucleus(weights: _F64, top_p: float) -> _Ids:
     floor = (1.0 - top_p) * total / (2 * weights.size)
     descending = np.sort(weights[weights >= floor])[::-1]
     reached = np.cumsum(descending)
-    count = int(np.searchsorted(reached, top_p * total * (1.0 - _TOP_P_SLACK))) + 1
+    count = int(np.searchsorted(reached, top_p * total * (1.0 - TOP_P_SLACK))) + 1
     return _largest(weights, min(count, descending.size))
 
 

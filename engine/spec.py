@@ -51,6 +51,7 @@ class WorkerOptions:
 
     prefix_cache: bool = True
     report_interval_s: float = 0.2
+    record: str = ""  # a folder to write every call of the policy into, for placement/replay.py; empty: none is
 
     @property
     def limits(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import StepMeta
+from engine.attention.tables import ON_DEVICE as TABLE_NAMES
 from engine.attention.tables import page_tables
 from engine.fence import Fence
 
@@ -120,10 +121,21 @@ def on_device(
     meta: StepMeta, device: torch.device, upload: Uploader | None = None, *, with_tables: bool = True
 ) -> StepMeta:
     """The step's metadata with what kernels read on the device; `with_tables` adds FlashInfer's form of the pages."""
-    upload = upload or Uploader(device)
-    placed = upload({name: getattr(meta, name).numpy() for name in ON_DEVICE})
+    return stage(meta, {}, upload or Uploader(device), with_tables=with_tables)[0]
+
+
+def stage(
+    meta: StepMeta, beside: Arrays, upload: Uploader, *, with_tables: bool
+) -> tuple[StepMeta, dict[str, torch.Tensor]]:
+    """The same, and other arrays `beside` it, all in one copy."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {f"meta {name}": getattr(meta, name).numpy() for name in ON_DEVICE}
     tables = None
     if with_tables:
         on_host = (meta.query_starts.numpy(), meta.starts.numpy(), meta.block_tables.numpy())
-        tables = page_tables(*on_host, meta.page_size).place(upload)
-    return replace(meta, tables=tables, **placed)
+        tables = page_tables(*on_host, meta.page_size)
+        arrays |= {f"table {name}": getattr(tables, name).numpy() for name in TABLE_NAMES}
+    placed = upload(arrays | dict(beside))
+    if tables is not None:
+        tables = replace(tables, device={name: placed[f"table {name}"] for name in TABLE_NAMES})
+    meta = replace(meta, tables=tables, **{name: placed[f"meta {name}"] for name in ON_DEVICE})
+    return meta, {name: placed[name] for name in beside}

@@ -20,6 +20,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_N = 64
 SEED_BITS = 63
+PENDING = -1  # in a chunk's token_ids: the token that the step before draws for the same request
 
 
 class InvalidRequest(ValueError):
@@ -140,7 +141,8 @@ class SampleSpec:
 class Chunk:
     """One request's share of a step: run `token_ids`, which stand at positions start, start + 1, and so on.
 
-    `block_table` names the pages of positions 0 .. start + len(token_ids) - 1, in order.
+    `block_table` names the pages of positions 0 .. start + len(token_ids) - 1, in order. A token id may be PENDING in
+    a step that is begun while the one before it, which draws that token, still runs.
     """
 
     request_id: str
@@ -155,7 +157,8 @@ class Step:
     """One forward pass over the chunks of many requests.
 
     `on_layer(i)` is called in the engine's thread as soon as the KV of layer i of every chunk stands in its pages,
-    in the order of the layers; it must return at once.
+    in the order of the layers; it must return at once. On a GPU the writing is queued by then, not done: an event
+    recorded on the current stream inside the call marks its end.
     """
 
     chunks: Sequence[Chunk]

@@ -22,6 +22,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "out", "k_pages", "v_pages", "sinks")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "starts", "block_tables")),
         *((name, ctypes.c_int64) for name in ("q_row_stride", "q_head_stride", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("k_token_stride", "v_token_stride")),
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "k_dim", "v_dim", "page_size")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         *((name, ctypes.c_int32) for name in ("window", "dtype", "threads")),
@@ -39,7 +40,7 @@ class NativeBackend:
         self._write = library.kvrelay_write
         self._write.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p) + (
             ctypes.c_int64,
-        ) * 3
+        ) * 4
         self._write.restype = None
 
     def write(
@@ -61,6 +62,7 @@ class NativeBackend:
             meta.slots.shape[0],
             pages.shape[2],
             pages.shape[3] * size,
+            pages.stride(1) * size,
         )
 
     def attend(
@@ -85,6 +87,8 @@ class NativeBackend:
             q_row_stride=q_THD.stride(0),
             q_head_stride=q_THD.stride(1),
             table_stride=meta.block_tables.stride(0),
+            k_token_stride=k_pages.stride(1),
+            v_token_stride=v_pages.stride(1),
             sequences=meta.num_sequences,
             heads=heads,
             kv_heads=k_pages.shape[2],

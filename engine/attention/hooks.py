@@ -40,6 +40,9 @@ class LayerProbe:
     dtype: torch.dtype
     num_heads: int
     window: int
+    scaling: float
+    softcap: float = 0.0
+    has_sinks: bool = False
 
 
 @dataclass(slots=True)
@@ -50,7 +53,17 @@ class Probe:
     layers: list[LayerProbe] = field(default_factory=list)
     layer_of: dict[int, int] = field(default_factory=dict)  # id(module) -> layer
 
-    def record(self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> None:
+    def record(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int,
+        scaling: float | None,
+        softcap: float | None,
+        has_sinks: bool,
+    ) -> None:
         if id(module) in self.layer_of:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends twice in one forward pass, which pages cannot hold"
@@ -63,7 +76,8 @@ class Probe:
         kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
         self.layer_of[id(module)] = len(self.layers)
         object.__setattr__(module, LAYER, len(self.layers))
-        self.layers.append(LayerProbe(kv=kv, dtype=k.dtype, num_heads=q.shape[1], window=window))
+        scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks))
 
 
 @dataclass(slots=True)
@@ -155,9 +169,12 @@ def _probe_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
     *args: Any,
     kvrelay: Probe | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
@@ -172,7 +189,7 @@ def _probe_attention(
     if is_causal is False:
         raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
     window = _window(name, attention_mask, sliding_window)
-    kvrelay.record(module, query, key, value, window)
+    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return out, None
 

@@ -81,6 +81,7 @@ struct KvrelayRotary {
     void* v_pages;
     const int64_t* slots;
     int64_t rows, written, heads, kv_heads, dim;  // the first `written` rows go into pages
+    int64_t token_stride;                         // elements from one token of a page to the next, of K and V alike
     float eps;
     int32_t plus_one, dtype, threads;
 };
@@ -100,7 +101,7 @@ void rotate_and_write(const KvrelayRotary& a) {
         };
         for (int64_t h = 0; h < a.heads; h++) turn(from + h * d, a.q_norm, (Element*)a.q + (row * a.heads + h) * d);
         if (row >= a.written) return;
-        const int64_t at = a.slots[row] * a.kv_heads * d;
+        const int64_t at = a.slots[row] * a.token_stride;
         for (int64_t g = 0; g < a.kv_heads; g++)
             turn(from + (a.heads + g) * d, a.k_norm, (Element*)a.k_pages + at + g * d);
         std::memcpy((Element*)a.v_pages + at, from + (a.heads + a.kv_heads) * d, a.kv_heads * d * sizeof(Element));

@@ -145,7 +145,8 @@ void interleave(const uint16_t* first, const uint16_t* second, int64_t n, int64_
 
 extern "C" {
 
-// Strides and sizes in elements. `dtype`: 0 float32, 1 bfloat16 (of q, k, v and out alike).
+// Strides and sizes in elements. `dtype`: 0 float32, 1 bfloat16 (of q, k, v and out alike). A token's heads stand side by
+// side in its page; from one token to the next may be further than that: a rank's heads are a part of the page's.
 struct KvrelayAttention {
     const void* q;
     void* out;  // [rows, heads, v_dim]
@@ -155,7 +156,7 @@ struct KvrelayAttention {
     const int32_t* query_starts;
     const int32_t* starts;
     const int32_t* block_tables;
-    int64_t q_row_stride, q_head_stride, table_stride;
+    int64_t q_row_stride, q_head_stride, table_stride, k_token_stride, v_token_stride;
     int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
     float scaling, softcap;
     int32_t window, dtype, threads;
@@ -291,7 +292,6 @@ class Attention {
     // Where the keys at positions block .. block + KEYS - 1 stand; zeros from `end` on
     void locate(const Tile& tile, int64_t block, int64_t end, Rows& found) const {
         const int32_t* table = a.block_tables + tile.sequence * a.table_stride;
-        const int64_t k_token = a.kv_heads * a.k_dim, v_token = a.kv_heads * a.v_dim;
         int64_t page = -1, slot = 0;
         for (int i = 0; i < KEYS; i++) {
             const int64_t position = block + i;
@@ -306,8 +306,8 @@ class Attention {
                 slot++;
             }
             const int64_t token = page * a.page_size + slot;
-            found.k[i] = (const Element*)a.k_pages + token * k_token;
-            found.v[i] = (const Element*)a.v_pages + token * v_token;
+            found.k[i] = (const Element*)a.k_pages + token * a.k_token_stride;
+            found.v[i] = (const Element*)a.v_pages + token * a.v_token_stride;
         }
     }
 
@@ -467,11 +467,12 @@ int kvrelay_attend(const KvrelayAttention* args) {
     return attend<uint16_t, false>(*args);
 }
 
-// Copies rows [rows, heads, dim] with the given strides, in bytes, into pages at slots: [slots, heads, dim].
+// Copies rows [rows, heads, dim] with the given strides, in bytes, into pages at slots: [slots, heads, dim], slots
+// token_stride bytes apart.
 void kvrelay_write(const char* from, int64_t row_stride, int64_t head_stride, char* pages, const int64_t* slots,
-                   int64_t rows, int64_t heads, int64_t dim_bytes) {
+                   int64_t rows, int64_t heads, int64_t dim_bytes, int64_t token_stride) {
     for (int64_t row = 0; row < rows; row++) {
-        char* to = pages + slots[row] * heads * dim_bytes;
+        char* to = pages + slots[row] * token_stride;
         const char* source = from + row * row_stride;
         if (head_stride == dim_bytes) {
             std::memcpy(to, source, heads * dim_bytes);

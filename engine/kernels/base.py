@@ -1,0 +1,65 @@
+"""What a fused layer asks of the machine's kernels: products with joined weights, norms, the rotation, SiLU.
+
+Shapes: T tokens, N width, H query heads, G key/value heads, D head_dim, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.attention.hooks import Forward
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """x / rms(x) * weight, or * (1 + weight)."""
+
+    weight: torch.Tensor
+    eps: float
+    plus_one: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How an attention's joined projection is cut, and the norms of its heads where it has them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Cosine and sine of every position, made once at load, and which of them this step's rows want."""
+
+    cos_sin: torch.Tensor  # float32 [positions, D]: D/2 cosines, then D/2 sines
+    positions: torch.Tensor  # int64 [T]
+
+
+Rotation = tuple[torch.Tensor, torch.Tensor] | RopeTable  # cos and sin [1, T, D] as transformers makes them, or a table
+
+
+class Kernels(Protocol):
+    fuses_model: bool  # whether a layer's last addition is left to the next layer's norm
+
+    def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x W^T + b over a weight that the caller gives up."""
+
+    def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor: ...
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: NormWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + y, the norm of x + y). May work in place: neither x nor y is to be read after."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 I] -> silu(first half) * second half: [..., I]"""
+
+    def rotate_and_write(
+        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: Forward
+    ) -> torch.Tensor:
+        """From [1, T, (H + 2 G) D]: the heads' norms, the rotation, K and V into the layer's pages; q [T, H, D]."""

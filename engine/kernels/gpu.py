@@ -1,0 +1,113 @@
+"""Kernels of a GPU: FlashInfer's, and plain torch where FlashInfer is missing or the dtype is not its own.
+
+Both run wherever torch does, which is how their layers are tested without a GPU. They round where the layers' own torch
+code rounds, to within a bit or two of the last place.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from engine.attention.hooks import Forward
+from engine.kernels.base import Heads, NormWeight, RopeTable, Rotation
+
+
+class TorchKernels:
+    fuses_model = True
+
+    def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        return partial(functional.linear, weight=weight_ON, bias=bias_O)
+
+    def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+        exact = x.float()
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)
+        if norm.plus_one:
+            return (exact * (1.0 + norm.weight.float())).to(x.dtype)
+        return norm.weight * exact.to(x.dtype)
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: NormWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + y
+        return total, self.norm(total, norm)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def rotate_and_write(
+        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: Forward
+    ) -> torch.Tensor:
+        dim = heads.head_dim
+        rows = qkv.view(-1, qkv.shape[-1])
+        q, k, v = rows.split([heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim], dim=-1)
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q = self.norm(q.unflatten(-1, (-1, dim)), heads.q_norm).flatten(1)
+            k = self.norm(k.unflatten(-1, (-1, dim)), heads.k_norm).flatten(1)
+        q_THD, k_TGD = self.rotate(q, k, rotation, dim)
+        state.write(layer, k_TGD, v.unflatten(-1, (-1, dim)))
+        return q_THD
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation, dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H D], [T, G D] -> [T, H, D], [T, G, D]: Llama's rotation, by halves."""
+        cos_T1D, sin_T1D = _cos_sin(rotation, q.dtype)
+        assert cos_T1D.shape[-1] == dim, "a rotation of part of the head is not what the source says"
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            x = x.unflatten(-1, (-1, dim))
+            low, high = x.chunk(2, dim=-1)
+            return x * cos_T1D + torch.cat((-high, low), dim=-1) * sin_T1D
+
+        return rotated(q), rotated(k)
+
+
+class FlashInferKernels(TorchKernels):
+    """Half precision only."""
+
+    def __init__(self, library: Any = None) -> None:
+        self._library = importlib.import_module("flashinfer") if library is None else library
+
+    def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+        run = self._library.gemma_rmsnorm if norm.plus_one else self._library.rmsnorm
+        rows = x if x.dim() == 3 and x.shape[0] != 1 else x.reshape(-1, x.shape[-1])
+        result: torch.Tensor = run(input=rows, weight=norm.weight, eps=norm.eps)
+        return result.view(x.shape)
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: NormWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        run = self._library.gemma_fused_add_rmsnorm if norm.plus_one else self._library.fused_add_rmsnorm
+        total, out = x.contiguous(), y.contiguous()
+        width = total.shape[-1]
+        run(input=out.view(-1, width), residual=total.view(-1, width), weight=norm.weight, eps=norm.eps)
+        return total, out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.shape[-1] * gate_up.element_size() % 16:
+            return super().silu_mul(gate_up)
+        result: torch.Tensor = self._library.silu_and_mul(input=gate_up)
+        return result
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation, dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(rotation, RopeTable):
+            return super().rotate(q, k, rotation, dim)
+        q, k = self._library.apply_rope_with_cos_sin_cache(
+            positions=rotation.positions, query=q, key=k, head_size=dim, cos_sin_cache=rotation.cos_sin
+        )
+        return q.unflatten(-1, (-1, dim)), k.unflatten(-1, (-1, dim))
+
+
+def _cos_sin(rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [T, 1, D], in `dtype`."""
+    if isinstance(rotation, RopeTable):
+        halves = rotation.cos_sin[rotation.positions].to(dtype).chunk(2, dim=-1)
+        cos, sin = (torch.cat((half, half), dim=-1) for half in halves)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = rotation
+    return cos[0].unsqueeze(1), sin[0].unsqueeze(1)

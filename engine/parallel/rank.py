@@ -1,0 +1,139 @@
+"""One rank of a tensor-parallel worker, other than its leader: `python -m engine.parallel.rank FD PARENT`.
+
+    begin (options, rank) -> load, cut, prepare -> loaded | refused -> group -> [memory, step ...] until the leader ends
+
+It decides nothing and keeps no queue: it runs the steps that the leader sends, over the leader's KV pages. It ends with
+the leader: by the kernel's signal when that dies, by the end of its socket otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from engine import loader, prepare
+from engine.attention import hooks
+from engine.attention.base import StepMeta
+from engine.engine import EngineOptions
+from engine.parallel import sharding
+from engine.parallel.collectives import Collectives, join_store, named
+from engine.parallel.frames import Channel, Frame
+from engine.parallel.sharding import Cut, HeadSlice, Shard
+from engine.service_thread import LOG_FORMAT, pin_process, sentence_of
+from kv_transfer.layout import KvLayout, LayerKv
+from kv_transfer.memory import KvMemory
+
+PR_SET_PDEATHSIG = 1
+FAILED_EXIT_CODE = 1
+
+logger = logging.getLogger("engine.parallel.rank")
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, or end now if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(FAILED_EXIT_CODE)
+
+
+class Rank:
+    def __init__(self, channel: Channel, shard: Shard, options: EngineOptions) -> None:
+        self._channel = channel
+        self._shard = shard
+        self._options = options
+        self._pages: HeadSlice | None = None
+
+    def load(self) -> None:
+        """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
+        options, at = self._options, torch.device("cpu")
+        config = loader.load_config(options.model)
+        dtype = loader.resolve_dtype(options.dtype, config)
+        max_len = loader.resolve_max_len(options.max_model_len, config)
+        model = loader.load_model(options.model, config, dtype, at)
+        whole = loader.probe_model(model, max_len)
+        self._cuts: list[Cut] = sharding.shard_model(model, self._shard, whole.layer_of)
+        loader.set_attention(model, hooks.SERVE)
+        self._backend, _ = prepare.make_kernels(options, model, whole, dtype, at, max_len)
+        self._model, self._probe = model, whole
+
+    def serve(self) -> None:
+        """Run what the leader sends until it ends."""
+        while (frame := self._channel.receive()) is not None:
+            if frame.kind == "step":
+                self._step(frame)
+            elif frame.kind == "memory":
+                self._map(frame)
+            elif frame.kind == "group":
+                self._meet(**frame.fields)
+
+    def _meet(self, port: int, name: str, timeout_s: float) -> None:
+        store = named(name, join_store(port, timeout_s))
+        sharding.connect(self._cuts, Collectives(store, self._shard, timeout_s), _nobody)
+
+    def _map(self, frame: Frame) -> None:
+        fields = frame.fields
+        layers = tuple(LayerKv(*layer) for layer in fields["layers"])
+        layout = KvLayout(int(fields["page_size"]), str(fields["dtype"]), layers, int(fields["num_pages"]))
+        [fd] = frame.files
+        memory = KvMemory(layout, fd=fd)
+        self._pages = HeadSlice(memory, self._shard)
+        memory.close()  # the file; what it shows stays mapped
+
+    def _step(self, frame: Frame) -> None:
+        arrays = {name: torch.from_numpy(array) for name, array in frame.arrays.items()}
+        rows = arrays.pop("rows", None)
+        meta = StepMeta(page_size=int(frame.fields["page_size"]), **arrays)
+        assert self._pages is not None, "a step before its memory"
+        state = hooks.Forward(meta, self._pages, self._backend, self._probe, None)
+        loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
+
+
+def _nobody(layer: int) -> None:
+    return
+
+
+def main(fd: int, parent: int) -> int:
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the leader decides
+    logging.basicConfig(level=os.environ.get("KVRELAY_RANK_LOG_LEVEL", "WARNING"), format=LOG_FORMAT)
+    channel = Channel(socket.socket(fileno=fd))
+    begin = channel.receive()
+    if begin is None:
+        return FAILED_EXIT_CODE
+    number, options = int(begin.fields["rank"]), _options(begin.fields["options"])
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with torch.inference_mode():
+        rank = Rank(channel, Shard(number, options.tensor_parallel), options)
+        try:
+            rank.load()
+        except Exception as error:  # the leader says it: most likely it refuses the same
+            channel.send(Frame("refused", {"reason": sentence_of(error)}))
+            return FAILED_EXIT_CODE
+        pin_process(options.rank_cpus[number] if options.rank_cpus else ())
+        channel.send(Frame("loaded"))
+        try:
+            rank.serve()
+        except Exception as error:
+            logger.exception("rank %d failed", number)
+            channel.send(Frame("failed", {"reason": f"{type(error).__name__}: {error}"}))
+            return FAILED_EXIT_CODE
+    return 0
+
+
+def _options(fields: dict[str, Any]) -> EngineOptions:
+    cpus = tuple(tuple(cores) for cores in fields["rank_cpus"])
+    return EngineOptions(**{**fields, "rank_cpus": cpus})
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stderr.flush()
+    os._exit(code)  # the process group's threads may wait for ranks that are gone

@@ -1,0 +1,246 @@
+"""Sharding cuts a loaded model down to one rank's part, by transformers' own tensor-parallel plan read as data.
+
+    colwise   a rank keeps a run of the outputs: q, k, v, gate, up (and their biases)
+    rowwise   a rank keeps a run of the inputs, and the ranks' products are summed: o, down (the bias is rank 0's)
+    lm_head   a run of the vocabulary where it divides, gathered at rank 0
+
+Embeddings and norms stay whole on every rank. Heads, KV heads and the MLP's width must divide. A model whose plan says
+anything else is refused by name, and so is one whose attention does not shrink as its plan promises.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine import fuse
+from engine.attention import hooks
+from engine.attention.hooks import UnsupportedModel
+from kv_transfer.layout import KvLayout
+from kv_transfer.memory import KvMemory
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "sequence_parallel")  # right when not cut, too
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of `size`."""
+
+    rank: int
+    size: int
+
+    def run(self, count: int) -> slice:
+        """This rank's of `count` things in order; `size` divides it."""
+        share = count // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+
+class Reduce(Protocol):
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A projection whose products must meet the other ranks'."""
+
+    parent: nn.Module
+    name: str  # of the projection in it
+    layer: int | None = None  # of an attention's output: all ranks' KV of this layer is written once they have met
+    is_head: bool = False
+
+
+def check_config(config: Any, size: int) -> None:
+    """Raise UnsupportedModel for a model that cannot be cut in `size`: what its config says, before its weights."""
+    text = config.get_text_config()
+    name = (config.architectures or [type(config).__name__])[0]
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModel(
+            f"{name} keeps its KV as latents (multi-head latent attention), and tensor_parallel is {size}; "
+            "give tensor_parallel 1"
+        )
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan:
+        raise UnsupportedModel(
+            f"{name} has no tensor-parallel plan in transformers, and tensor_parallel is {size}; "
+            "give tensor_parallel 1"
+        )
+    for pattern, style in plan.items():
+        if style not in (COLWISE, ROWWISE, *WHOLE):
+            raise UnsupportedModel(
+                f"{name} cuts {pattern} as {style} by its tensor-parallel plan, and only {COLWISE} and {ROWWISE} are "
+                f"known here; give tensor_parallel 1, and not {size}"
+            )
+    _check_sizes(text, size)
+
+
+def _check_sizes(text: Any, size: int) -> None:
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    counts = {"attention heads": heads, "KV heads": kv_heads}
+    if width := getattr(text, "intermediate_size", None):
+        counts["columns of the MLP (intermediate_size)"] = int(width)
+    for what, count in sorted(counts.items(), key=lambda item: item[1]):
+        if count % size:
+            common = math.gcd(*counts.values())
+            good = [str(n) for n in range(1, common + 1) if common % n == 0]
+            raise UnsupportedModel(
+                f"tensor_parallel is {size}, which does not divide {count} {what}; give {_listed(good)}"
+            )
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def shard_model(model: PreTrainedModel, shard: Shard, layer_of: dict[int, int]) -> list[Cut]:
+    """Keep this rank's part of every weight that the plan names; the rest is given up.
+
+    `layer_of` gives the layer of each attention module by its id. Raises UnsupportedModel.
+    """
+    cuts: list[Cut] = []
+    for parent, name, linear, style in _planned(model):
+        if type(linear) is not nn.Linear:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has a {type(linear).__name__} for {name} where only plain linear layers can "
+                f"be cut; give tensor_parallel 1, and not {shard.size}"
+            )
+        if style == COLWISE:
+            _cut_outputs(linear, shard)
+        else:
+            _cut_inputs(linear, shard)
+            cuts.append(Cut(parent, name, layer_of.get(id(parent))))
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.out_features % shard.size == 0:
+        _cut_outputs(head, shard)
+        cuts.append(Cut(*_place_of(model, head), is_head=True))
+    missing = set(layer_of.values()) - {cut.layer for cut in cuts}
+    if missing:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not cut the attention of layer {min(missing)} by its tensor-parallel plan; "
+            f"give tensor_parallel 1, and not {shard.size}"
+        )
+    return cuts
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """(parent, name, module, style) of each module that is cut, in the model's order."""
+    base = model.base_model
+    plan = {
+        re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style
+        for pattern, style in (base.config.get_text_config().base_model_tp_plan or {}).items()
+        if style in (COLWISE, ROWWISE)
+    }
+    modules = dict(base.named_modules())
+    for path, module in modules.items():
+        style = next((style for pattern, style in plan.items() if pattern.fullmatch(path)), None)
+        if style is not None:
+            parent, _, name = path.rpartition(".")
+            yield modules[parent], name, module, style
+
+
+def _place_of(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
+    return next(
+        (parent, name) for parent in model.modules() for name, child in parent.named_children() if child is wanted
+    )
+
+
+def _cut_outputs(linear: nn.Linear, shard: Shard) -> None:
+    run = shard.run(linear.out_features)
+    linear.weight = _kept(linear.weight[run])  # one of its own, where it was tied to the embeddings
+    if linear.bias is not None:
+        linear.bias = _kept(linear.bias[run])
+    linear.out_features //= shard.size
+
+
+def _cut_inputs(linear: nn.Linear, shard: Shard) -> None:
+    linear.weight = _kept(linear.weight[:, shard.run(linear.in_features)])
+    if linear.bias is not None and shard.rank > 0:
+        linear.bias = None  # type: ignore[assignment]
+    linear.in_features //= shard.size
+
+
+def _kept(part: torch.Tensor) -> nn.Parameter:
+    """A copy: the whole weight, which may be a view of the mapped checkpoint, is not kept for its part."""
+    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+def check_shapes(name: str, whole: hooks.Probe, part: hooks.Probe, shard: Shard) -> None:
+    """Raise UnsupportedModel unless every layer of the cut model has its share of the heads."""
+    for layer, (all_of_it, ours) in enumerate(zip(whole.layers, part.layers, strict=True)):
+        has_share = (
+            ours.kv.kv_heads * shard.size == all_of_it.kv.kv_heads
+            and ours.num_heads * shard.size == all_of_it.num_heads
+            and (ours.kv.k_dim, ours.kv.v_dim) == (all_of_it.kv.k_dim, all_of_it.kv.v_dim)
+        )
+        if not has_share:
+            raise UnsupportedModel(
+                f"{name} has {ours.num_heads} heads over {ours.kv.kv_heads} KV heads in layer {layer} when cut for "
+                f"tensor_parallel {shard.size}, of {all_of_it.num_heads} over {all_of_it.kv.kv_heads}; "
+                "give tensor_parallel 1"
+            )
+
+
+class Meeting(nn.Module):
+    """A projection whose product meets the other ranks'."""
+
+    def __init__(self, product: Any, meet: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.product = product
+        self._meet = meet
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._meet(self.product(x))
+
+
+def connect(cuts: list[Cut], reduce: Reduce, on_layer: Callable[[int], None]) -> None:
+    """Let the cut projections meet, whatever preparation has made of them: to be called after it.
+
+    `on_layer` is told of a layer when all ranks have written its KV, for then they have met behind its attention.
+    """
+    for cut in cuts:
+        meet = reduce.gather if cut.is_head else _summing(reduce, cut.layer, on_layer)
+        joined = getattr(cut.parent, "forward", None)
+        if isinstance(joined, fuse.Attention):
+            object.__setattr__(joined, "out", Meeting(joined.out, meet))
+        elif isinstance(joined, fuse.Mlp):
+            object.__setattr__(joined, "down", Meeting(joined.down, meet))
+        else:
+            setattr(cut.parent, cut.name, Meeting(getattr(cut.parent, cut.name), meet))
+
+
+def _summing(
+    reduce: Reduce, layer: int | None, on_layer: Callable[[int], None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if layer is None:
+        return reduce.sum
+
+    def sum_and_tell(x: torch.Tensor) -> torch.Tensor:
+        total = reduce.sum(x)
+        on_layer(layer)
+        return total
+
+    return sum_and_tell
+
+
+class HeadSlice(KvMemory):
+    """One rank's heads of pages that hold all heads: views, strided from token to token. It owns no bytes."""
+
+    def __init__(self, whole: KvMemory, shard: Shard) -> None:
+        self.layout: KvLayout = whole.layout
+        self.device = whole.device
+        self.fd = None
+        self.map = None
+        layers = range(whole.layout.num_layers)
+        heads = [shard.run(shape.kv_heads) for shape in whole.layout.layers]
+        self._k = [whole.k(i)[:, :, heads[i]] for i in layers]
+        self._v = [whole.v(i)[:, :, heads[i]] for i in layers]
