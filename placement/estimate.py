@@ -1,10 +1,10 @@
 """estimate says what a system does in the long run at one rate: attainment and percentiles, each with an interval.
 
-Runs are simulated, each twice as long as the last, until the interval of the attainment is narrow enough, or lies on
-one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the end of a
-run are cut off (placement/stationary.py); a run shorter than six times what a request takes, or with batches that still
-know of each other, is not trusted. A queue that grows without end is told apart: no run is long enough for it, and its
-attainment can only fall.
+Runs are simulated, each at least twice as long as the last, until the interval of the attainment is narrow enough, or
+lies on one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the end
+of a run are cut off (placement/stationary.py); a run shorter than six times what a request takes, or with batches that
+still know of each other, is not trusted. A queue that grows without end is told apart: no run is long enough for it,
+and its attainment can only fall.
 
 The interval covers the chance in the requests drawn and, where `error` says how wrong the latency model may be, that
 the true times are so much longer or shorter. `burst` is the other measure: a fixed number of requests from an empty
@@ -59,6 +59,11 @@ class Estimate:
     def keeps_slo(self) -> bool:
         return self.slack.value >= 0 and not self.is_growing
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the interval lies on both sides of the target."""
+        return self.slack.low < 0 <= self.slack.high and not self.is_growing
+
 
 def estimate(
     system: System,
@@ -79,7 +84,7 @@ def estimate(
         simulated += count
         if look.is_enough(effort) or count >= effort.max_requests:
             break
-        count = min(effort.max_requests, max(2 * count, look.wanted()))
+        count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     found = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
     for factor in (1 + error, 1 - error) if error else ():
         other = _Look(system, play(scaled(system, factor), traffic.draw(rate, count, seed)), targets)
@@ -148,7 +153,7 @@ class _Look:
         return counts
 
     def is_enough(self, effort: Effort) -> bool:
-        if effort.decides and self.slack.high < 0:
+        if effort.decides and (self.slack.high < 0 or (self.is_growing and self.slack.value < 0)):
             return True
         if self.is_growing or self._is_short() or self.correlation > TRUSTED_CORRELATION:
             return False
@@ -159,18 +164,21 @@ class _Look:
     def _is_short(self) -> bool:
         return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or len(self.ttft) < 0.4 * len(self.outcome)
 
-    def wanted(self) -> int:
-        """Requests in a run that is long enough, as far as this one tells."""
+    def wanted(self, effort: Effort) -> int:
+        """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""
         if self.is_growing:
             return 0
-        return math.ceil(E2E_TIMES * self.e2e_s * self.outcome.workload.rate * 1.2)
+        lasting = math.ceil(1.2 * E2E_TIMES * self.e2e_s * self.outcome.workload.rate)
+        half = (self.attainment.high - self.attainment.low) / 2
+        aim = max(effort.half_width, abs(self.slack.value) if effort.decides else 0.0)
+        return max(lasting, math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
 
     def estimate(self, rate: float, simulated: int, *, is_settled: bool) -> Estimate:
         outcome, kept = self.outcome, self.kept
         attainment, slack = self.attainment, self.slack
         if self.is_growing:  # in the long run all are late
             attainment = replace(attainment, low=0.0)
-            slack = replace(slack, low=-1.0)
+            slack = Interval(min(slack.value, -1e-6), -1.0, slack.high)
         point = RatePoint(
             rate=rate,
             attainment=attainment,

@@ -87,7 +87,7 @@ def find_goodput(quest: Quest) -> Found:
         else:
             high = middle
     seen.sort(key=lambda one: one.point.rate)
-    return Found(goodput=goodput_of(seen), looked_at=tuple(seen))
+    return Found(goodput=goodput_of(seen, quest.targets.most_slack), looked_at=tuple(seen))
 
 
 def _bracket(quest: Quest, keeps: Callable[[float], bool]) -> tuple[float, float]:
@@ -120,25 +120,28 @@ def _raise(low: float, high: float, keeps: Callable[[float], bool]) -> tuple[flo
     return low, low
 
 
-def goodput_of(seen: Sequence[Estimate]) -> Interval:
-    """Where the slack crosses 0, and where the ends of its interval do. `seen` by rate."""
-    value = crossing([(one.point.rate, one.slack.value) for one in seen])
-    low = crossing([(one.point.rate, one.slack.low) for one in seen])
-    high = crossing([(one.point.rate, one.slack.high) for one in seen])
+def goodput_of(seen: Sequence[Estimate], most_slack: float) -> Interval:
+    """Where the slack crosses 0, and where it is so far from 0 as its interval at the knee is wide. `seen` by rate;
+    `most_slack`: where all requests meet both targets, as at rate 0."""
+    slacks = [(one.point.rate, one.slack.value) for one in seen]
+    value = crossing(slacks)
     if not value:
         return Interval(0.0, 0.0, seen[0].point.rate if seen else 0.0)
+    knee = min(seen, key=lambda one: abs(one.slack.value)).slack
+    slacks.insert(0, (0.0, max(most_slack, knee.value - knee.low)))
+    low, high = crossing(slacks, knee.value - knee.low), crossing(slacks, knee.value - knee.high)
     return Interval(value, min(low, value), max(high, value))
 
 
-def crossing(slacks: Sequence[tuple[float, float]]) -> float:
-    """The rate at which a falling line through the points first goes below 0; 0 when it begins there."""
+def crossing(slacks: Sequence[tuple[float, float]], level: float = 0.0) -> float:
+    """The rate at which a falling line through the points first goes below the level; 0 when it begins there."""
     before: tuple[float, float] | None = None
     for rate, slack in slacks:
-        if slack < 0:
+        if slack < level:
             if before is None:
                 return 0.0
             held_rate, held = before
-            return held_rate + (rate - held_rate) * held / (held - slack)
+            return held_rate + (rate - held_rate) * (held - level) / (held - slack)
         before = (rate, slack)
     return before[0] if before else 0.0
 

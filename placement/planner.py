@@ -44,10 +44,10 @@ from placement.workload import Workload
 Algorithm = Literal["auto", "high", "low"]
 WHOLE_CLUSTERS = 4  # of two pools, simulated as a whole
 COLOCATED_CLUSTERS = 2
-JOINT = Effort(first_requests=2000, max_requests=16_000, half_width=0.015, decides=True)
-FINAL = Effort(first_requests=4000, max_requests=32_000, half_width=0.01)
-CURVE_AT = (0.25, 0.5, 0.75, 0.9, 1.1, 1.25)  # of the goodput: points of each candidate's curve besides the search's
-CURVE = Effort(first_requests=2000, max_requests=4000, half_width=0.02, decides=True)
+JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
+FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
+CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
+CURVE = Effort(first_requests=2000, max_requests=2000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +91,20 @@ class Ask:
 def plan(ask: Ask, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
     """The best placement for what is asked. Raises PlanError in one sentence where there is none."""
     began_s = _cpu_s()
+    market = Market(
+        catalog=catalog,
+        offer_of=offers_of(catalog),
+        traffic=Traffic(
+            source=with_classes(workload, ask.classes, ask.seed), burstiness=ask.burstiness, is_replay=ask.is_replay
+        ),
+        targets=Targets(slo=ask.slo, classes=ask.classes),
+        seed=ask.seed,
+        max_pp=ask.max_pp,
+    )
+    planner = _Planner(ask, market)
+    planner.look_at_offers()
     with runner(ask.processes, on_progress) as run:
-        source = with_classes(workload, ask.classes, ask.seed)
-        market = Market(
-            catalog=catalog,
-            offer_of=offers_of(catalog),
-            traffic=Traffic(source=source, burstiness=ask.burstiness, is_replay=ask.is_replay),
-            targets=Targets(slo=ask.slo, classes=ask.classes),
-            run=run,
-            seed=ask.seed,
-            max_pp=ask.max_pp,
-        )
-        return _Planner(ask, market).plan(began_s)
+        return planner.plan(run, began_s)
 
 
 def _cpu_s() -> float:
@@ -116,10 +118,9 @@ class _Planner:
     def __init__(self, ask: Ask, market: Market) -> None:
         self.ask = ask
         self.market = market
-        self.run: Runner = market.run
         self.spent = Spent()
         self.num_gpus = self._num_gpus()
-        self.error = 0.0
+        self.offers: list[Offer] = []
 
     def _num_gpus(self) -> int:
         """At most; for a rate, what a single worker may take."""
@@ -138,12 +139,15 @@ class _Planner:
             return count
         return self.market.catalog.gpus_per_node * ask.max_pp
 
-    def plan(self, began_s: float) -> Plan:
-        offers = usable_degrees(self.market, self.num_gpus, self.spent)
-        raise_if_nothing_fits(self.market, offers, self.spent, self.num_gpus)
-        self.error = max(offer.error for offer in offers)
+    def look_at_offers(self) -> None:
+        """Whether anything can be had at all, by arithmetic."""
+        self.offers = usable_degrees(self.market, self.num_gpus, self.spent)
+        raise_if_nothing_fits(self.market, self.offers, self.spent, self.num_gpus)
+
+    def plan(self, run: Runner, began_s: float) -> Plan:
+        self.run, offers = run, self.offers
         prefills, decodes = self._phases(offers)
-        colocated = find_colocated(self.market, offers, self.spent) if self.ask.colocated else []
+        colocated = find_colocated(self.market, run, offers, self.spent) if self.ask.colocated else []
         trials = self._trials(prefills, decodes) + self._colocated(colocated)
         if not trials:
             raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
@@ -154,8 +158,8 @@ class _Planner:
 
     def _phases(self, offers: Sequence[Offer]) -> tuple[list[Alone], list[Alone]]:
         return (
-            find_phase(self.market, "prefill", offers, self.spent),
-            find_phase(self.market, "decode", offers, self.spent),
+            find_phase(self.market, self.run, "prefill", offers, self.spent),
+            find_phase(self.market, self.run, "decode", offers, self.spent),
         )
 
     # what to simulate as a whole
@@ -176,7 +180,7 @@ class _Planner:
 
     def _low(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
         """Whole pairs, repeated."""
-        pairs = find_pairs(self.market, prefills, decodes, self.num_gpus, self.spent)
+        pairs = find_pairs(self.market, self.run, prefills, decodes, self.num_gpus, self.spent)
         trials = []
         for pair, _ in pairs[:2]:
             count = replicas_for(self.ask.rate, pair.promised) if self.ask.rate else self._room(pair.candidate)

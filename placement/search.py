@@ -56,7 +56,6 @@ class Market:
     offer_of: OfferOf
     traffic: Traffic
     targets: Targets
-    run: Runner
     seed: int = 0
     max_pp: int = 1
 
@@ -121,7 +120,7 @@ def usable_degrees(market: Market, max_gpus: int, spent: Spent) -> list[Offer]:
     return offers
 
 
-def find_phase(market: Market, role: PhaseRole, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
+def find_phase(market: Market, run: Runner, role: PhaseRole, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
     """Each degree's goodput in one phase, the best per GPU first. Those that miss the target when idle are refused."""
     leads = []
     for offer in offers:
@@ -130,7 +129,7 @@ def find_phase(market: Market, role: PhaseRole, offers: Sequence[Offer], spent: 
             spent.refused[f"{role} {offer.degrees}"] = reason
         else:
             leads.append(_Lead(offer=offer, quest=_phase_quest(market, role, offer)))
-    return _best_first(market, leads, spent, f"{role} workers alone")
+    return _best_first(run, leads, spent, f"{role} workers alone")
 
 
 def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
@@ -152,7 +151,7 @@ def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
     )
 
 
-def find_colocated(market: Market, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
+def find_colocated(market: Market, run: Runner, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
     """One colocated worker of each degree, in each way of sharing a step, the best per GPU first."""
     leads = []
     for offer in offers:
@@ -163,7 +162,7 @@ def find_colocated(market: Market, offers: Sequence[Offer], spent: Spent) -> lis
         for sharing, tokens in _ways(market, offer):
             unit = colocated_of(offer, 1, market.hardware, sharing, tokens)
             leads.append(_Lead(offer=offer, quest=_colocated_quest(market, offer, unit), unit=unit))
-    return _best_first(market, leads, spent, "colocated workers alone")
+    return _best_first(run, leads, spent, "colocated workers alone")
 
 
 def _ways(market: Market, offer: Offer) -> Iterator[tuple[Sharing, int]]:
@@ -198,14 +197,14 @@ def _colocated_quest(market: Market, offer: Offer, unit: Candidate) -> Quest:
     )
 
 
-def _best_first(market: Market, leads: list[_Lead], spent: Spent, what: str) -> list[Alone]:
+def _best_first(run: Runner, leads: list[_Lead], spent: Spent, what: str) -> list[Alone]:
     """Simulate the leads that can be worth it, the most promising first."""
     leads.sort(key=lambda lead: -lead.most_per_gpu)
     found: list[Alone] = []
     best = 0.0
     while leads and leads[0].most_per_gpu >= WORTH * best:
         now, leads = leads[:ROUND], leads[ROUND:]
-        for lead, result in zip(now, market.run.map(find_goodput, [lead.quest for lead in now], what), strict=True):
+        for lead, result in zip(now, run.map(find_goodput, [lead.quest for lead in now], what), strict=True):
             spent.count(result)
             found.append(Alone(offer=lead.offer, goodput=result.goodput, unit=lead.unit))
             best = max(best, found[-1].per_gpu)
@@ -319,7 +318,7 @@ def colocated_trials(market: Market, alone: Sequence[Alone], count_of: Callable[
 
 
 def find_pairs(
-    market: Market, prefills: Sequence[Alone], decodes: Sequence[Alone], max_gpus: int, spent: Spent
+    market: Market, run: Runner, prefills: Sequence[Alone], decodes: Sequence[Alone], max_gpus: int, spent: Spent
 ) -> list[tuple[Trial, Found]]:
     """Algorithm 2: one prefill and one decode worker whose stages stand in the same nodes, the best per GPU first.
 
@@ -342,7 +341,7 @@ def find_pairs(
     while trials and trials[0].promised / trials[0].candidate.gpus >= max(best, 1e-12):
         now, trials = trials[:ROUND], trials[ROUND:]
         quests = [quest_of(market, replace(trial, within_node=True), effort=SCREENING, precision=0.04) for trial in now]
-        for trial, result in zip(now, market.run.map(find_goodput, quests, "pairs within nodes"), strict=True):
+        for trial, result in zip(now, run.map(find_goodput, quests, "pairs within nodes"), strict=True):
             spent.count(result)
             kept = replace(trial, promised=result.goodput.value, within_node=True)
             found.append((kept, result))

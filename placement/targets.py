@@ -23,6 +23,11 @@ class Targets:
     slo: Slo
     classes: tuple[RequestClass, ...] = ()
 
+    @property
+    def most_slack(self) -> float:
+        """The attainment less its target where every request meets both, of the class that is asked most of."""
+        return 1 - max((one.slo.attainment for one in self.classes), default=self.slo.attainment)
+
     def limits_s(self, workload: Workload) -> tuple[Floats, Floats]:
         """The TTFT and TPOT target of each request."""
         if not self.classes:
