@@ -33,7 +33,7 @@ from engine.attention import hooks
 from engine.attention.base import StepMeta
 from engine.attention.hooks import UnsupportedModel
 from engine.execution import EngineBroken
-from engine.loader import probe_model
+from engine.loader import load_config, probe_model, set_attention
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import BadFrame, Channel, Frame
@@ -55,10 +55,22 @@ Forward = Callable[[KvMemory, StepMeta, torch.Tensor | None, Callable[[int], Non
 
 
 class Ranks:
+    @classmethod
+    def started(cls, options: EngineOptions, at: torch.device) -> Ranks:
+        """Start the processes, which load beside the leader. Raises ValueError, UnsupportedModel for what cannot be."""
+        size = options.tensor_parallel
+        if at.type != "cpu":
+            raise ValueError(
+                f"tensor_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu"
+            )
+        sharding.check_config(load_config(options.model), size)
+        threads = options.threads or max(1, torch.get_num_threads() // size)
+        torch.set_num_threads(threads)
+        return cls(dataclasses.replace(options, threads=threads))
+
     def __init__(self, options: EngineOptions) -> None:
-        """Start the processes; they load beside the leader. Use `check_config` before: they could refuse as well."""
+        self.options = options
         self.shard = Shard(0, options.tensor_parallel)
-        self._options = options
         self._watch = _Watch(options)
         self._finalizer = weakref.finalize(self, self._watch.close)  # whoever forgets to close leaves no process
         self._cuts: list[sharding.Cut] = []
@@ -70,6 +82,7 @@ class Ranks:
         """Leave the leader its own part of the model. Raises UnsupportedModel."""
         self._cuts = sharding.shard_model(model, self.shard, whole.layer_of)
         sharding.check_shapes(type(model).__name__, whole, probe_model(model, max_len), self.shard)
+        set_attention(model, hooks.SERVE)
 
     def join(self) -> None:
         """Wait for every rank, and let the prepared projections meet. Raises UnsupportedModel, EngineBroken."""

@@ -60,7 +60,8 @@ class Rank:
         whole = loader.probe_model(model, max_len)
         self._cuts: list[Cut] = sharding.shard_model(model, self._shard, whole.layer_of)
         loader.set_attention(model, hooks.SERVE)
-        self._backend, _ = prepare.make_kernels(options, model, whole, dtype, at, max_len)
+        self._backend = prepare.attention_backend(options, whole, at)
+        prepare.pack_for_cpu(model, self._backend, whole, dtype)
         self._model, self._probe = model, whole
 
     def serve(self) -> None:
