@@ -47,6 +47,7 @@ class RouterOptions:
     max_queued_tokens: int = 1_048_576  # prompt tokens in the router's queue
     max_backlog_tokens: int = 32_768  # prompt tokens sent to one prefill worker and not computed
     overcommit: float = 0.25  # share of a decode worker's pages that may be promised beyond those free
+    record: str = ""  # a folder to write every call of the routing policy into, for placement/replay.py; empty: none is
 
     @property
     def routing(self) -> RoutingOptions:
@@ -63,6 +64,7 @@ class RouterOptions:
             max_attempts=self.max_attempts,
             unavailable_grace_s=self.unavailable_grace_s,
             policy=policy,
+            record=self.record,
         )
 
 

@@ -30,6 +30,7 @@ from cluster.policy import Assigned, PolicyOptions, Queued, Rejected, RouterPoli
 from cluster.worker_link import LinkState, Member, WorkerLink
 from engine.blocks import page_hashes
 from engine.convert import FINISH_REASON_FROM_PROTO
+from engine.recording import record_calls
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -47,6 +48,7 @@ class RoutingOptions:
     max_attempts: int = 4  # after so many failed ones a request fails; preemption is no failure
     unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
     policy: PolicyOptions = field(default_factory=PolicyOptions)
+    record: str = ""  # a folder to write every call of the policy into; empty: none is
 
 
 class Router:
@@ -60,6 +62,8 @@ class Router:
         self.options = options or RoutingOptions()
         self.router_id = f"{self.options.name}/{secrets.token_hex(4)}"
         self.policy = RouterPolicy(self.options.policy)
+        if self.options.record:
+            record_calls(self.policy, self.options.record, self.options.name)
         self.metrics = RouterMetrics()
         self._clock = clock
         self._started_s = clock()

@@ -23,6 +23,7 @@ from engine.blocks import PageHash, PagePool, page_hashes
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
 from engine.execution import run_step
+from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
 from engine.types import (
@@ -85,6 +86,8 @@ class DecodeWorker:
             ),
             name=options.name,
         )
+        if options.record:
+            record_calls(self.policy, options.record, options.name)
         self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()

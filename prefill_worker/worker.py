@@ -24,6 +24,7 @@ from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
 from engine.execution import run_step
+from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
 from engine.types import (
@@ -106,6 +107,8 @@ class PrefillWorker:
                 short_share=options.short_share,
             ),
         )
+        if options.record:
+            record_calls(self.policy, options.record, options.name)
         self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._peers: dict[tuple[str, str], asyncio.Task[HandoffPeer]] = {}

@@ -184,7 +184,7 @@ def test_pages_that_only_one_of_many_has_are_found() -> None:
     for each in (policy, scanning):
         for i in range(500):
             for role in ("prefill", "decode"):
-                view = WorkerView(name=f"{role}-{i}", role=role, total_pages=100, page_size=PAGE)  # type: ignore[arg-type]
+                view = WorkerView(name=f"{role}-{i}", role=role, total_pages=100, page_size=PAGE)
                 each.on_worker_up(view, 0.0)
         for i in range(500):
             pages = 90 if i == 321 else 1
@@ -199,7 +199,7 @@ def test_a_choice_among_a_thousand_looks_at_few(monkeypatch: pytest.MonkeyPatch,
     policy, rng, looks = RouterPolicy(), random.Random(0), Counter[str]()
     for i in range(1000):
         for role in ("prefill", "decode"):
-            view = WorkerView(name=f"{role}-{i}", role=role, total_pages=100, page_size=PAGE)  # type: ignore[arg-type]
+            view = WorkerView(name=f"{role}-{i}", role=role, total_pages=100, page_size=PAGE)
             policy.on_worker_up(view, 0.0)
         busy = Report(made_s=1.0, num_running=1 + rng.randrange(9), available_pages=pages_free)
         policy.on_report(f"decode-{i}", busy, 1.0)
