@@ -34,10 +34,25 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
 
     On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice.
     """
+    if why := why_not_served(spec):
+        raise SpecError(why)
     host = spec.router.host if spec.router.host != "auto" else node_host
     pools = _resolve_devices(spec, machine)
     pools = _resolve_joined(pools) if machine is None else _resolve_on(pools, machine)
     return spec.model_copy(update={"pools": pools, "router": spec.router.model_copy(update={"host": host})})
+
+
+def why_not_served(spec: ClusterSpec) -> str:
+    """What of a spec this version does not serve on any machine, in one sentence; empty if it serves all of it."""
+    for index, pool in enumerate(spec.pools):
+        if pool.pipeline_parallel > 1:
+            return (
+                f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and this version serves 1 only; "
+                "give tensor_parallel or replicas instead"
+            )
+        if pool.tensor_parallel > 1 and _device_wanted(pool) == "cuda":
+            return _tensor_parallel_on_gpus(index, pool)
+    return ""
 
 
 def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSpec, ...]:
@@ -48,6 +63,8 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     for index, (pool, device) in enumerate(zip(spec.pools, devices, strict=True)):
         if device == "cuda" and machine is not None and machine.why_no_cuda:
             raise SpecError(f"pools[{index}] ({pool.label}) is to run on a GPU, but {machine.why_no_cuda}")
+        if device == "cuda" and pool.tensor_parallel > 1:
+            raise SpecError(_tensor_parallel_on_gpus(index, pool))
     try:
         check_devices(spec.pools, devices, spec.transfer)
     except ValueError as error:
@@ -55,6 +72,13 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     if "cuda" not in devices:
         return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
     return _share_gpus(spec.pools, machine)
+
+
+def _tensor_parallel_on_gpus(index: int, pool: PoolSpec) -> str:
+    return (
+        f"pools[{index}].tensor_parallel is {pool.tensor_parallel}, and on GPUs this version serves 1 only; "
+        "give replicas, each on a GPU of its own, or device: cpu"
+    )
 
 
 def _device_wanted(pool: PoolSpec) -> str:
@@ -98,7 +122,7 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
 def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
     def of(pool: PoolSpec) -> dict[str, Any]:
         return {
-            "threads": max(1, int(pool.num_cpus)) if pool.threads == "auto" else pool.threads,
+            "threads": max(1, int(pool.num_cpus) // pool.tensor_parallel) if pool.threads == "auto" else pool.threads,
             "cpus": None if pool.cpus == "auto" else pool.cpus,
             "kv_memory": JOINED_KV_BYTES if _wants_kv_bytes(pool) else pool.kv_memory,
         }
@@ -108,9 +132,10 @@ def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
 
 def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, ...]:
     num_workers = sum(pool.replicas for pool in pools)
-    share = max(1, len(machine.cores) // num_workers)
+    num_processes = sum(pool.replicas * pool.tensor_parallel for pool in pools)
+    share = max(1, len(machine.cores) // num_processes)
     threads = [share if pool.threads == "auto" else pool.threads for pool in pools]
-    wanted = [t * pool.replicas for t, pool in zip(threads, pools, strict=True)]
+    wanted = [t * pool.replicas * pool.tensor_parallel for t, pool in zip(threads, pools, strict=True)]
     taken = {cpu for pool in pools if isinstance(pool.cpus, tuple) for cpu in pool.cpus}
     _check_cores(pools, machine)
     spare = [cpu for cpu in machine.cores if cpu not in taken]
@@ -146,7 +171,7 @@ class WorkerPlan:
 
     options: WorkerOptions
     engine: Mapping[str, Any]  # keyword arguments of engine.engine.EngineOptions
-    cpus: tuple[int, ...]  # empty: not pinned
+    cpus: tuple[int, ...]  # of the worker's own process, which leads the others; empty: not pinned
     num_cpus: float
     num_gpus: float
     resources: Mapping[str, float]
@@ -167,6 +192,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerP
     assert is_on_gpu or pool.kv_memory != "auto", "the spec is not resolved"
     cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
     per_worker = len(cpus) // pool.replicas
+    ranks = _shares(cpus[index * per_worker : (index + 1) * per_worker], pool.tensor_parallel)
     return WorkerPlan(
         options=_options(spec, pool, index, secret),
         engine={
@@ -181,12 +207,19 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerP
             "device": pool.device,
             "kv_dtype": pool.kv_dtype,
             **_gpu_options(pool, is_on_gpu),
+            **({"tensor_parallel": len(ranks), "rank_cpus": tuple(ranks) if cpus else ()} if len(ranks) > 1 else {}),
         },
-        cpus=cpus[index * per_worker : (index + 1) * per_worker],
+        cpus=ranks[0],
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
         resources=pool.resources,
     )
+
+
+def _shares(cpus: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
+    """A worker's cores, for each of its processes; the first is the leader."""
+    each = len(cpus) // ranks
+    return [cpus[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
 def _gpu_options(pool: PoolSpec, is_on_gpu: bool) -> dict[str, Any]:
@@ -218,4 +251,5 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> Work
         max_resends=transfer.max_resends,
         nccl=transfer.nccl,
         prefix_cache=pool.prefix_cache,
+        tensor_parallel=pool.tensor_parallel,
     )

@@ -51,9 +51,9 @@ def _check_name(value: str) -> str:
     return value
 
 
-def _only_one(value: object) -> object:
-    if value != 1:
-        raise ValueError("only 1 can be served by this version")
+def _degree(value: object) -> object:
+    if not _is_count(value):
+        raise ValueError("give a whole number of 1 or more")
     return value
 
 
@@ -65,7 +65,7 @@ def _known_transports(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Name = Annotated[str, Field(min_length=1)]
-Parallel = Annotated[int, BeforeValidator(_only_one)]
+Parallel = Annotated[int, BeforeValidator(_degree)]
 MAX_PORT = 65_535
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -97,7 +97,7 @@ class PoolSpec(_Spec):
     role: Role
     replicas: int = Field(default=1, ge=1, le=4096)
 
-    threads: int | Literal["auto"] = "auto"  # of each worker
+    threads: int | Literal["auto"] = "auto"  # of each worker; with tensor_parallel of each of its processes
     cpus: Literal["auto"] | tuple[int, ...] | None = "auto"  # pinned to these, shared out evenly; null: not pinned
     kv_memory: int | Literal["auto"] = "auto"  # of each worker
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -105,11 +105,11 @@ class PoolSpec(_Spec):
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     gpu_memory_utilization: float | Literal["auto"] = "auto"  # share of the GPU's memory for all that a worker holds
     cuda_graphs: bool = True
-    tensor_parallel: Parallel = 1
-    pipeline_parallel: Parallel = 1
+    tensor_parallel: Parallel = 1  # processes (on GPUs: GPUs) that share each layer of a worker
+    pipeline_parallel: Parallel = 1  # stages that share the layers: read, for a planner writes it, and not served
 
     num_cpus: float = Field(default=1.0, ge=0)  # what Ray sets aside for each worker
-    num_gpus: float = Field(default=0.0, ge=0, le=1)  # 0.5: two workers share one; 0 on a GPU: shared out
+    num_gpus: float = Field(default=0.0, ge=0)  # 0.5: two workers share one; 0 on a GPU: shared out
     resources: dict[str, float] = {}
 
     max_batch_tokens: int = Field(default=512, ge=1)
@@ -286,13 +286,23 @@ def _check_pool(index: int, pool: PoolSpec) -> None:
         if key in pool.model_fields_set:
             other = "decode" if pool.role == "prefill" else "prefill"
             raise ValueError(f"pools[{index}].{key} is for {other} pools; take it out of this {pool.role} pool")
+    if pool.kv_dtype != "auto" and pool.tensor_parallel > 1:
+        raise ValueError(
+            f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with tensor_parallel {pool.tensor_parallel}; "
+            "give one of the two"
+        )
+    ranks = pool.tensor_parallel * pool.pipeline_parallel
+    if pool.num_gpus > ranks:
+        raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g}; give {ranks} or less")
     if not isinstance(pool.cpus, tuple):
         return
     if len(set(pool.cpus)) != len(pool.cpus):
         raise ValueError(f"pools[{index}].cpus is {list(pool.cpus)}; give each core's number once")
-    if not pool.cpus or len(pool.cpus) % pool.replicas:
+    if not pool.cpus or len(pool.cpus) % (pool.replicas * pool.tensor_parallel):
+        of_each = f" of {pool.tensor_parallel} processes each" if pool.tensor_parallel > 1 else ""
         raise ValueError(
-            f"pools[{index}].cpus is {list(pool.cpus)}; give a number of cores that {pool.replicas} replicas can share"
+            f"pools[{index}].cpus is {list(pool.cpus)}; "
+            f"give a number of cores that {pool.replicas} replicas{of_each} can share"
         )
 
 

@@ -13,9 +13,9 @@ Role = Literal["prefill", "decode"]
 LIMITS: dict[Role, tuple[str, ...]] = {  # what each role's policy goes by, and whoever predicts it must know
     "prefill": (
         *("max_batch_tokens", "max_prefill_requests", "short_prompt_tokens", "pack_tokens", "short_share"),
-        "prefix_cache",
+        *("prefix_cache", "tensor_parallel"),
     ),
-    "decode": ("max_batch_size", "admission", "watermark", "prefix_cache"),
+    "decode": ("max_batch_size", "admission", "watermark", "prefix_cache", "tensor_parallel"),
 }
 
 
@@ -50,6 +50,7 @@ class WorkerOptions:
     nccl: Mapping[str, str] = field(default_factory=dict)  # NCCL_* and TORCH_NCCL_* of this process's environment
 
     prefix_cache: bool = True
+    tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
     record: str = ""  # a folder to write every call of the policy into, for placement/replay.py; empty: none is
 

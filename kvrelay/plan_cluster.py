@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from cluster.resolve import why_not_served
 from cluster.spec import ClusterSpec, SpecError, parse_spec
 from kvrelay import plan_words as words
 from placement.plan import Goodput, Plan, PoolPlan
@@ -96,9 +97,10 @@ def _wrapped(text: str) -> list[str]:
 def checked(data: Mapping[str, Any]) -> ClusterSpec | str:
     """The spec as `kvrelay up` would read it, or the sentence with which this version refuses it."""
     try:
-        return parse_spec(data)
+        spec = parse_spec(data)
     except SpecError as error:
         return error.sentences[0]
+    return why_not_served(spec) or spec
 
 
 def cluster_name(model: str) -> str:

@@ -51,8 +51,24 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         ),
         (spec_data(pools=pools({"threads": 0})), "pools[0].threads is 0; give auto or a whole number of 1 or more"),
         (
-            spec_data(pools=pools(decode={"tensor_parallel": 2})),
-            "pools[1].tensor_parallel is 2; only 1 can be served by this version",
+            spec_data(pools=pools(decode={"tensor_parallel": 0})),
+            "pools[1].tensor_parallel is 0; give a whole number of 1 or more",
+        ),
+        (
+            spec_data(pools=pools({"pipeline_parallel": "2"})),
+            "pools[0].pipeline_parallel is '2'; give a whole number of 1 or more",
+        ),
+        (
+            spec_data(pools=pools({"tensor_parallel": 2, "cpus": [0, 1, 2]})),
+            "pools[0].cpus is [0, 1, 2]; give a number of cores that 1 replicas of 2 processes each can share",
+        ),
+        (
+            spec_data(pools=pools({"kv_dtype": "fp8_e4m3", "tensor_parallel": 2}, {"kv_dtype": "fp8_e4m3"})),
+            "pools[0].kv_dtype is 'fp8_e4m3' with tensor_parallel 2; give one of the two",
+        ),
+        (
+            spec_data(pools=pools({"num_gpus": 4, "tensor_parallel": 2})),
+            "pools[0].num_gpus is 4; give 2 or less",
         ),
         (
             spec_data(pools=pools({"max_batch_size": 4})),
@@ -193,6 +209,7 @@ def test_what_is_written_reaches_the_workers() -> None:
 
 # GPUs
 
+CPUS = Machine(cores=(0, 1), memory_bytes=8 << 30)
 GPUS = Machine(cores=tuple(range(8)), memory_bytes=64 << 30, gpus=1, why_no_cuda="")
 NO_CUDA = "the torch that is installed was built without CUDA; install kvrelay[gpu]"
 
@@ -234,7 +251,7 @@ def with_gpus(count: int) -> Machine:
             spec_data(pools=pools(decode={"device": "cpu", "cuda_graphs": False})),
             "pools[1].cuda_graphs is for GPUs; take it out of this pool with device: cpu",
         ),
-        (spec_data(pools=pools({"num_gpus": 2})), "pools[0].num_gpus is 2; give a number of 1.0 or less"),
+        (spec_data(pools=pools({"num_gpus": 2})), "pools[0].num_gpus is 2; give 1 or less"),
         (
             spec_data(pools=pools({"gpu_memory_utilization": 1.5})),
             "pools[0].gpu_memory_utilization is 1.5; give auto, or a share above 0 and up to 1, such as 0.45",
@@ -312,6 +329,43 @@ def test_more_gpus_than_there_are_is_refused() -> None:
         "the pools' num_gpus are 2 GPUs in all, and this machine has 1; lower num_gpus, "
         "such as 0.5 for two workers on one GPU"
     )
+
+
+def test_a_planned_spec_of_any_degrees_loads_and_what_is_not_served_is_told_before_anything_starts() -> None:
+    planned = parse_spec(
+        spec_data(
+            pools=pools(
+                {"tensor_parallel": 2, "num_gpus": 2}, {"tensor_parallel": 4, "pipeline_parallel": 2, "num_gpus": 8}
+            )
+        )
+    )
+    assert [(pool.tensor_parallel, pool.pipeline_parallel) for pool in planned.pools] == [(2, 1), (4, 2)]
+    on_gpus = (
+        "pools[0].tensor_parallel is 2, and on GPUs this version serves 1 only; "
+        "give replicas, each on a GPU of its own, or device: cpu"
+    )
+    staged = "pools[1].pipeline_parallel is 2, and this version serves 1 only; give tensor_parallel or replicas instead"
+    for spec, machine, wanted in (
+        (planned, with_gpus(8), on_gpus),
+        (planned, None, on_gpus),
+        (parse_spec(spec_data(pools=pools({"tensor_parallel": 2}))), with_gpus(8), on_gpus),
+        (parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2}))), CPUS, staged),
+    ):
+        with pytest.raises(SpecError) as caught:
+            resolve(spec, machine)
+        assert str(caught.value) == wanted
+
+
+def test_the_processes_of_a_worker_share_out_its_cores() -> None:
+    data = spec_data(pools=pools({"tensor_parallel": 2}, {"cpus": [2, 3], "kv_memory": "1GiB"}))
+    machine = replace(CPUS, cores=(0, 1, 2, 3))
+    prefill, decode = workers_of(resolve(parse_spec(data), machine))
+    assert (prefill.engine["tensor_parallel"], prefill.engine["threads"]) == (2, 1)
+    assert (prefill.cpus, prefill.engine["rank_cpus"]) == ((0,), ((0,), (1,)))
+    assert prefill.options.limits["tensor_parallel"] == "2"
+    assert decode.cpus == (2, 3) and not {"tensor_parallel", "rank_cpus"} & set(decode.engine)
+    joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_cpus": 8}))), None))
+    assert (joined.engine["threads"], joined.cpus, joined.engine["rank_cpus"]) == (4, (), ())
 
 
 def test_a_workers_options_for_a_gpu_reach_its_engine_and_only_there() -> None:
