@@ -16,7 +16,6 @@ from placement.mix_runs import Runs, Trial
 from placement.mix_trial import PERCENTILES, Verdict
 from placement.plan import Goodput, Interval, Plan, Pool, RatePoint, Slo
 from placement.planner import Ask
-from placement.published_splitwise import SplitwiseLatency
 from placement.slowdowns import SlowdownSlo
 from placement.stationary import t_90, wilson
 
@@ -204,10 +203,6 @@ def _advice(
         said.append(
             "Decode is read as Splitwise's simulator reads its table: a step takes no longer for more requests. The "
             "rule `table` reads it as it was measured; plan with that one."
-        )
-    if runs.scene.rules == "live" and any(isinstance(m.latency, SplitwiseLatency) for m in best.mix.design.machines):
-        said.append(
-            "Splitwise's table knows no chunks: a long prompt's later chunks cost as much as its first, too little."
         )
     return [sentence for sentence in said if sentence]
 

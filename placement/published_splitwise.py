@@ -88,7 +88,16 @@ class SplitwiseLatency:
         return GPU_BYTES * self.tp - WEIGHT_BYTES[self.model]
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.prompt_s(sum(length for length, _ in chunks))
+        """A later chunk takes what it adds to the prompt's time, and no less than a first one of its length: the table
+        has whole prompts only, and Splitwise never cuts one."""
+        return self._prompts_s(chunks, 0)
+
+    def _prompts_s(self, chunks: Sequence[tuple[int, int]], requests: int) -> float:
+        tokens = sum(length for length, _ in chunks) + requests
+        before = sum(computed for _, computed in chunks)
+        if not before:
+            return self.prompt_s(tokens)
+        return max(self.prompt_s(tokens), self.prompt_s(before + tokens) - self.prompt_s(before))
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         """The table has no column for the context: a step's time depends on the batch alone."""
@@ -100,7 +109,7 @@ class SplitwiseLatency:
             return self.decode_line(batch_size, context_tokens).step_s
         if not batch_size:
             return self.prefill_s(chunks)
-        return self.prompt_s(sum(length for length, _ in chunks) + batch_size) * MIXED_FACTOR
+        return self._prompts_s(chunks, batch_size) * MIXED_FACTOR
 
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes_per_token / self.link_bytes_per_s
