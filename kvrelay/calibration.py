@@ -75,7 +75,7 @@ class _Found:
     long: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # prompts longer than a step
     handoffs: dict[int, list[HandoffSeen]] = field(default_factory=lambda: defaultdict(list))
     lone: list[PrefillSeen] = field(default_factory=list)
-    overheads_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  # between steps of `pack` tokens, one after another
     decode: dict[tuple[int, int, bool], list[DecodeSeen]] = field(default_factory=lambda: defaultdict(list))
     slowdown: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -171,6 +171,7 @@ class _Calibration:
             return lambda: call(*args)
 
         lengths, held = prefill_lengths(self.max_chunk, self.effort.is_coarse)
+        lengths, held = sorted({*lengths, self.pack}), [length for length in held if length != self.pack]
         tasks = [task(self._lone, length, length in held) for length in (*lengths, *held)]
         tasks += [task(self._behind, n, start, False) for n, start in self._contexts()]
         tasks.append(task(self._together, 4, max(1, self.pack // 4), False))
@@ -213,11 +214,10 @@ class _Calibration:
             self._add(((length, 0),) * count, statistics.median(times), held_out)
 
     async def _in_a_row(self) -> None:
-        """Prompts that each have a step of their own, one after another: what lies between two steps."""
-        seen, _ = await self.prober.prefill([self.prober.prompt(self.pack) for _ in range(4)])
-        ordered = sorted(seen, key=lambda one: one.first_token_s)
-        for before, after in pairwise(ordered[1:]):
-            self.found.overheads_s.append(after.first_token_s - before.first_token_s - after.seconds)
+        """Prompts that each have a step of their own, one right after another: from token to token."""
+        seen, _ = await self.prober.prefill([self.prober.prompt(self.pack) for _ in range(5)])
+        tokens_s = sorted(one.first_token_s for one in seen)
+        self.found.gaps_s += [after - before for before, after in pairwise(tokens_s[1:])]
 
     async def _long(self, length: int) -> None:
         seen, _ = await self.prober.prefill([self.prober.prompt(length)])
@@ -281,11 +281,12 @@ class _Calibration:
         steps = min(3 * self.effort.steps, room)
         await prober.remember(prompts)
         alone = await prober.decode(prompts, max(self.effort.steps, steps // 2))
-        lone = [(await prober.prefill([prober.prompt(length)]))[0][0].seconds for _ in range(3)]
+        in_a_row, _ = await prober.prefill([prober.prompt(length) for _ in range(4)])
+        lone = sorted(in_a_row, key=lambda one: one.first_token_s)[1:]  # as those beside decode follow each other
         beside, fed = await prober.decode_beside_prefill(prompts, steps, length, 2 * len(self.pools["prefill"]))
         if not alone or not beside or len(fed) < 2:
             return
-        prefill = statistics.median(one.seconds for one in fed) / statistics.median(lone)
+        prefill = statistics.median(one.seconds for one in fed) / statistics.median(one.seconds for one in lone)
         decode = statistics.median(one.seconds for one in beside) / statistics.median(one.seconds for one in alone)
         self.found.slowdown[size].append((prefill, decode))
 
@@ -320,7 +321,7 @@ def _profile(
 ) -> Profile:
     found = run.found
     lone = [one for one in found.lone if one.prompt_len <= run.pack]
-    overhead_s = max(0.0, statistics.median(found.overheads_s)) if found.overheads_s else 0.0
+    overhead_s = _overhead_s(found, run.pack)
     message_s = max(1e-5, statistics.median((one.queue_s + one.answer_s) / 2 for one in lone))
     exposed_s = [one.exposed_s for seen in found.handoffs.values() for one in seen]
     profile = Profile(
@@ -340,11 +341,18 @@ def _profile(
         prefill_overhead_s=overhead_s,
         message_s=message_s,
         handoff_s=max(0.0, statistics.median(exposed_s) - message_s) if exposed_s else 0.0,
-        client_s=max(0.0, statistics.median(one.outside_s for one in found.lone)),
+        client_s=max(0.0, statistics.median(one.outside_s + one.route_s for one in found.lone)),
         slowdown=tuple(_slowdown_point(size, pairs) for size, pairs in sorted(found.slowdown.items())),
         notes={"repeats": run.effort.repeats, "steps": run.effort.steps},
     )
     return replace(profile, error=errors(profile))
+
+
+def _overhead_s(found: _Found, tokens: int) -> float:
+    """By how much steps that follow one another take longer than the same step alone: the driver, and what the last
+    handoff still computes."""
+    alone = found.prefill.get(((tokens, 0),), ())
+    return max(0.0, statistics.median(found.gaps_s) - statistics.median(alone)) if found.gaps_s and alone else 0.0
 
 
 def _pool(workers: Sequence[WorkerState]) -> PoolFacts:

@@ -116,7 +116,7 @@ class Profile:
     prefill_overhead_s: float = 0.0  # what a prefill worker does between two steps; decode steps have theirs in them
     message_s: float = 0.0005  # one way, between two processes
     handoff_s: float = 0.0  # what a handoff takes beside the bytes: announcing, checking, committing
-    client_s: float = 0.0  # of what a client waits for a token, outside the router's account
+    client_s: float = 0.0  # of what a client waits for a token: to the router, in it, and back
     slowdown: tuple[SlowdownPoint, ...] = ()  # empty: the workers do not share a host
     error: Fault = field(default_factory=Fault)
     notes: Mapping[str, Any] = field(default_factory=dict)  # how it was measured; load of the machine
