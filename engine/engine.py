@@ -26,6 +26,7 @@ from engine.attention.hooks import UnsupportedModel
 from engine.gpu_steps import Flight, GpuSteps, Landed
 from engine.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
 from engine.kv_fp8 import KvScale
+from engine.parallel.leader import Ranks
 from engine.sampling import NonFiniteLogits, sample
 from engine.staging import on_device
 from engine.types import PENDING, Chunk, ModelInfo, SampledToken, SampleSpec, Step
@@ -56,10 +57,12 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for all of it, where no page count is given
     cuda_graphs: bool = True  # decode steps replay captured graphs
     max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
+    tensor_parallel: int = 1  # processes that share each layer's heads and columns; on CPUs, `threads` are of each
+    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
 
     def validate(self) -> None:
         """Raise ValueError for the first option that is out of range."""
-        for key in ("page_size", "num_pages", "kv_bytes", "threads", "max_graph_batch"):
+        for key in ("page_size", "num_pages", "kv_bytes", "threads", "max_graph_batch", "tensor_parallel"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} is {value}; give a whole number of 1 or more")
@@ -71,6 +74,10 @@ class EngineOptions:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             share = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization is {share:g}; give a share above 0 and up to 1")
+        if self.tensor_parallel > 1 and self.kv_dtype != "auto":
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel} with kv_dtype {self.kv_dtype!r}; give one of the two"
+            )
 
 
 def _silent(stage: str, fraction: float) -> None:
@@ -102,6 +109,7 @@ class Engine:
         self._scales: tuple[KvScale, ...] | None = None
         self._steps: GpuSteps | None = None
         self._last_tokens: dict[str, int] = {}
+        self._ranks: Ranks | None = None
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress = _silent) -> Engine:
@@ -119,6 +127,17 @@ class Engine:
 
     @classmethod
     def _load(cls, options: EngineOptions, at: torch.device, progress: Progress) -> Engine:
+        if options.tensor_parallel == 1:
+            return cls._load_beside(None, options, at, progress)
+        ranks = Ranks.started(options, at)
+        try:
+            return cls._load_beside(ranks, ranks.options, at, progress)
+        except BaseException:
+            ranks.close()
+            raise
+
+    @classmethod
+    def _load_beside(cls, ranks: Ranks | None, options: EngineOptions, at: torch.device, progress: Progress) -> Engine:
         progress("weights", 0.0)
         config = loader.load_config(options.model)
         dtype = loader.resolve_dtype(options.dtype, config)
@@ -136,6 +155,8 @@ class Engine:
         info = loader.describe(model, options.model, dtype, max_len, len(probe.layers))
 
         progress("kernels", 0.0)
+        if ranks is not None:
+            ranks.cut(model, probe, max_len)
         backend = prepare.attention_backend(options, probe, at)
         row_multiple = 1
         if at.type == "cuda" or cls.acts_as_gpu:
@@ -143,6 +164,9 @@ class Engine:
         else:
             row_multiple = prepare.pack_for_cpu(model, backend, probe, dtype)
         engine = cls(model, info, backend, probe, row_multiple, options, at)
+        if ranks is not None:
+            ranks.join()
+            engine._ranks = ranks
         if not engine.is_gpu:
             engine._allocate(peak_bytes=0)
         progress("kernels", 1.0)
@@ -221,8 +245,27 @@ class Engine:
         return self._run(meta, None if rows is None else torch.tensor(rows, device=self.device), on_layer)
 
     def _run(self, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        state = hooks.Forward(meta, self.memory, self.backend, self._probe, on_layer, self._scales)
+        if self._ranks is not None:
+            return self._ranks.run(self.memory, meta, rows, on_layer, self._run_over)
+        return self._run_over(self.memory, meta, rows, on_layer)
+
+    def _run_over(
+        self, memory: KvMemory, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None
+    ) -> torch.Tensor:
+        state = hooks.Forward(meta, memory, self.backend, self._probe, on_layer, self._scales)
         return loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
+
+    # Ranks
+
+    def check(self) -> None:
+        """Raise EngineBroken when no step can be run any more: one of its other processes is lost."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def close(self) -> None:
+        """End the engine's other processes, where it has any. A second call does nothing."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     # Pages
 
@@ -310,7 +353,7 @@ class Engine:
             logger.info("%s; checked again in float32", mismatch)
             attention = "auto" if self._options.attention == "flashinfer" else self._options.attention
             exact = replace(self._options, dtype="float32", num_pages=1, kv_bytes=None, kv_dtype="auto")
-            Engine._load(replace(exact, attention=attention, cuda_graphs=False), self.device, _silent)
+            Engine._load(replace(exact, attention=attention, cuda_graphs=False), self.device, _silent).close()
             return
         logger.info("parity check of %s: largest relative error of logits %.2g", name, error)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
-from engine.execution import run_step
+from engine.execution import run_step, wait_broken
 from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
@@ -154,9 +154,7 @@ class PrefillWorker:
     async def wait_broken(self) -> None:
         """Raises what broke the step loop, if ever: whoever keeps the worker must end it, for it serves nothing."""
         assert self._loop_task is not None, "wait_broken before start"
-        await asyncio.wait({self._loop_task})
-        if not self._loop_task.cancelled():
-            self._loop_task.result()
+        await wait_broken(self._loop_task, self.engine)
 
     # What routers send: WorkerHost
 

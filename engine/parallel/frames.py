@@ -54,7 +54,8 @@ class Channel:
         described = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
         head = json.dumps({"kind": frame.kind, "fields": frame.fields, "arrays": described}).encode()
         data = b"".join(array.tobytes() for array in arrays.values())
-        assert len(head) <= MAX_JSON_BYTES and len(data) <= MAX_ARRAY_BYTES, "no step is so large"
+        assert len(head) <= MAX_JSON_BYTES, "no frame says so much"
+        assert len(data) <= MAX_ARRAY_BYTES, "no step is so large"
         lengths = LENGTHS.pack(len(head), len(data))
         if frame.files:
             sent = socket.send_fds(self._socket, [lengths], list(frame.files))

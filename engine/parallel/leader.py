@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,9 +59,7 @@ class Ranks:
         """Start the processes, which load beside the leader. Raises ValueError, UnsupportedModel for what cannot be."""
         size = options.tensor_parallel
         if at.type != "cpu":
-            raise ValueError(
-                f"tensor_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu"
-            )
+            raise ValueError(f"tensor_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu")
         sharding.check_config(load_config(options.model), size)
         threads = options.threads or max(1, torch.get_num_threads() // size)
         torch.set_num_threads(threads)

@@ -71,8 +71,7 @@ def check_config(config: Any, size: int) -> None:
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedModel(
-            f"{name} has no tensor-parallel plan in transformers, and tensor_parallel is {size}; "
-            "give tensor_parallel 1"
+            f"{name} has no tensor-parallel plan in transformers, and tensor_parallel is {size}; give tensor_parallel 1"
         )
     for pattern, style in plan.items():
         if style not in (COLWISE, ROWWISE, *WHOLE):

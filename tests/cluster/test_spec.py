@@ -363,7 +363,8 @@ def test_the_processes_of_a_worker_share_out_its_cores() -> None:
     assert (prefill.engine["tensor_parallel"], prefill.engine["threads"]) == (2, 1)
     assert (prefill.cpus, prefill.engine["rank_cpus"]) == ((0,), ((0,), (1,)))
     assert prefill.options.limits["tensor_parallel"] == "2"
-    assert decode.cpus == (2, 3) and not {"tensor_parallel", "rank_cpus"} & set(decode.engine)
+    assert decode.cpus == (2, 3)
+    assert not {"tensor_parallel", "rank_cpus"} & set(decode.engine)
     joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_cpus": 8}))), None))
     assert (joined.engine["threads"], joined.cpus, joined.engine["rank_cpus"]) == (4, (), ())
 
