@@ -113,14 +113,15 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     )
     yield "Per GPU", words.num(chosen.per_gpu), "requests/s", f"on {words.count(chosen.candidate.gpus, 'GPU')}"
     if chosen.usd_per_hour:
-        each = f"{words.usd(1e3 * chosen.usd_per_hour / 3600 / rate)} for 1,000 requests" if rate else ""
+        each = f"{words.usd_per_million(chosen.usd_per_hour, rate)} for a million requests" if rate else ""
         yield "Cost", words.usd(chosen.usd_per_hour), "an hour", each
     if chosen.watts:
         each = f"{words.num(chosen.watts / rate)} joules a request" if rate else ""
         yield "Power", words.num(chosen.watts / 1e3), "kW", each
     yield "Planned rate", words.num(rate), "requests/s", f"{words.percent(plan.headroom)} of the goodput left"
-    met = words.percent(plan.at_rate.attainment.value)
-    yield "Meet both targets", met, "", f"{words.percent(plan.slo.attainment)} asked"
+    met = plan.at_rate.attainment
+    ends = f"between {words.percent(met.low)} and {words.percent(met.high)}"
+    yield "Meet both targets", words.percent(met.value), "", f"{ends}, {words.percent(plan.slo.attainment)} asked"
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
@@ -155,7 +156,7 @@ def _tried_row(rank: int, found: Goodput, plan: Plan) -> dict[str, Any]:
         "goodput": words.between(found.goodput) if rate else "0",
         "per_gpu": words.num(found.per_gpu),
         "usd": f"{found.usd_per_hour:,.2f}",
-        "usd_each": f"{1e3 * found.usd_per_hour / 3600 / rate:,.3f}" if rate else "-",
+        "usd_each": words.usd_per_million(found.usd_per_hour, rate).lstrip("$"),
         "kw": words.num(found.watts / 1e3),
         "limit": found.limit,
     }

@@ -149,17 +149,18 @@ class PlanRequest(_Keys):
             raise ValueError("no target is given; give `ttft`, `tpot` or both, or `classes` with targets")
 
     def _check_workload(self) -> None:
-        random = [key for key in RANDOM if key in self.model_fields_set and getattr(self, key) is not None]
+        random = self._changed(RANDOM)
         if self.trace is not None and random:
             raise ValueError(f"`{random[0]}` does not go with `trace`; give one of the two")
         if self.trace is None and (self.random_input_len is None or self.random_output_len is None):
             raise ValueError("no requests are given; give `trace`, or `random_input_len` and `random_output_len`")
-        if self.trace is None:
-            foreign = [key for key in OF_TRACES if key in self.model_fields_set and getattr(self, key)]
-            if foreign:
-                raise ValueError(f"`{foreign[0]}` is of a trace and there is none; give `trace`, or take it out")
+        if self.trace is None and (foreign := self._changed(OF_TRACES)):
+            raise ValueError(f"`{foreign[0]}` is of a trace and there is none; give `trace`, or take it out")
         if self.trace_timestamps and self.burstiness != 1:
             raise ValueError("`burstiness` does not go with `trace_timestamps`; the trace has its own bursts")
+
+    def _changed(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
     def _check_machines(self) -> None:
         kind = self.latency_kind
@@ -225,6 +226,26 @@ class PlanRequest(_Keys):
                 text = ",".join(value) if isinstance(value, list) else f"{value}"
                 lines.append(f"{flag} {shlex.quote(text)}")
         return " \\\n    ".join(lines)
+
+
+def request_of(asked: Mapping[str, Any]) -> PlanRequest:
+    """The request that `asked` of a plan.json keeps. Raises PlanError where it is none."""
+    known = {key: value for key, value in asked.items() if key in PlanRequest.model_fields and key != "classes"}
+    known |= {key: f"{known[key]}s" for key in ("ttft", "tpot") if known.get(key) is not None}
+    if asked.get("classes"):
+        known["classes"] = [_class_of(one) for one in asked["classes"]]
+        known = {key: value for key, value in known.items() if key not in ("ttft", "tpot")}
+    try:
+        return PlanRequest.model_validate(known)
+    except ValidationError as error:
+        told = sentences_of(error, PlanRequest)[0].replace("`", "")
+        raise PlanError(f"asked of the plan is no request ({told}); make a plan with kvrelay plan --out") from None
+
+
+def _class_of(one: Mapping[str, Any]) -> dict[str, Any]:
+    slo = one["slo"]
+    times = {key: f"{slo[f'{key}_s']}s" for key in ("ttft", "tpot") if slo[f"{key}_s"] is not None}
+    return {"name": one["name"], "share": one["share"], "attainment": slo["attainment"], **times}
 
 
 def written_duration(seconds: float) -> str:

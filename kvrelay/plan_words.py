@@ -67,6 +67,11 @@ def usd(value: float) -> str:
     return f"${value:,.2f}"
 
 
+def usd_per_million(usd_per_hour: float, rate: float) -> str:
+    """Of requests, at a rate that keeps the machines as busy as they may be."""
+    return f"${num(1e6 * usd_per_hour / 3600 / rate)}" if rate else "-"
+
+
 def count(number: int, noun: str) -> str:
     """three prefill workers; 16 GPUs; one GPU"""
     word = NUMBERS[number] if number < len(NUMBERS) else f"{number:,}"
@@ -109,9 +114,8 @@ def answer(plan: Plan) -> list[str]:
         f"{kept}, which is {num(chosen.per_gpu)} per GPU.",
     ]
     if chosen.usd_per_hour:
-        cost = f"{usd(chosen.usd_per_hour)} an hour"
-        each = usd(1e3 * chosen.usd_per_hour / 3600 / rate) if rate else "-"
-        sentences.append(f"That costs {cost}, or {each} for a thousand requests at {num(rate)} requests/s.")
+        cost, each = f"{usd(chosen.usd_per_hour)} an hour", usd_per_million(chosen.usd_per_hour, rate)
+        sentences.append(f"That costs {cost}, or {each} for a million requests at {num(rate)} requests/s.")
     sentences.append(verdict(plan))
     return [sentence for sentence in sentences if sentence]
 
@@ -129,7 +133,8 @@ def verdict(plan: Plan) -> str:
     if not apart.per_gpu:
         return "No placement with two pools meets the targets at any rate; colocated workers do."
     ratio = apart.per_gpu / together.per_gpu
-    figures = f"{num(apart.per_gpu)} against {num(together.per_gpu)} requests/s per GPU"
+    high, low = sorted((apart.per_gpu, together.per_gpu), reverse=True)
+    figures = f"{num(high)} against {num(low)} requests/s per GPU"
     if is_close(apart, together):
         return f"Two pools and colocated workers come out alike: {figures}."
     if ratio > 1:
@@ -181,10 +186,12 @@ def percentile_rows(point: RatePoint, slo: Slo) -> list[tuple[str, str, list[str
 
 
 def _time_between(found: Interval) -> str:
-    times, unit = (1.0, " s") if found.value >= 1 else (1e3, " ms")
-    if not math.isfinite(found.value):
-        return "never"
-    return between(found, times, unit)
+    """48.3 ms (44 to 52), 48.3 ms (14.8 ms to 25.9 s), 2.1 s (1.9 s to never)"""
+    value, low, high = (seconds(at) if math.isfinite(at) else "never" for at in (found.value, found.low, found.high))
+    units = {text.partition(" ")[2] for text in (value, low, high)}
+    if len(units) == 1:
+        low, high = low.partition(" ")[0], high.partition(" ")[0]
+    return value if value == "never" else f"{value} ({low} to {high})"
 
 
 def busy_rows(busy: Mapping[str, float]) -> list[tuple[str, str, float]]:

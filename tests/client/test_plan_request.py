@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from pathlib import Path
@@ -12,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvrelay.cli import plan as command
-from kvrelay.plan_request import PlanRequest, build_request, parse_class, parse_duration
+from kvrelay.plan_request import PlanRequest, build_request, parse_class, parse_duration, request_of
+from kvrelay.planning import asked
 from placement.catalog import PlanError
 
 pytestmark = pytest.mark.unit
@@ -164,3 +166,17 @@ def test_the_command_of_a_request_asks_the_same() -> None:
             patch.setattr("kvrelay.planning.make_plan", lambda wanted, _: asked.append(wanted) or 1 / 0)
             CliRunner().invoke(app, ["plan", *words])
         assert asked[-1] == made
+
+
+def test_what_a_plan_keeps_of_its_request_is_the_request() -> None:
+    """Through JSON, as plan.json keeps it."""
+    for path in sorted((ROOT / "configs/plans").glob("*.yaml")):
+        made = build_request(path, {"seed": 3})
+        again = request_of(json.loads(json.dumps(asked(made))))
+        assert again.model_dump(exclude={"objective", "classes"}) == made.model_dump(exclude={"objective", "classes"})
+        assert (again.wanted, again.request_classes) == (made.wanted, made.request_classes)
+
+
+def test_asked_that_is_no_request_is_told() -> None:
+    with pytest.raises(PlanError, match=r"^asked of the plan is no request \(nothing says how much"):
+        request_of({"model": "m", "hardware": ["h"]})
