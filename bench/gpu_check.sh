@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Everything about kvrelay on a GPU, in under ten minutes: right or wrong, and how fast.
+#
+#   bench/gpu_check.sh               on a machine with a GPU (Ray is not needed)
+#   bench/gpu_check.sh --rehearse    every part on the CPU, with tiny sizes; its figures mean nothing
+#
+#   --model 8b|1b|tiny|DIR   the model (default: 8b, an 8B Llama with random weights, written once to .bench/)
+#   --with-comparison        also disaggregated against colocated serving on this GPU (two minutes more)
+#   --out DIR                logs, and a rehearsal's results (default: .bench/gpu_check)
+#
+# Each part has a budget of seconds, after which it is ended and counts as failed. Results: bench/results/gpu_*.json.
+# The exit code is 0 only if every part ran and nothing was wrong.
+set -u
+cd "$(dirname "$0")/.."
+
+rehearse=""; model=""; comparison=""; out=".bench/gpu_check"
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --rehearse) rehearse="--rehearse" ;;
+        --with-comparison) comparison=1 ;;
+        --model) model="$2"; shift ;;
+        --out) out="$2"; shift ;;
+        *) sed -n '2,14p' "$0"; exit 2 ;;
+    esac
+    shift
+done
+
+python="${PYTHON:-}"
+[ -n "$python" ] || { [ -x .venv/bin/python ] && python=.venv/bin/python || python=python3; }
+mkdir -p "$out"
+status="$out/parts.tsv"
+: > "$status"
+began=$SECONDS
+
+# part NAME BUDGET_S COMMAND...: runs it, shows the end of what it said, notes how it went.
+part() {
+    local name="$1" budget="$2" from=$SECONDS code
+    shift 2
+    printf '\n== %s (at most %s s)\n' "$name" "$budget"
+    timeout --kill-after=10 "$budget" "$@" > "$out/$name.log" 2>&1
+    code=$?
+    tail -n 25 "$out/$name.log" | cut -c 1-200
+    [ "$code" = 124 ] && echo "$name was ended after its budget of $budget s"
+    printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - from))" >> "$status"
+}
+
+bench() {  # the arguments that all of them take
+    local program="$1"
+    shift
+    set -- "$python" -m "bench.$program" $rehearse ${model:+--model "$model"} "$@"
+    [ -z "$rehearse" ] || set -- "$@" --out "$out"
+    "$@"
+}
+export -f bench
+export python rehearse model out
+
+if [ -n "$rehearse" ]; then
+    export KVRELAY_TEST_DEVICE=cpu
+    contract="tests/kv_transfer/test_gpu_transports.py tests/kv_transfer/test_page_table.py"
+else
+    export KVRELAY_TEST_DEVICE=cuda:0
+    contract="tests/kv_transfer/test_transports.py"
+fi
+
+part environment 60 bash -c 'bench gpu_env'
+part correctness 150 "$python" -m pytest -q -m gpu tests
+part contract 90 "$python" -m pytest -q $contract
+part engine 200 bash -c 'bench gpu_engine'
+part transports 90 bash -c 'bench gpu_transports'
+part cluster 180 bash -c 'bench gpu_cluster'
+[ -z "$comparison" ] || part comparison 180 bash -c 'bench gpu_one_gpu'
+
+printf '\n== all, %s s\n' "$((SECONDS - began))"
+"$python" -m bench.gpu_table "$status" $rehearse --out "$out"
