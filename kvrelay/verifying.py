@@ -108,8 +108,12 @@ def margin_run(question: Question, verified: Verification) -> MarginRun:
 
 
 def of_profile(path: Path, settings: Settings, slo: Slo) -> Question:
-    profile = read_profile(path)
-    return _measured(profile, sim_cluster(profile), settings, slo, path.name)
+    return of_profile_values(read_profile(path), settings, slo, path.name)
+
+
+def of_profile_values(profile: Profile, settings: Settings, slo: Slo, source: str) -> Question:
+    """The cluster that was measured."""
+    return _measured(profile, sim_cluster(profile), settings, slo, source)
 
 
 def _measured(profile: Profile, cluster: SimCluster, settings: Settings, slo: Slo, source: str) -> Question:
