@@ -13,7 +13,7 @@ import time
 
 from bench.common import REPO, RESULTS
 
-NAMES = ("engine", "handoff", "router", "e2e", "startup", "simulator", "roofline")
+NAMES = ("engine", "handoff", "router", "e2e", "startup", "simulator", "roofline", "paper_splitwise")
 
 
 def run(name: str, quick: bool) -> bool:

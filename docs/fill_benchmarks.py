@@ -235,6 +235,96 @@ def _against(predicted: float, measured: Sequence[float], digits: int) -> str:
     return f"{predicted:.{digits}f}: {'/'.join(f'{value:.{digits}f}' for value in measured)}"
 
 
+def paper_splitwise(result: Mapping[str, Any]) -> str:
+    """Its known runs beside ours, its mixes and the best ones by each rule, its claims, and why."""
+    rows = result["given_rows"]
+    same = sum(row["slo_met"][0] == row["slo_met"][1] for row in rows)
+    near = sum(row["largest_difference"] < 0.003 for row in rows)
+    known = [
+        [f"{name} {_counts(row)}", row["splitwise"], f"{row['published']:g}", f"{row['table']:g}"]
+        for name, row in result["given_rates_code"].items()
+    ]
+    parts = [
+        f"Of its {len(rows)} known runs, {same} have the same verdict here, and {near} agree within 0.3% in every "
+        "percentile of TTFT, TBT and E2E.",
+        table(
+            ["code, equal power, grid of 10 requests/s: largest rate", "Splitwise", "here, published", "here, table"],
+            known,
+        ),
+        table(
+            ["mixes", "design", "published: machines, requests/s", "table: machines, requests/s", "cost", "power"],
+            [row for name, rules in result["traces"].items() for row in _mix_rows(name, rules)],
+        ),
+    ]
+    if "claims" in result:
+        head = ["claim", "trace", "rule", "mix", "against", "times", "cost", "power"]
+        claimed = [
+            [
+                *(row["claim"], row["trace"], row["rule"], row["mix"] + (", its own" if row.get("its") else "")),
+                *(row["against"], f"**{row['times']:.2f}**", f"{row['cost']:.0f}", f"{row['power']:.0f}"),
+            ]
+            for row in result["claims"]
+        ]
+        parts += [table(head, claimed), "\n".join(f"- {sentence}" for sentence in result["reasons"])]
+        parts.append(
+            table(
+                [
+                    "its mixes at equal power: largest rate",
+                    "design",
+                    "drawn, published / table",
+                    "real timestamps, published / table",
+                    "live policies, table",
+                ],
+                list(_other_ways(result)),
+            )
+        )
+    return "\n\n".join(parts)
+
+
+MIXES = {
+    "its_mixes_iso_power": "its own, equal power",
+    "its_mixes_iso_cost": "its own, equal cost",
+    "best_iso_power": "best, equal power",
+    "best_iso_cost": "best, equal cost",
+    "least_cost": "least cost",
+    "least_power": "least power",
+}
+
+
+def _mix_rows(name: str, rules: Mapping[str, Any]) -> Iterator[list[object]]:
+    flat, right = ({**rules[rule], **rules[rule].get("iso_throughput", {})} for rule in ("published", "table"))
+    for key, title in MIXES.items():
+        for design in flat.get(key, ()):
+            first, second = flat[key][design], right.get(key, {}).get(design)
+            cells = [f"{_counts(row)} {_rate(row)}" if row else "" for row in (first, second)]
+            taken = [_taken(first, second, what) for what in ("cost", "power")]
+            yield [f"{name}: {title}", design, *cells, *taken]
+
+
+def _counts(row: Mapping[str, Any]) -> str:
+    prompt, token = row["machines"]
+    return f"({prompt},{token})" if token else f"({prompt})"
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    spread = row.get("interval")
+    return f"{row['rate']:g}" + (f" [{spread[0]:g} to {spread[1]:g}]" if spread else "")
+
+
+def _taken(first: Mapping[str, Any], second: Mapping[str, Any] | None, what: str) -> str:
+    values = [f"{row[what]:.0f}" for row in (first, second) if row]
+    return values[0] if len(set(values)) == 1 else ", ".join(values)
+
+
+def _other_ways(result: Mapping[str, Any]) -> Iterator[list[object]]:
+    for name, rules in result["traces"].items():
+        for design, row in rules["table"]["its_mixes_iso_power"].items():
+            drawn = [rules[rule]["its_mixes_iso_power"][design]["rate"] for rule in ("published", "table")]
+            replay = [result["replay"][name][rule][design]["rate"] for rule in ("published", "table")]
+            both = [f"{rates[0]:g} / {rates[1]:g}" for rates in (drawn, replay)]
+            yield [name, f"{design} {_counts(row)}", *both, f"{result['live'][name][design]['rate']:g}"]
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -258,6 +348,7 @@ def cell(value: object) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "e2e": e2e,
     "handoff": handoff,
+    "paper_splitwise": paper_splitwise,
     "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,
