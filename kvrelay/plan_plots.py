@@ -126,7 +126,7 @@ def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
     figure, axes = _figure(width, 0.46 if width == "wide" else 0.98)
     floor = max(0.0, plan.slo.attainment - 0.4)
     rate = plan.at_rate.rate
-    right = max([rate, *(found.goodput.high for _, found in lines)]) * 1.1
+    right = max([rate, *(found.goodput.value for _, found in lines)]) * 1.3
     marked = _marked(plan, [rank for rank, _ in lines])
     for rank, found in reversed(lines):
         _attainment_line(axes, rank, found, is_chosen=_is_chosen(found, plan), is_marked=rank in marked)
@@ -253,7 +253,7 @@ def cost_by_throughput(plan: Plan, width: Width) -> Figure | None:
         return None
     figure, axes = _figure(width, 0.44 if width == "wide" else 0.9)
     frontier = cheapest([found for _, found in shown])
-    right = max(found.goodput.high for _, found in shown) * 1.1
+    right = max([plan.chosen.goodput.high, *(found.goodput.value for _, found in shown)]) * 1.08
     top = max(found.usd_per_hour for _, found in shown) * 1.18
     rates = [0.0, *(found.goodput.value for found in frontier)]
     axes.step(rates, [frontier[0].usd_per_hour, *(f.usd_per_hour for f in frontier)], where="pre", color=FAINT)
@@ -274,7 +274,8 @@ def _cost_dot(
     """A dot with its interval, and its rank above where no other's stands."""
     is_chosen, colour = _is_chosen(found, plan), _colour(found)
     x, y = found.goodput.value, found.usd_per_hour
-    axes.plot([found.goodput.low, found.goodput.high], [y, y], color=colour, linewidth=1, alpha=0.6)
+    if is_chosen:  # of all they would hide each other where costs are the same
+        axes.plot([found.goodput.low, found.goodput.high], [y, y], color=colour, linewidth=1, alpha=0.6)
     axes.plot([x], [y], marker="o", color=colour, markersize=9 if is_chosen else 5)
     near_x, near_y = size[0] * (0.025 if width == "wide" else 0.055), size[1] * 0.06
     for step in range(1, 6):

@@ -178,11 +178,10 @@ def _curve_row(point: RatePoint) -> tuple[str, ...]:
 
 def _honesty(plan: Plan) -> Iterator[str]:
     goodput = plan.chosen.goodput
-    half = (goodput.high - goodput.low) / 2 / goodput.value if goodput.value else 0.0
     yield (
-        f"{words.tries(plan).capitalize()}. The goodput of the chosen placement is known to within "
-        f"{words.percent(half)} either way: its interval joins what differs from seed to seed with what the latency "
-        "model was wrong by where it was checked."
+        f"{words.tries(plan)}. The goodput of the chosen placement lies between {words.num(goodput.low)} and "
+        f"{words.num(goodput.high)} requests/s, nine times in ten: this joins what differs from one set of requests to "
+        "another with what the latency model was wrong by where it was checked."
     )
     closest = [
         found.candidate.label

@@ -172,7 +172,7 @@ def headroom(plan: Plan) -> str:
 
 def tries(plan: Plan) -> str:
     """How much work stands behind it."""
-    searched = f"{count(len(plan.tried), 'placement')} searched"
+    searched = f"{count(len(plan.tried), 'placement').capitalize()} searched"
     return f"{searched}, {plan.num_simulated:,} requests simulated in {num(plan.cpu_s)} s of processor time"
 
 

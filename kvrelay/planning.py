@@ -263,7 +263,7 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     context = plan_report.Context(
         title=title(plan, request),
         asked=asked_words(plan, request),
-        commands=list(_commands(request, has_spec=bool(spec))),
+        commands=_commands(plan, request, has_spec=bool(spec)),
         spec=spec,
         no_spec=no_spec,
     )
@@ -343,13 +343,19 @@ def _loaded_model(request: PlanRequest) -> str:
     return str(path.resolve()) if path.is_dir() else given
 
 
-def _commands(request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
-    start = [("Start this cluster:", "kvrelay up cluster.yaml")] if has_spec else []
+def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
+    """(sentence, what to type). Two pools can be run and verified; of colocated workers kvrelay has none."""
+    again = ("Plan again:", request.command())
+    if not has_spec:
+        return [again]
+    if not plan.is_disaggregated:
+        split = "kvrelay serves two pools. If that is what you want all the same, this starts the best split:"
+        return [(split, "kvrelay up cluster.yaml"), again]
     verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
     return [
-        *start,
+        ("Start this cluster:", "kvrelay up cluster.yaml"),
         (verify, "kvrelay verify plan.json --endpoint 127.0.0.1:50051"),
-        ("Plan again:", request.command()),
+        again,
     ]
 
 
