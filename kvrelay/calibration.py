@@ -44,7 +44,8 @@ from placement.profile import (
 OnProgress = Callable[[str, int, int], None]
 ERROR_SHARE = 0.9
 MOST_BATCH = 64
-MOST_CONTEXT = 8192  # tokens of a batch: what priming it may cost
+MOST_CONTEXT = 4096  # tokens of a batch: what priming it may cost
+CONTEXTS_IN_CACHE = 8  # of the prefill worker at least, so that none drives out another
 CHUNK_DIFFERENCE = 0.2  # prompts that were in one step took the same time, but for this share
 
 
@@ -137,18 +138,17 @@ class _Calibration:
         pack = limits.get("pack_tokens", "None")
         self.pack = min(int(pack), self.max_chunk) if pack.isdigit() else self.max_chunk
         self.max_batch = min(int(pools["decode"][0].limits.get("max_batch_size", 64)), MOST_BATCH)
-        worker = pools["decode"][0]
-        self.max_context = min(MOST_CONTEXT, int(0.8 * worker.total_pages * worker.page_size))
+        tokens = min(worker.total_pages * worker.page_size for workers in pools.values() for worker in workers)
+        self.max_context = min(MOST_CONTEXT, tokens // CONTEXTS_IN_CACHE)
 
     @property
     def shares_host(self) -> bool:
         return len({w.address.rpartition(":")[0] for workers in self.pools.values() for w in workers}) == 1
 
     async def measure(self) -> None:
-        prefill, decode = self._prefill_tasks(), await self._decode_tasks()
         await self.prober.prefill([self.prober.prompt(self.pack)])  # opens what is opened at first use
-        await self._rounds("prefill and handoff", prefill, self.effort.repeats)
-        await self._rounds("decode", decode, self.effort.repeats)
+        await self._rounds("prefill and handoff", self._prefill_tasks(), self.effort.repeats)
+        await self._rounds("decode", await self._decode_tasks(), self.effort.repeats)
         if self.shares_host:
             await self._rounds("both at once", self._slowdown_tasks(), self.effort.slowdown_repeats)
 
@@ -296,7 +296,7 @@ def prefill_lengths(max_chunk: int, is_coarse: bool) -> tuple[list[int], list[in
     doubled = sorted({1, max_chunk, *(max_chunk >> k for k in range(1, 6) if max_chunk >> k >= 8)})
     between = [(a + b) // 2 for a, b in pairwise(doubled[-3:])] if not is_coarse else []
     grid = sorted({*doubled, *between})
-    held = {a + (b - a) * 2 // 5 for a, b in pairwise(grid) if b - a >= 8} - set(grid)
+    held = {a + (b - a) * 2 // 5 for a, b in pairwise(grid) if b - a >= 4} - set(grid)
     wanted = sorted(held)[-4:]
     return grid, wanted
 
