@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planning.md"
 SHOWN = re.compile(
-    r"(```sh\n(?P<command>.*?)```\n<!-- output -->\n```text\n)(?P<output>.*?)(?P<end>```\n<!-- /output -->)", re.S
+    r"(```sh\n(?P<command>[^`]+)```\n<!-- output -->\n```text\n)(?P<output>.*?)(?P<end>```\n<!-- /output -->)",
+    re.DOTALL,
 )
 COLUMNS = "118"
 TIMEOUT_S = 600
