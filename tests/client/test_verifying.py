@@ -67,14 +67,14 @@ def test_what_is_simulated_is_what_is_sent() -> None:
 
 
 def test_a_plan_made_from_first_principles_is_verified_by_them(tmp_path: Path) -> None:
-    request = PlanRequest(model="llama-3.1-8b", hardware="h200-sxm", num_gpus=3, **WORKLOAD)
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=3, **WORKLOAD)
     question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
     assert [worker.role for worker in question.cluster.workers] == ["prefill", "decode", "decode"]
     assert question.cluster.workers[0].latency.source.startswith("roofline")
 
 
 def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
-    request = PlanRequest(model="llama-3.1-8b", hardware="h200-sxm", num_gpus=8, **WORKLOAD)
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=8, **WORKLOAD)
     with pytest.raises(PlanError, match="chose colocated workers"):
         verifying.of_plan(plan_file(tmp_path, COLOCATED, request), {})
 
@@ -89,20 +89,22 @@ def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
 
 
 def status(*roles: str) -> ClusterStatus:
-    numbers = dict.fromkeys(
-        ("num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages"), 0
-    )
     workers = tuple(
         WorkerState(
             name=f"{role}-{i}",
             role=role,
             address="",
             state="ready",
+            num_waiting=0,
+            num_running=0,
+            waiting_tokens=0,
+            available_pages=0,
+            cached_pages=0,
+            total_pages=0,
             leased_pages=0,
             report_age_s=0.0,
             losses=0,
             reason="",
-            **numbers,
         )
         for i, role in enumerate(roles)
     )
