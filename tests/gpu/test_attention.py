@@ -1,0 +1,134 @@
+"""FlashInfer's kernels keep the contract of tests/engine/contract.py on the GPU: every option, in poisoned pages.
+
+The engine takes a kernel only after such a trial at load (engine/attention/flashinfer_choice.py); one that fails here
+for an option it is a candidate for would be refused there. So a failure is told apart: `chosen` must always be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionCall
+from engine.attention.flashinfer import FP8, FlashInferBackend, Kernels, Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer_choice import measured
+from engine.attention.torch_backend import TorchBackend
+from engine.device import why_no_flashinfer
+from tests.engine.contract import (
+    CHUNKED_LENGTHS,
+    FLASHINFER_CASES,
+    PREFILL_LENGTHS,
+    Batch,
+    Case,
+    check_chunks,
+    check_prefill,
+)
+
+BF16 = torch.bfloat16
+GPU = "cuda:0"
+
+
+def shape_of(case: Case, kv_dtype: torch.dtype) -> Shape:
+    return Shape(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.k_dim,
+        page_size=case.page_size,
+        scaling=0.3,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=case.sinks,
+        kv_dtype=kv_dtype,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[FlashInferBackend]:
+    """One workspace for all tests."""
+    missing = why_no_flashinfer(torch.device(GPU))
+    if missing:
+        pytest.skip(missing)
+    yield FlashInferBackend(torch.device(GPU))
+    torch.cuda.empty_cache()
+
+
+def bound(plain: FlashInferBackend, shape: Shape, kernels: Kernels) -> FlashInferBackend:
+    return FlashInferBackend(plain.device, plain.library, {shape: kernels}, plain.workspace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
+def test_the_reference_is_right_on_this_gpu(case: Case, dtype: torch.dtype) -> None:
+    backend: AttentionBackend = TorchBackend()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check_prefill(Batch(case, dtype, backend, PREFILL_LENGTHS, device=GPU))
+    check_chunks(Batch(case, dtype, backend, CHUNKED_LENGTHS, device=GPU))
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
+def test_prefill(plain: FlashInferBackend, case: Case, kernel: str) -> None:
+    shape = shape_of(case, BF16)
+    if kernel not in prefill_candidates(shape, torch.cuda.get_device_capability()):
+        pytest.skip(f"{kernel} is no candidate on this GPU")
+    check_prefill(Batch(case, BF16, bound(plain, shape, Kernels(prefill=kernel)), PREFILL_LENGTHS, device=GPU))
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("kernel", ["tensor", "cores", "xqa"])
+@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
+def test_decode_and_chunks(plain: FlashInferBackend, case: Case, kernel: str, kv_dtype: torch.dtype) -> None:
+    shape = shape_of(case, kv_dtype)
+    if kernel not in decode_candidates(shape, torch.cuda.get_device_capability()):
+        pytest.skip(f"{kernel} is no candidate for this shape on this GPU")
+    backend = bound(plain, shape, Kernels(decode=kernel))
+    fp8 = FP8 if kv_dtype == FP8 else None
+    check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8))
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
+def test_what_is_chosen_by_measurement_is_right(
+    plain: FlashInferBackend, tmp_path: Path, case: Case, kv_dtype: torch.dtype
+) -> None:
+    backend = measured(plain, [shape_of(case, kv_dtype)], tmp_path / "kernels.json")
+    fp8 = FP8 if kv_dtype == FP8 else None
+    check_prefill(Batch(case, BF16, backend, PREFILL_LENGTHS, device=GPU, kv_dtype=fp8))
+    check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8))
+
+
+def test_layers_of_two_windows_share_a_step(plain: FlashInferBackend) -> None:
+    """Planned by turns, as Gemma's layers are, each answer stays its own."""
+    case = FLASHINFER_CASES["grouped queries"]
+    batch = Batch(case, BF16, plain, (70, 90), device=GPU)
+    spans = {0: range(70), 1: range(90)}
+    meta = batch.meta(spans)
+    rows = [batch._rows(part, spans, meta) for part in (batch.q, batch.k, batch.v)]
+    plain.write(rows[1], rows[2], batch.k_pages, batch.v_pages, meta)
+    wanted = TorchBackend()
+    for window in (0, 12, 0, 12):
+        call = AttentionCall(0.3, window)
+        got = plain.attend(rows[0], batch.k_pages, batch.v_pages, meta, call)
+        expected = wanted.attend(rows[0], batch.k_pages, batch.v_pages, meta, call)
+        assert (got.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
+
+
+def test_a_plan_made_while_the_last_one_is_queued_disturbs_neither(plain: FlashInferBackend) -> None:
+    """Many steps queued behind a long kernel: each must see its own plan."""
+    case = FLASHINFER_CASES["grouped queries"]
+    batches = [Batch(case, BF16, plain, (20 + 9 * i, 90), device=GPU) for i in range(4)]
+    outs = []
+    torch.cuda._sleep(200_000_000)  # the host runs ahead
+    for batch in batches:
+        spans = {i: range(n) for i, n in enumerate(batch.lengths)}
+        meta = batch.meta(spans)
+        rows = [batch._rows(part, spans, meta) for part in (batch.q, batch.k, batch.v)]
+        plain.write(rows[1], rows[2], batch.k_pages, batch.v_pages, meta)
+        outs.append(plain.attend(rows[0], batch.k_pages, batch.v_pages, meta, batch.call))
+    for batch, out in zip(batches, outs, strict=True):
+        for i, part in enumerate(out.split(list(batch.lengths))):
+            wanted = batch.dense(i)
+            assert (part.double() - wanted).abs().max() < 2e-2 * wanted.abs().max()
