@@ -83,13 +83,16 @@ class SplitwiseCluster:
 
 
 def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
+    """Same arguments, same outcome. A request may never end: its machine's memory is full of prompts, none of which has
+    room for its tokens, or machines wait for each other's memory. It has nan, and is counted as unserved."""
     run = _Run(cluster, workload)
     run.play()
+    unserved = sum(1 for finish_s in run.finish if finish_s != finish_s)
     return Outcome(
         workload=workload,
         first_token_s=np.array(run.first_token),
         finish_s=np.array(run.finish),
-        counters={"preemptions": run.preemptions, "lent": run.lent, "stuck": run.stuck},
+        counters={"preemptions": run.preemptions, "lent": run.lent, "unserved": unserved},
         busy_s=run.busy_s(),
         tokens_per_tpot=0,
     )
@@ -426,7 +429,6 @@ class _Run:
         self.decodes_at: list[_Machine | None] = [None] * count  # None: where its prompt was
         self.preemptions = 0
         self.lent = 0
-        self.stuck = 0
         self.is_over = False  # all have arrived
         self.sending = 0
         self.idle_since_s = -1.0  # when only requests that wait for room were left; below 0: they are not
@@ -512,9 +514,7 @@ class _Run:
         target = self.decodes_at[request]
         assert target is not None
         if target.memory + self.memory[request] > target.capacity:
-            if self._is_stuck():
-                self.stuck += 1
-            else:
+            if not self._is_stuck():
                 self.clock.at(self.clock.now + RETRY_S, lambda source: self._send(request, source), source)
             return
         self.idle_since_s = -1.0

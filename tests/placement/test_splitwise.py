@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from placement.latency import LatencyError
+from placement.latency import DecodeLine, LatencyError
 from placement.published_splitwise import DecodeRule, SplitwiseLatency, splitwise_latency
 from placement.results import Outcome, percentiles
 from placement.splitwise import SplitwiseCluster, simulate, slowdowns, violations
@@ -132,6 +133,78 @@ def test_memory_that_is_full_makes_requests_wait_and_none_is_lost() -> None:
     assert outcome.served == 200
     assert outcome.counters["lent"] > 0
     assert np.all(outcome.finish_s > outcome.first_token_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A machine with room for so many tokens: a prompt token takes 1 ms, a decode step 10 ms."""
+
+    kv_capacity_bytes: int
+    kv_bytes_per_token: int = 1
+    link_bytes_per_s: float = 1e6
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        return DecodeLine(0.01, 0.0)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
+        return sum(length for length, _ in chunks) / 1000
+
+
+def rooms(prompt: tuple[int, int], token: tuple[int, int]) -> SplitwiseCluster:
+    """(machines, room of each) of both pools."""
+    return SplitwiseCluster(prompt=Room(prompt[1]), num_prompt=prompt[0], token=Room(token[1]), num_token=token[0])
+
+
+@pytest.mark.parametrize(
+    ("placed", "rows"),
+    [
+        (rooms((2, 300), (2, 300)), [[i / 50, 100 + i % 150, 20] for i in range(300)]),
+        (rooms((3, 600), (3, 600)), [[i / 300, 200, 250] for i in range(1000)]),
+        (rooms((1, 300), (0, 300)), [[i / 50, 100 + i % 150, 20] for i in range(300)]),
+        (rooms((1, 0), (1, 0)), [[i, 10, 10] for i in range(5)]),
+    ],
+    ids=["wait for each other", "too little room for most", "baseline full of prompts", "no room at all"],
+)
+def test_a_run_ends_when_machines_wait_for_each_other_s_memory(
+    placed: SplitwiseCluster, rows: list[list[float]]
+) -> None:
+    outcome = simulate(placed, from_rows(rows))
+    assert outcome.counters["unserved"] == len(rows) - outcome.served > 0
+    assert "e2e_p99" in violations(outcome, machine("A"))
+
+
+def test_a_request_that_no_token_machine_can_hold_ends_where_its_prompt_was() -> None:
+    outcome = simulate(rooms((1, 10_000), (1, 100)), from_rows([[i, 250, 10] for i in range(20)]))
+    assert (outcome.served, outcome.counters["unserved"]) == (20, 0)
+
+
+@pytest.mark.parametrize("rule", ["published", "table"])
+@pytest.mark.parametrize(("prompt", "token"), [(1, 1), (1, 5), (5, 1), (1, 0), (2, 40)])
+def test_any_pools_and_loads_end(prompt: int, token: int, rule: DecodeRule) -> None:
+    """Llama2-70B, sixteen prompts of up to 9,000 tokens a second; far more than most of these pools can do."""
+    latency = splitwise_latency("llama2-70b", "a100-80gb", rule=rule)
+    rng = np.random.default_rng(1)
+    rows = [[i / 16, int(p), int(o)] for i, (p, o) in enumerate(rng.integers(1, [9000, 800], size=(200, 2)))]
+    placed = SplitwiseCluster(prompt=latency, num_prompt=prompt, token=latency, num_token=token)
+    outcome = simulate(placed, from_rows(rows))
+    assert outcome.served == 200
+    assert np.all(outcome.finish_s >= outcome.first_token_s)
+    assert sum(outcome.busy_s.values()) > 0
+
+
+def test_busy_time_is_what_machines_computed() -> None:
+    rows = [[10.0 * i, 100, 11] for i in range(5)]
+    outcome = simulate(rooms((1, 1000), (1, 1000)), from_rows(rows))
+    assert outcome.busy_s["prefill"] == pytest.approx(5 * 0.1)
+    assert outcome.busy_s["decode"] == pytest.approx(5 * 10 * 0.01)
+
+
+def test_pools_that_cannot_be_are_refused() -> None:
+    for words, counts in (("num_prompt is 0; give 1 or more", (0, 1)), ("num_token is -1; give 0 or more", (1, -1))):
+        with pytest.raises(ValueError, match=words):
+            rooms((counts[0], 100), (counts[1], 100))
+    with pytest.raises(ValueError, match="KV has 1 bytes on prompt machines and 2 on token machines"):
+        SplitwiseCluster(prompt=Room(9), num_prompt=1, token=Room(9, kv_bytes_per_token=2), num_token=1)
 
 
 def test_hardware_without_rows_is_refused() -> None:
