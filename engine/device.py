@@ -86,8 +86,8 @@ def _has_prebuilt() -> bool:
 
 
 def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization: float, reserve_bytes: int = 0) -> int:
-    """Bytes for KV pages: `utilization` of the GPU, less what is used there now (weights, other processes), what a
-    step needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
+    """Bytes for KV pages: `utilization` of the GPU, less what this process uses of it (weights, CUDA itself), what a step
+    needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
 
     Raises ValueError when nothing is left.
     """
@@ -100,3 +100,14 @@ def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization
             "or kv_bytes"
         )
     return budget
+
+
+def checked_free(budget_bytes: int, *, free_bytes: int, utilization: float) -> int:
+    """`budget_bytes`, if so much is free. Raises ValueError: another process has taken more than was left to it."""
+    if budget_bytes <= free_bytes:
+        return budget_bytes
+    gib = 1 << 30
+    raise ValueError(
+        f"gpu_memory_utilization is {utilization:g}, which leaves {budget_bytes / gib:.1f} GiB for KV pages, but only "
+        f"{free_bytes / gib:.1f} GiB of the GPU are free beside other processes; end them, or give a smaller share"
+    )

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
 RESERVED_PAGES = 1  # of a GPU's pages, after the last that requests are given: where a graph's dummy rows stand
 PROFILE_TOKENS = 8192  # of the step whose memory is measured
+CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, for each process; torch does not count it
 WORKSPACES_BYTES = 1 << 30  # FlashInfer's
 GRAPH_BYTES = 1 << 30  # captured graphs and what their wrappers keep
 
@@ -120,12 +121,14 @@ def num_pages(options: EngineOptions, one_page: KvLayout, device: torch.device, 
 
 
 def _gpu_kv_bytes(options: EngineOptions, device: torch.device, peak_bytes: int) -> int:
+    """Of this process's own share: who else is on the GPU has one too, and may just be filling it."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return devices.kv_budget(
+    budget = devices.kv_budget(
         total_bytes=total,
-        used_bytes=total - free,
+        used_bytes=torch.cuda.memory_reserved(device) + CONTEXT_BYTES,
         peak_bytes=peak_bytes,
         utilization=options.gpu_memory_utilization,
         reserve_bytes=WORKSPACES_BYTES + (GRAPH_BYTES if options.cuda_graphs else 0),
     )
+    return devices.checked_free(budget, free_bytes=free, utilization=options.gpu_memory_utilization)
