@@ -86,7 +86,7 @@ def _has_prebuilt() -> bool:
 
 
 def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization: float, reserve_bytes: int = 0) -> int:
-    """Bytes for KV pages: `utilization` of the GPU, less what this process uses of it (weights, CUDA itself), what a step
+    """Bytes for KV pages: `utilization` of the GPU, less what this process uses of it (weights, CUDA), what a step
     needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
 
     Raises ValueError when nothing is left.
