@@ -95,11 +95,16 @@ def pool_words(pool: PoolPlan) -> str:
 
 def placement_words(candidate: Candidate) -> str:
     """two prefill workers of TP 2 and one decode worker of TP 4, on eight H100 GPUs"""
-    kinds = list(dict.fromkeys(pool.hardware for pool in candidate.pools))
+    kinds = list(dict.fromkeys(hardware_words(pool) for pool in candidate.pools))
     if len(kinds) == 1:
         pools = " and ".join(pool_words(pool) for pool in candidate.pools)
         return f"{pools}, on {count(candidate.gpus, f'{kinds[0]} GPU')}"
-    return " and ".join(f"{pool_words(p)} on {count(p.gpus, f'{p.hardware} GPU')}" for p in candidate.pools)
+    return " and ".join(f"{pool_words(p)} on {count(p.gpus, f'{hardware_words(p)} GPU')}" for p in candidate.pools)
+
+
+def hardware_words(pool: PoolPlan) -> str:
+    """The kind of GPU; a power cap is said of the worker."""
+    return pool.hardware.removesuffix(f" at {pool.power_cap:.0%} power")
 
 
 def answer(plan: Plan) -> list[str]:

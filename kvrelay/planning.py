@@ -360,7 +360,7 @@ def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple
 
 
 def title(plan: Plan, request: PlanRequest) -> str:
-    kinds = " and ".join(dict.fromkeys(pool.hardware for pool in plan.chosen.candidate.pools))
+    kinds = " and ".join(dict.fromkeys(words.hardware_words(pool) for pool in plan.chosen.candidate.pools))
     return f"{Path(request.model or _loaded_model(request)).name.removesuffix('.json')} on {kinds}"
 
 

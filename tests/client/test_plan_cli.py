@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import plan as command
+from kvrelay.planning import short_name
 from tests.client.plan_fixture import PLAN
 
 ROOT = Path(__file__).parents[2]
@@ -242,3 +243,33 @@ def test_a_margin_widens_what_the_catalog_states(planned: list[Any], tmp_path: P
     assert run(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--margin", str(path)).exit_code == 0
     ((_, catalog, _),) = planned
     assert catalog.offer(catalog.degrees(1)[0]).error == 0.9
+
+
+def test_several_kinds_of_hardware_are_provisioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as a machine with its own letter, and once more under each power cap of its file; by the live rules."""
+    asked: list[Any] = []
+
+    def provision(ask: Any, machines: Any, workload: Any, *, options: Any, on_progress: Any) -> Any:
+        asked.append((ask, machines, options))
+        return PLAN
+
+    monkeypatch.setattr("kvrelay.planning.provision", provision)
+    kinds = ("--hardware", "a100-80g-sxm,h100-sxm", "--rate", "20")
+    assert run("--model", "llama-2-70b", *kinds, *LENGTHS, *TARGETS).exit_code == 0
+    ((ask, machines, options),) = asked
+    assert [machine.short for machine in machines] == ["A", "H", "Hcap"]
+    assert [machine.gpus for machine in machines] == [8, 8, 8]
+    assert (ask.rate, ask.objective, options.rules) == (20.0, "cost", "live")
+
+
+@pytest.mark.parametrize(
+    ("name", "among", "short"),
+    [
+        ("NVIDIA H100 SXM 80 GB", ["NVIDIA H100 SXM 80 GB", "NVIDIA A100 SXM 80 GB"], "H"),
+        ("NVIDIA H100 SXM 80 GB", ["NVIDIA H100 SXM 80 GB", "NVIDIA H200 SXM 141 GB"], "H100"),
+        ("NVIDIA L40S 48 GB", ["NVIDIA L40S 48 GB"], "L"),
+        ("some machine", ["some machine"], "S"),
+    ],
+)
+def test_machines_have_letters_that_tell_them_apart(name: str, among: list[str], short: str) -> None:
+    assert short_name(name, among) == short
