@@ -6,6 +6,7 @@ A graph's capture is a plain run that is run again: it reads the static places, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,14 +35,20 @@ class RehearsedEngine(Engine):
 
 
 def rehearse(
-    monkeypatch: pytest.MonkeyPatch, model: str, *, decode: str = "tensor", fused: bool = True, **options: object
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    *,
+    decode: str = "tensor",
+    fused: bool = True,
+    library: Any = fake_flashinfer,
+    **options: object,
 ) -> Engine:
     """Load `model` as for a GPU, with `decode` as the kernel of every shape."""
 
     def backend(options: EngineOptions, probe: object, device: torch.device) -> AttentionBackend:
         shapes = prepare.shapes_of(probe, options.page_size, prepare.page_dtype(options, probe))  # type: ignore[arg-type]
         kernels = {shape: Kernels(prefill="fa2", decode=decode) for shape in shapes}
-        return FlashInferBackend(device, fake_flashinfer, kernels)
+        return FlashInferBackend(device, library, kernels)
 
     monkeypatch.setattr(prepare, "attention_backend", backend)
     monkeypatch.setattr(prepare, "HALF", (torch.bfloat16, torch.float32) if fused else ())
