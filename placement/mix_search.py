@@ -79,7 +79,15 @@ def _grow(space: Space, rate: int) -> Generator[list[Question], Sequence[bool], 
 
 
 def _least(question: Callable[[int], Question], low: int, high: int) -> Generator[list[Question], Sequence[bool], int]:
-    """The least number from `low` that holds; `high` does."""
+    """The least number from `low` that holds; `high` does, and is probably near it."""
+    step = 1
+    while low < high:
+        lower = max(low, high - step)
+        if not (yield [question(lower)])[0]:
+            low = lower + 1
+            break
+        high = lower
+        step *= 2
     while low < high:
         middle = (low + high) // 2
         if (yield [question(middle)])[0]:
@@ -183,7 +191,7 @@ def fastest(space: Space, limits: Sequence[Limit], guess: int) -> Questions:
             for n, is_held in zip(asked, held, strict=True):
                 prompt = prompts_beside(limits, n)
                 if is_held and (rate > best[0] or (yield [(prompt, n, best[0] + 1)])[0]):
-                    best = (yield from highest_rate(prompt, n, best[0] + 1)), n
+                    best = (yield from _higher(prompt, n, best[0] + 1)), n
     if not best[0]:
         return None
     return Found(num_prompt=prompts_beside(limits, best[1]), num_token=best[1], rate=best[0])
@@ -193,6 +201,21 @@ def _share(limits: Sequence[Limit], mix: tuple[int, int]) -> float:
     """How many times the mix fits into the limits."""
     used = [limit.unit_costs[0] * mix[0] + limit.unit_costs[1] * mix[1] for limit in limits]
     return min(limit.at_most / cost if cost else math.inf for limit, cost in zip(limits, used, strict=True))
+
+
+def _higher(prompt: int, token: int, held: int) -> Generator[list[Question], Sequence[bool], int]:
+    """The highest index that is held; `held` is, and is probably near it."""
+    low, step = held, 1
+    while (yield [(prompt, token, low + step)])[0]:
+        low, step = low + step, 2 * step
+    high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (yield [(prompt, token, middle)])[0]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def headroom(prompt: int, token: int, guess: int) -> Questions:

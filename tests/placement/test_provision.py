@@ -71,7 +71,7 @@ def test_the_cheapest_of_all_mixes_is_found(costs: tuple[float, float], lends: f
     assert found is not None
     assert oracle((found.num_prompt, found.num_token, 50))
     assert space.cost(found.num_prompt, found.num_token) == pytest.approx(best_by_trial(oracle, costs, 50, 60))
-    assert asked < 200  # of 3,481
+    assert asked < 250  # of 3,481
 
 
 @pytest.mark.parametrize("costs", [(1.0, 1.0), (4.76, 2.21), (1.0, 3.3)])
