@@ -15,18 +15,22 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodePolicy
 from engine.blocks import PageHash, PagePool, page_hashes
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
-from engine.execution import run_step, wait_broken
+from engine.execution import EngineBroken, run_step, wait_broken
+from engine.gpu_steps import Flight
 from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
 from engine.types import (
+    PENDING,
     Chunk,
     SampledToken,
     SampleSpec,
@@ -44,6 +48,8 @@ from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
 
@@ -69,6 +75,24 @@ class _Live:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A batch whose step was begun: see _run_ahead."""
+
+    batch: DecodeBatch
+    before: _Flight | None  # the step before it, which still runs
+    begun: Flight | None = None
+    is_good: bool = True
+
+    @property
+    def must_land(self) -> bool:
+        """Whether it has to be run again, so that nothing may be begun with the tokens that it draws on the device."""
+        return self.begun is None or (self.before is not None and not self.before.is_good)
+
+
+_NOTHING = DecodeBatch(entries=(), joined=(), preempted=())
 
 
 class DecodeWorker:
@@ -248,16 +272,79 @@ class DecodeWorker:
     # The step loop
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        if self.engine.can_overlap:
+            await self._run_ahead()
+            return
         while not self._is_stopping:
             batch = self.policy.next_batch()
             self._announce(batch)
             if not batch.entries:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._sleep()
                 continue
-            step = Step(chunks=[self._chunk(entry) for entry in batch.entries])
-            self._process(batch, await loop.run_in_executor(self._thread, run_step, self.engine, step))
+            self._process(batch, await self._in_thread(run_step, self.engine, self._step(batch)))
+
+    async def _run_ahead(self) -> None:
+        """On a GPU the next step is begun while the last one runs, with its tokens still to come: the GPU never waits
+        for what is done here. At most two steps are in flight; the second may compute a token for a request that has
+        ended with the first, which nobody reads."""
+        first: _Flight | None = None
+        while not self._is_stopping or first is not None:
+            if first is not None and (first.must_land or self._must_know_tokens()):
+                await self._land(first)
+                first = None
+            batch = _NOTHING if self._is_stopping else self.policy.next_batch()
+            self._announce(batch)
+            second = await self._take_off(batch, first) if batch.entries else None
+            if first is not None:
+                await self._land(first)
+            elif second is None:
+                await self._sleep()
+            first = second
+
+    def _must_know_tokens(self) -> bool:
+        """Penalties look at every token so far: such a request's next step is made only when it has landed."""
+        return any(live.params.has_penalties for live in self._live.values())
+
+    async def _take_off(self, batch: DecodeBatch, before: _Flight | None) -> _Flight:
+        """Begin the batch's step. One that cannot be begun is run by itself when its turn to land comes."""
+        flight = _Flight(batch=batch, before=before)
+        try:
+            flight.begun = await self._in_thread(self.engine.begin, self._step(batch))
+        except EngineBroken:
+            raise
+        except Exception:
+            log.exception("a step of %d requests could not be begun", len(batch.entries))
+        return flight
+
+    async def _land(self, flight: _Flight) -> None:
+        """Wait for a step's tokens. What went wrong, or began with tokens of one that did, is run again by itself."""
+        sampled: list[SampledToken] | None = None
+        if flight.begun is not None:
+            try:
+                drawn = await self._in_thread(flight.begun.result)
+                sampled = None if flight.must_land else drawn
+            except EngineBroken:
+                raise
+            except Exception:
+                log.exception("a step of %d requests failed", len(flight.batch.entries))
+        flight.is_good, flight.before = sampled is not None, None
+        if sampled is None:
+            sampled = await self._in_thread(run_step, self.engine, self._step(flight.batch))
+        self._process(flight.batch, sampled)
+
+    def _step(self, batch: DecodeBatch) -> Step:
+        """Of those entries whose requests are still wanted: all of them, when the batch was just made."""
+        return Step(chunks=[self._chunk(entry) for entry in batch.entries if entry.request_id in self._live])
+
+    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
+        """In the engine's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    async def _sleep(self) -> None:
+        """Until something has changed."""
+        self._wake.clear()
+        if not self._is_stopping:
+            await self._wake.wait()
 
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:
@@ -278,11 +365,12 @@ class DecodeWorker:
             position=entry.position + 1,
             prompt_ids=live.state.prompt_ids if params.has_penalties else (),
             output_ids=live.tokens[live.prompt_len :] if params.has_penalties else (),
-            banned_ids=banned_token_ids(params, live.num_outputs, self.engine.info.eos_token_ids),
+            banned_ids=banned_token_ids(params, entry.position + 1 - live.prompt_len, self.engine.info.eos_token_ids),
         )
+        is_known = entry.position < len(live.tokens)
         return Chunk(
             request_id=live.id,
-            token_ids=(live.tokens[entry.position],),
+            token_ids=(live.tokens[entry.position] if is_known else PENDING,),
             start=entry.position,
             block_table=entry.pages,
             sample=spec,

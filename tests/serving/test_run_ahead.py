@@ -1,0 +1,160 @@
+"""On a GPU the next decode step is begun while the last one runs. Here what a GPU would run runs on the CPU
+(tests/engine/rehearsal.py): the tokens are those of one step after the other, whatever ends, leaves or fails meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import local
+from cluster.local import LocalCluster
+from engine.engine import Engine, EngineOptions
+from engine.types import Step
+from kvrelay.client import AsyncClient
+from kvrelay.types import Completion, GenerateOptions
+from tests.engine.rehearsal import RehearsedEngine, rehearse
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with
+
+NEW_TOKENS = 24
+PROMPT_LENS = (3, 16, 21, 35, 40, 47)
+ALL: tuple[GenerateOptions, ...] = (
+    GenerateOptions(temperature=0.0),
+    GenerateOptions(temperature=0.9, top_p=0.95),
+    GenerateOptions(temperature=1.2, min_tokens=9),
+)
+PENALISED = GenerateOptions(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4)
+
+Watch = Callable[[Engine], None]
+
+
+class Clusters:
+    """Makes clusters whose decode workers run rehearsed engines, one step ahead or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+        self._monkeypatch = monkeypatch
+        self._directory = directory
+        self.counters: dict[str, int] = {}
+
+    async def run(
+        self, options: tuple[GenerateOptions, ...], *, ahead: bool, pages: int = 96, watch: Watch = lambda engine: None
+    ) -> list[tuple[int, ...]]:
+        """The tokens of one request of each length, all at once."""
+        with self._monkeypatch.context() as patch:
+            if not ahead:
+                patch.setattr(RehearsedEngine, "can_overlap", False)
+
+            def load(asked: EngineOptions) -> Engine:
+                engine = rehearse(patch, asked.model, num_pages=asked.num_pages, max_model_len=512, parity_check=False)
+                if asked.num_pages == pages:
+                    watch(engine)
+                return engine
+
+            patch.setattr(local, "Engine", type("Loader", (), {"load": staticmethod(load)}))
+            cluster = LocalCluster(
+                self._directory,
+                engine=engine_with(num_pages=128),
+                decode_engine=engine_with(num_pages=pages),
+                worker=worker_with(max_batch_tokens=512),
+                router=ROUTER,
+            )
+            async with cluster, AsyncClient(cluster.endpoint) as client:
+                answers = await asyncio.gather(*(self._ask(client, options, i) for i in range(len(PROMPT_LENS))))
+                await cluster.settled()
+                cluster.check_invariants()
+                self.counters = dict(counters(cluster))
+        return [answer.token_ids for answer in answers]
+
+    async def _ask(self, client: AsyncClient, options: tuple[GenerateOptions, ...], index: int) -> Completion:
+        return await client.generate(
+            random_prompt(PROMPT_LENS[index], seed=index),
+            seed=100 + index,
+            max_tokens=NEW_TOKENS - index,
+            timeout_s=60,
+            **options[index % len(options)],
+        )
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch, model_dir: ModelDir) -> Clusters:
+    return Clusters(monkeypatch, str(model_dir("llama")))
+
+
+class Flights:
+    """Watches an engine's steps: how many were begun and not landed when another began."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.most = 0
+        self.begun = 0
+        self.is_alone = False  # a step that is run again
+        self.fail_begin: set[int] = set()
+        self.fail_result: set[int] = set()
+
+    def watch(self, engine: Engine) -> None:
+        begin, step_alone = engine.begin, engine.step
+
+        def alone(step: Step) -> Any:
+            self.is_alone = True
+            try:
+                return step_alone(step)
+            finally:
+                self.is_alone = False
+
+        def watched(step: Step) -> Any:
+            if self.is_alone:
+                return begin(step)
+            self.begun += 1
+            number = self.begun
+            if number in self.fail_begin:
+                raise RuntimeError(f"step {number} cannot be begun because a test asked for it")
+            flight = begin(step)
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+            return _Watched(self, flight, number)
+
+        engine.begin = watched  # type: ignore[method-assign]
+        engine.step = alone  # type: ignore[method-assign]
+
+
+class _Watched:
+    def __init__(self, flights: Flights, inner: Any, number: int) -> None:
+        self._flights, self._inner, self._number = flights, inner, number
+
+    def result(self) -> Any:
+        self._flights.in_flight -= 1
+        if self._number in self._flights.fail_result:
+            raise RuntimeError(f"step {self._number} failed because a test asked for it")
+        return self._inner.result()
+
+
+async def test_the_tokens_are_those_of_one_step_after_the_other(clusters: Clusters) -> None:
+    wanted, flights = await clusters.run(ALL, ahead=False), Flights()
+    assert await clusters.run(ALL, ahead=True, watch=flights.watch) == wanted
+    assert flights.most == 2, "the next step was begun while the last one ran"
+    assert len(set(wanted)) == len(wanted)
+
+
+async def test_who_leaves_for_want_of_pages_comes_back_with_the_same_tokens(clusters: Clusters) -> None:
+    wanted = await clusters.run(ALL, ahead=False)
+    assert await clusters.run(ALL, ahead=True, pages=14) == wanted
+    assert clusters.counters["preemptions"] > 0
+
+
+async def test_penalties_see_every_token_before_they_judge(clusters: Clusters) -> None:
+    mixed, flights = (PENALISED, ALL[0]), Flights()
+    wanted = await clusters.run(mixed, ahead=False)
+    assert await clusters.run(mixed, ahead=True, watch=flights.watch) == wanted
+
+
+@pytest.mark.parametrize("how", ["fail_begin", "fail_result"])
+async def test_a_step_that_fails_is_run_again_and_running_ahead_goes_on(clusters: Clusters, how: str) -> None:
+    wanted, flights = await clusters.run(ALL, ahead=False), Flights()
+    setattr(flights, how, {4, 5, 11})
+    assert await clusters.run(ALL, ahead=True, watch=flights.watch) == wanted
+    assert flights.begun > 12
+    assert flights.most == 2
