@@ -104,6 +104,8 @@ class LocalCluster:
             await server.stop(grace_s)
         started = [worker for worker in self.workers if worker.address.address]
         await asyncio.gather(*(worker.stop() for worker in started))
+        for worker in self.workers:
+            worker.engine.close()
 
     @property
     def workers(self) -> list[PrefillWorker | DecodeWorker]:

@@ -77,6 +77,8 @@ class Channel:
             frame = Frame(kind, fields, _cut(data, described), tuple(files))
             files = []
             return frame
+        except ConnectionError:  # it died with a frame of ours unread
+            return None
         finally:
             for fd in files:
                 os.close(fd)

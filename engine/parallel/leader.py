@@ -32,7 +32,7 @@ from engine.attention import hooks
 from engine.attention.base import StepMeta
 from engine.attention.hooks import UnsupportedModel
 from engine.execution import EngineBroken
-from engine.loader import load_config, probe_model, set_attention
+from engine.loader import load_config, set_attention
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import BadFrame, Channel, Frame
@@ -78,7 +78,7 @@ class Ranks:
     def cut(self, model: PreTrainedModel, whole: hooks.Probe, max_len: int) -> None:
         """Leave the leader its own part of the model. Raises UnsupportedModel."""
         self._cuts = sharding.shard_model(model, self.shard, whole.layer_of)
-        sharding.check_shapes(type(model).__name__, whole, probe_model(model, max_len), self.shard)
+        sharding.check_shapes(model, whole, max_len, self.shard)
         set_attention(model, hooks.SERVE)
 
     def join(self) -> None:

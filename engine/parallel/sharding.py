@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from engine import fuse
 from engine.attention import hooks
 from engine.attention.hooks import UnsupportedModel
+from engine.loader import probe_model
 from kv_transfer.layout import KvLayout
 from kv_transfer.memory import KvMemory
 
@@ -85,7 +86,7 @@ def check_config(config: Any, size: int) -> None:
 def _check_sizes(text: Any, size: int) -> None:
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    counts = {"attention heads": heads, "KV heads": kv_heads}
+    counts = {"KV heads": kv_heads, "attention heads": heads}
     if width := getattr(text, "intermediate_size", None):
         counts["columns of the MLP (intermediate_size)"] = int(width)
     for what, count in sorted(counts.items(), key=lambda item: item[1]):
@@ -173,8 +174,12 @@ def _kept(part: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
-def check_shapes(name: str, whole: hooks.Probe, part: hooks.Probe, shard: Shard) -> None:
-    """Raise UnsupportedModel unless every layer of the cut model has its share of the heads."""
+def check_shapes(model: PreTrainedModel, whole: hooks.Probe, max_len: int, shard: Shard) -> None:
+    """Raise UnsupportedModel unless every layer of the cut model has its share of the heads of the whole one."""
+    try:
+        part = probe_model(model, max_len)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"cut for tensor_parallel {shard.size}, {error}; give tensor_parallel 1") from error
     for layer, (all_of_it, ours) in enumerate(zip(whole.layers, part.layers, strict=True)):
         has_share = (
             ours.kv.kv_heads * shard.size == all_of_it.kv.kv_heads
@@ -183,8 +188,8 @@ def check_shapes(name: str, whole: hooks.Probe, part: hooks.Probe, shard: Shard)
         )
         if not has_share:
             raise UnsupportedModel(
-                f"{name} has {ours.num_heads} heads over {ours.kv.kv_heads} KV heads in layer {layer} when cut for "
-                f"tensor_parallel {shard.size}, of {all_of_it.num_heads} over {all_of_it.kv.kv_heads}; "
+                f"{type(model).__name__} has {ours.num_heads} heads over {ours.kv.kv_heads} KV heads in layer {layer} "
+                f"when cut for tensor_parallel {shard.size}, of {all_of_it.num_heads} over {all_of_it.kv.kv_heads}; "
                 "give tensor_parallel 1"
             )
 

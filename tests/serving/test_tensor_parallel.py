@@ -1,0 +1,58 @@
+"""Workers of several processes serve as one: pools of unequal degrees hand over whole pages, and the tokens are
+transformers' own. A worker that loses one of its processes says so, for whoever keeps it to end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from cluster.local import LocalCluster
+from engine.execution import EngineBroken
+from kvrelay.client import AsyncClient
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import ROUTER, WAIT_S, counters, engine_with, random_prompt, transformers_tokens, worker_with
+
+PROMPT_LENS = (70, 5, 33, 16, 100)
+NEW_TOKENS = 16
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+async def test_pools_of_unequal_degrees_give_transformers_tokens(
+    prefill: int, decode: int, model_dir: ModelDir
+) -> None:
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(PROMPT_LENS)]
+    wanted = transformers_tokens(model_dir("llama"), prompts, NEW_TOKENS)
+    local = LocalCluster(
+        str(model_dir("llama")),
+        engine=engine_with(tensor_parallel=prefill),
+        decode_engine=engine_with(tensor_parallel=decode),
+        worker=worker_with(max_batch_tokens=32, layers_per_group=1),
+        router=ROUTER,
+    )
+    async with local as cluster, AsyncClient(cluster.endpoint) as client:
+        found = await asyncio.gather(
+            *(client.generate(p, temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS) for p in prompts)
+        )
+        moved = counters(cluster)
+        assert [list(completion.token_ids) for completion in found] == wanted
+        assert moved["receipts_good"] == 2 * len(prompts)  # each side counts them
+        assert moved["resends"] == moved["handoffs_failed"] == 0
+        await cluster.settled()
+        cluster.check_invariants()
+        if decode > 1:
+            await _lose_a_process(cluster)
+
+
+async def _lose_a_process(cluster: LocalCluster) -> None:
+    """Of a decode worker that stands idle: what keeps the worker is told, and would end it."""
+    [worker] = cluster.decode
+    waiting = asyncio.create_task(worker.wait_broken())
+    [pid] = worker.engine._ranks.pids  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EngineBroken, match=rf"^rank 1 \(process {pid}\) was ended by signal 9$"):
+            await waiting
