@@ -56,7 +56,7 @@ export python rehearse model out
 
 if [ -n "$rehearse" ]; then
     export KVRELAY_TEST_DEVICE=cpu
-    contract="tests/kv_transfer/test_gpu_transports.py tests/kv_transfer/test_page_table.py"
+    contract="tests/kv_transfer/test_gpu_transports.py tests/kv_transfer/test_page_table.py tests/test_gpu_programs.py"
 else
     export KVRELAY_TEST_DEVICE=cuda:0
     contract="tests/kv_transfer/test_transports.py"

@@ -251,11 +251,11 @@ def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transfer: T
                     f"pools[{index}].{key} is {value!r}, but pools[{named[0][0]}].{key} is {named[0][1]!r}; give both "
                     "the same, for KV is handed over as it is"
                 )
-    device = next((found for found in devices if found != "auto"), None)
-    if device is not None and not any(device in TRANSPORTS[name] for name in transfer.transports):
-        able = " or ".join(name for name, moved in TRANSPORTS.items() if device in moved)
+    known = next((found for found in devices if found != "auto"), None)
+    if known is not None and not any(known in TRANSPORTS[name] for name in transfer.transports):
+        able = " or ".join(name for name, moved in TRANSPORTS.items() if known in moved)
         raise ValueError(
-            f"transfer.transports is {list(transfer.transports)}, and none of them moves KV with device: {device}; "
+            f"transfer.transports is {list(transfer.transports)}, and none of them moves KV with device: {known}; "
             f"add {able}"
         )
 

@@ -19,7 +19,7 @@ from engine.engine import Engine, EngineOptions
 from kvrelay.demo_model import make_demo_model
 from kvrelay.types import Completion, Receipt
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Gaps:
