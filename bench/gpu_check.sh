@@ -62,12 +62,12 @@ else
     contract="tests/kv_transfer/test_transports.py"
 fi
 
-part environment 60 bash -c 'bench gpu_env'
-part correctness 150 "$python" -m pytest -q -m gpu tests
-part contract 90 "$python" -m pytest -q $contract
-part engine 200 bash -c 'bench gpu_engine'
-part transports 90 bash -c 'bench gpu_transports'
-part cluster 180 bash -c 'bench gpu_cluster'
+part environment 30 bash -c 'bench gpu_env'
+part correctness 130 "$python" -m pytest -q -m gpu tests/gpu
+part contract 60 "$python" -m pytest -q $contract
+part engine 170 bash -c 'bench gpu_engine'
+part transports 70 bash -c 'bench gpu_transports'
+part cluster 130 bash -c 'bench gpu_cluster'
 [ -z "$comparison" ] || part comparison 180 bash -c 'bench gpu_one_gpu'
 
 printf '\n== all, %s s\n' "$((SECONDS - began))"
