@@ -177,10 +177,13 @@ class DecodeAccount:
         """What the report lists is in its figures; what it does not list yet is added to them."""
         if report.made_s < self.report.made_s:
             return
+        is_same_list = report.request_ids is self.report.request_ids
         self.report = report
         self.ended = self.ended_pages = 0
         now_listed = [i for i in self.promised if i in report.request_ids]
-        if not report.request_ids.issuperset(self.listed):  # it tells of one no more that has not ended for us yet
+        if not is_same_list and not report.request_ids.issuperset(
+            self.listed
+        ):  # it tells of one no more that has not ended for us yet
             for request_id in [i for i in self.listed if i not in report.request_ids]:
                 self.promise(request_id, self.listed.pop(request_id))
         for request_id in now_listed:
@@ -189,4 +192,5 @@ class DecodeAccount:
 
     def check_invariants(self) -> None:
         assert self.promised_pages == sum(self.promised.values()), self.view.name
+        assert self.listed.keys() <= self.report.request_ids, f"{self.view.name}: listed, but not by the report"
         assert not self.promised.keys() & self.listed.keys(), f"{self.view.name}: promised and listed at once"

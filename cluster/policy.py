@@ -82,6 +82,11 @@ class RouterPolicy:
     def queued_tokens(self) -> int:
         return self._queued_tokens
 
+    @property
+    def most_free_pages(self) -> int:
+        """Of any decode worker that takes new requests: who asks for more cannot be reassigned now."""
+        return self._decode.most_free_pages
+
     def has_role(self, role: Role) -> bool:
         return self._prefill.is_open if role == "prefill" else self._decode.is_open
 

@@ -197,6 +197,12 @@ class DecodePool:
         self._rank()
         return len(self._by_batch) > 0
 
+    @property
+    def most_free_pages(self) -> int:
+        """Of any worker that takes new requests."""
+        self._rank()
+        return self._by_pages.keys[-1][0] if self._by_pages.keys else 0
+
     def best(self, shape: RequestShape) -> DecodeAccount | str:
         """Or why none may have it now."""
         self._rank()

@@ -22,6 +22,7 @@ on_batch_done. Meanwhile the lengths of the running requests lag behind by `_run
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -107,9 +108,11 @@ class DecodePolicy:
         self._queued: dict[str, _Request] = {}
         self._ready: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
+        self._by_age: list[tuple[int, _Request]] = []  # the running, the oldest first
         self._next_order = 0
         self._queued_pages = 0  # that the queued reservations ask for
         self.preemptions = 0
+        self.num_changes = 0  # of request_ids
         self._run: list[_Request] = []  # in the run that is under way
         self._run_steps = 0  # that it has advanced
         self._run_lag = 0  # of those, not yet in the lengths of the requests
@@ -135,6 +138,7 @@ class DecodePolicy:
             return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
         self._next_order += 1
         self._requests[request_id] = request
+        self.num_changes += 1
         if not self._queued and self._may_admit(request):
             return self._admit(request)
         self._queued[request_id] = request
@@ -176,7 +180,7 @@ class DecodePolicy:
         preempted: list[str] = []
         scheduled: list[_Request] = []
         page_size = self.pool.page_size
-        for request in sorted(self._running.values(), key=_age):
+        for _, request in list(self._by_age):  # who is preempted leaves it meanwhile
             if request.is_over or request.scheduled_len >= request.max_len:
                 continue
             if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
@@ -193,11 +197,9 @@ class DecodePolicy:
         assert not self._run, "a run is under way"
         scheduled, joined, preempted = self._schedule()
         self._run, self._run_steps, self._run_lag = scheduled, 0, 0
-        self._run_growth = {}
-        page_size, context_tokens = self.pool.page_size, 0
+        context_tokens = 0
         for request in scheduled:
             context_tokens += request.scheduled_len
-            self._run_growth.setdefault(-request.scheduled_len % page_size, []).append(request)
         return DecodeRun(num_entries=len(scheduled), context_tokens=context_tokens, joined=joined, preempted=preempted)
 
     @property
@@ -210,6 +212,10 @@ class DecodePolicy:
     def advance(self, steps: int) -> None:
         """Exactly on_batch_done and next_batch, `steps` times over, while nobody joins, ends or is preempted: the
         caller sees to it that steps <= steps_ahead and that nobody needs its last token before the run's last step."""
+        if not steps:
+            return
+        if not self._run_steps:
+            self._note_growth()
         page_size = self.pool.page_size
         begin, end = self._run_steps, self._run_steps + steps
         self._run_steps = end
@@ -219,6 +225,12 @@ class DecodePolicy:
                 if begin <= at + offset < end:
                     for request in self._run_growth[offset]:
                         request.pages.extend(self.pool.allocate(1))
+
+    def _note_growth(self) -> None:
+        """When each request of the run, which has not advanced yet, needs a page more."""
+        self._run_growth = {}
+        for request in self._run:
+            self._run_growth.setdefault(-request.scheduled_len % self.pool.page_size, []).append(request)
 
     def end_run(self) -> None:
         """The last step of the run is done."""
@@ -261,7 +273,8 @@ class DecodePolicy:
         if request_id in self._queued:
             self._unqueue(request)
         self._ready.pop(request_id, None)
-        self._running.pop(request_id, None)
+        if self._running.pop(request_id, None) is not None:
+            del self._by_age[bisect_left(self._by_age, request.order, key=_age)]
         self._drop_if_unused(request)
 
     def on_cancelled(self, request_id: str) -> None:
@@ -325,6 +338,7 @@ class DecodePolicy:
             request = self._ready.pop(name)
             request.stage = _Stage.RUNNING
             self._running[name] = request
+            insort(self._by_age, (request.order, request), key=_age)
 
     def _grow(self, request: _Request, preempted: list[str]) -> bool:
         """Make room for the token at scheduled_len; False when the request itself had to leave."""
@@ -359,6 +373,7 @@ class DecodePolicy:
         if request.is_over and not request.is_in_flight:
             self.pool.release(request.pages)
             del self._requests[request.request_id]
+            self.num_changes += 1
 
     def check_invariants(self) -> None:
         self._settle()
@@ -380,8 +395,10 @@ class DecodePolicy:
         queued = sum(pages_for(r.prompt_len, self.pool.page_size) for r in self._queued.values())
         assert self._queued_pages == queued
         assert len(self._running) <= self.limits.max_batch_size
+        by_age = sorted(self._running.values(), key=lambda r: r.order)
+        assert [request for _, request in self._by_age] == by_age, "the running are not in order of age"
         self.pool.check_holders(held)
 
 
-def _age(request: _Request) -> int:
-    return request.order
+def _age(entry: tuple[int, _Request]) -> int:
+    return entry[0]

@@ -10,7 +10,9 @@ one that makes the pool keeps what it has imported.
 
 from __future__ import annotations
 
+import ast
 import copyreg
+import gc
 import hashlib
 import importlib.util
 import multiprocessing
@@ -72,12 +74,17 @@ def simulation_pool(processes: int, *, cache: Path | None = None) -> Iterator[Po
     if path is not None:
         sys.path.insert(0, str(path))
     try:
-        pool = context.Pool(processes)
+        pool = context.Pool(processes, _collect_seldom)
     finally:
         if path is not None:
             sys.path.remove(str(path))
     with pool:
         yield pool
+
+
+def _collect_seldom() -> None:
+    """A simulation frees what it drops by itself; looking for cycles among a million live objects is for nothing."""
+    gc.set_threshold(200_000, 20, 50)
 
 
 def _taken_apart(value: Any) -> tuple[Any, ...]:
@@ -110,10 +117,48 @@ def compiled_path(cache: Path | None = None) -> Path | None:
     return path
 
 
+def with_constructors(source: str) -> str:
+    """The same module, the constructors of its dataclasses written out. dataclasses would make them at import, which is
+    after the compiler has seen the module: they would be interpreted, and one of a frozen class takes microseconds. The
+    copies are not frozen either, which only means that nobody tells who changes one; the sources tell."""
+    module = ast.parse(source)
+    for kind in module.body:
+        call = kind.decorator_list[0] if isinstance(kind, ast.ClassDef) and kind.decorator_list else None
+        if isinstance(kind, ast.ClassDef) and isinstance(call, ast.Call) and ast.unparse(call.func) == "dataclass":
+            is_kw_only = any(option.arg == "kw_only" for option in call.keywords)
+            for option in call.keywords:
+                if option.arg == "frozen":
+                    option.arg = "unsafe_hash"  # values stay hashable
+            kind.body.append(_constructor(kind, is_kw_only))
+    return ast.unparse(ast.fix_missing_locations(module))
+
+
+def _constructor(kind: ast.ClassDef, is_kw_only: bool) -> ast.stmt:
+    given, body = [], []
+    for line in kind.body:
+        if not isinstance(line, ast.AnnAssign):
+            continue
+        name, type_name = ast.unparse(line.target), ast.unparse(line.annotation)
+        default = "" if line.value is None else f" = {ast.unparse(line.value)}"
+        if "default_factory=" in default:
+            assert isinstance(line.value, ast.Call)
+            make = ast.unparse(line.value.keywords[0].value)
+            type_name, default = f"{type_name} | None", " = None"
+            body.append(f"self.{name} = ({make})() if {name} is None else {name}")
+        else:
+            body.append(f"self.{name} = {name}")
+        given.append(f"{name}: {type_name}{default}")
+    if any(isinstance(line, ast.FunctionDef) and line.name == "__post_init__" for line in kind.body):
+        body.append("self.__post_init__()")
+    star = "*, " if is_kw_only else ""
+    return ast.parse(f"def __init__(self, {star}{', '.join(given)}) -> None:\n    " + "\n    ".join(body)).body[0]
+
+
 def _key() -> str:
     digest = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()} {ROOT}".encode())
     for name in COMPILED:
         digest.update((ROOT / name).read_bytes())
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:24]
 
 
@@ -121,7 +166,7 @@ def _build(target: Path) -> bool:
     for name in COMPILED:
         copy = target / name
         copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / name, copy)
+        copy.write_text(with_constructors((ROOT / name).read_text()))
         package = name.split("/")[0]
         (copy.parent / "__init__.py").write_text(f"__path__.append({str(ROOT / package)!r})\n")
     command = [

@@ -37,6 +37,8 @@ class DecodeMachine:
         self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
         self._told = 0  # the host: how many requests run
         self._live: dict[str, Live] = {}
+        self._changes = 0  # of who is here, when _ids was made
+        self._ids: frozenset[str] = frozenset()
         self._steps = 0  # ended, but for those of the run under way
         self._ends: list[tuple[int, int, int, Live]] = []  # the step with which each running request ends
         # the run under way
@@ -55,8 +57,15 @@ class DecodeMachine:
             num_waiting=policy.num_waiting,
             num_running=policy.num_running,
             available_pages=policy.spare_pages,
-            request_ids=frozenset(policy.request_ids),
+            request_ids=self._request_ids(),
         )
+
+    def _request_ids(self) -> frozenset[str]:
+        """The same object while nobody came or went: the router need not look through it again."""
+        if self._changes != self.policy.num_changes:
+            self._changes = self.policy.num_changes
+            self._ids = frozenset(self.policy.request_ids)
+        return self._ids
 
     @property
     def is_running(self) -> bool:

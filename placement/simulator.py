@@ -219,11 +219,13 @@ class Simulation:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
         if len(self.decodes) < 2:
             return
+        most = self.policy.most_free_pages
         for live in list(self._stalled.values()):
             if live.granted:
                 del self._stalled[live.id]
-            else:
+            elif live.num_tokens < most * self._page_size:
                 self._move(live)
+                most = self.policy.most_free_pages
 
     def _move(self, live: Live) -> None:
         assert live.prefill is not None

@@ -111,8 +111,9 @@ class PrefillPolicy:
         """What to compute next, at most max_batch_tokens; None when nothing can run."""
         left = self.limits.max_batch_tokens
         lengths: dict[str, int] = {}
-        oldest = next(iter(self._queue()), None)
-        for request, limit in self._order():
+        queue = self._queue()
+        oldest = queue[0] if queue else None
+        for request, limit in self._order(queue):
             if left == 0 or len(lengths) == self.limits.max_requests:
                 break
             if self._is_packed(left) and request is not oldest and request.request_id not in lengths:
@@ -207,9 +208,8 @@ class PrefillPolicy:
         limits = self.limits
         return limits.pack_tokens is not None and limits.max_batch_tokens - tokens_left >= limits.pack_tokens
 
-    def _order(self) -> Iterator[tuple[_Request, int]]:
-        """Requests with the tokens each may take in its turn; one may come twice."""
-        queue = self._queue()
+    def _order(self, queue: list[_Request]) -> Iterator[tuple[_Request, int]]:
+        """The queue with the tokens each may take in its turn; one may come twice."""
         is_short = {r.request_id: r.num_tokens - r.computed_len <= self.limits.short_prompt_tokens for r in queue}
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])

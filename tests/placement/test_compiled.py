@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from placement.colocated import ColocatedCluster, simulate_colocated
-from placement.compiled import simulation_pool
+from placement.compiled import simulation_pool, with_constructors
 from placement.distserve import DistServeCluster
 from placement.distserve import simulate as simulate_distserve
 from placement.published_distserve import distserve_latency
@@ -54,3 +55,40 @@ def test_without_a_compiler_the_sources_run(tmp_path: Path, monkeypatch: pytest.
     with simulation_pool(1, cache=tmp_path) as pool:
         outcome: Outcome = pool.apply(simulate, (cluster(workers("prefill"), workers("decode")), workload))
     assert outcome.served == 20
+
+
+def test_a_dataclass_with_its_constructor_written_out_is_the_same() -> None:
+    source = """
+from dataclasses import dataclass, field
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    name: str
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.share > 1:
+            raise ValueError(self.share)
+
+@dataclass(slots=True)
+class Account:
+    value: Value
+    waiting: dict[str, int] = field(default_factory=dict)
+"""
+    made = []
+    for text in (source, with_constructors(source)):
+        space: dict[str, Any] = {"__name__": "made"}
+        exec(text, space)
+        account = space["Account"](space["Value"](name="a"))
+        account.waiting["x"] = 1
+        with pytest.raises(ValueError, match="7"):
+            space["Value"](name="b", share=7)
+        with pytest.raises(TypeError):
+            space["Value"]("a")
+        assert space["Account"](account.value).waiting == {}
+        assert hash(space["Value"](name="a", sizes=(), share=0.1)) == hash(
+            space["Value"](name="a", sizes=(), share=0.1)
+        )
+        made.append(repr(account))
+    assert made[0] == made[1]
