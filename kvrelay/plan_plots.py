@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from placement.plan import Goodput, Plan, RatePoint
+from placement.plan import Goodput, Interval, Plan, RatePoint
 
 Width = Literal["wide", "narrow"]
 INCHES: Mapping[Width, float] = {"wide": 11.2, "narrow": 4.9}  # 72 units each: shown at about that many pixels
@@ -147,32 +147,43 @@ def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
 
 def _attainment_line(axes: Axes, rank: int, found: Goodput, *, is_chosen: bool, is_marked: bool) -> None:
     colour = COLOCATED if found.candidate.is_colocated else INK
-    rates = [point.rate for point in found.curve]
-    shares = [point.attainment.value for point in found.curve]
+    points = falling(found.curve)
+    rates, shares = [rate for rate, _ in points], [found.value for _, found in points]
     if not is_marked:
         pale = COLOCATED if found.candidate.is_colocated else FAINT
         axes.plot(rates, shares, color=pale, linewidth=0.9, alpha=0.55)
         return
-    low, high = ([getattr(point.attainment, end) for point in found.curve] for end in ("low", "high"))
+    low, high = ([getattr(found, end) for _, found in points] for end in ("low", "high"))
     axes.fill_between(rates, low, high, color=colour, alpha=0.14, linewidth=0)
     axes.plot(rates, shares, color=colour, linewidth=2.4 if is_chosen else 1.3, marker="o", markersize=3)
 
 
 def _number_on_curve(axes: Axes, rank: int, found: Goodput, level: float, right: float) -> None:
     """The rank, where the curve passes `level`; nothing where it does not."""
-    rate = crossing(found.curve, level)
+    rate = crossing(falling(found.curve), level)
     if rate is None or rate > right:
         return
     colour = COLOCATED if found.candidate.is_colocated else INK
     _circled(axes, rank, (rate, level), colour)
 
 
-def crossing(curve: Sequence[RatePoint], level: float) -> float | None:
+def falling(curve: Sequence[RatePoint]) -> list[tuple[float, Interval]]:
+    """(rate, attainment) without what rises again: past the knee a run of limited length flatters, since its queue had
+    no time to grow, and what a rate misses a higher one misses too."""
+    points: list[tuple[float, Interval]] = []
+    least = Interval(1.0, 1.0, 1.0)
+    for point in sorted(curve, key=lambda point: point.rate):
+        seen = point.attainment
+        least = Interval(*(min(getattr(least, end), getattr(seen, end)) for end in ("value", "low", "high")))
+        points.append((point.rate, least))
+    return points
+
+
+def crossing(points: Sequence[tuple[float, Interval]], level: float) -> float | None:
     """The rate at which attainment first falls to `level`, between the points around it."""
-    for before, after in itertools.pairwise(curve):
-        high, low = before.attainment.value, after.attainment.value
-        if high >= level > low:
-            return before.rate + (after.rate - before.rate) * (high - level) / (high - low)
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if high.value >= level > low.value:
+            return before + (after - before) * (high.value - level) / (high.value - low.value)
     return None
 
 
@@ -254,7 +265,7 @@ def cost_by_throughput(plan: Plan, width: Width) -> Figure | None:
     figure, axes = _figure(width, 0.44 if width == "wide" else 0.9)
     frontier = cheapest([found for _, found in shown])
     right = max([plan.chosen.goodput.high, *(found.goodput.value for _, found in shown)]) * 1.08
-    top = max(found.usd_per_hour for _, found in shown) * 1.18
+    top = max(found.usd_per_hour for _, found in shown) * 1.4
     rates = [0.0, *(found.goodput.value for found in frontier)]
     axes.step(rates, [frontier[0].usd_per_hour, *(f.usd_per_hour for f in frontier)], where="pre", color=FAINT)
     labels: list[tuple[float, float]] = []
@@ -316,7 +327,7 @@ def time_by_rate(plan: Plan, width: Width) -> Figure | None:
 
 def _stack(axes: Axes, curve: Sequence[RatePoint], names: Sequence[str], plan: Plan) -> None:
     """Areas, each named in the legend from top to bottom as they lie."""
-    shown = [p for p in curve if p.rate <= max(plan.at_rate.rate, plan.chosen.goodput.value) * 1.15] or list(curve)
+    shown = [p for p in curve if p.rate <= max(plan.at_rate.rate, plan.chosen.goodput.value) * 1.02] or list(curve)
     rates = [point.rate for point in shown]
     below = [0.0] * len(shown)
     for name in names:

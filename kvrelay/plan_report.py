@@ -73,6 +73,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         classes=list(_classes(plan)),
         figures=list(_figures(plan, wide, narrow)),
         tried=[_tried_row(rank, found, plan) for rank, found in plots.ranked(plan)],
+        has_limits=any(found.limit for found in plan.tried),
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
         sources=[(key.replace("_", " "), text) for key, text in plan.sources.items()],

@@ -13,6 +13,7 @@ import pytest
 from kvrelay import plan_plots
 from kvrelay.plan_request import build_request
 from kvrelay.planning import save
+from placement.plan import Interval, RatePoint
 from tests.client.plan_fixture import PLAN, TRIED
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +108,12 @@ def test_a_thin_plan_draws_what_it_has(tmp_path: Path) -> None:
     assert set(plan_plots.figures(thin)) == {"goodput"}
     save(thin, REQUEST, tmp_path)
     assert "NaN" not in (tmp_path / "plan.json").read_text()
+
+
+def test_attainment_is_drawn_falling() -> None:
+    """A short run past the knee may find more than one below it; its line does not rise again."""
+    rows = ((2.0, 0.5), (1.0, 0.99), (3.0, 0.8))
+    points = [RatePoint(rate=rate, attainment=Interval(share, share, share)) for rate, share in rows]
+    assert [(rate, found.value) for rate, found in plan_plots.falling(points)] == [(1.0, 0.99), (2.0, 0.5), (3.0, 0.5)]
+    assert plan_plots.crossing(plan_plots.falling(points), 0.9) == pytest.approx(1 + 0.09 / 0.49)
+    assert plan_plots.crossing(plan_plots.falling(points), 0.4) is None
