@@ -277,8 +277,7 @@ class ProfileCatalog:
     @property
     def hardware(self) -> str:
         machine = self.profile.machine
-        cores = self.profile.prefill_pool.options.get("threads")
-        return f"{machine.get('cpu', 'this machine')}, {cores or 'some'} thread{'s' if cores != 1 else ''} a worker"
+        return str(machine.get("cpu") or machine.get("host") or "measured worker")
 
     @property
     def gpus_per_node(self) -> int:
