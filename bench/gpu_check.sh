@@ -65,7 +65,7 @@ fi
 part environment 30 bash -c 'bench gpu_env'
 part correctness 130 "$python" -m pytest -q -m gpu tests/gpu
 part contract 60 "$python" -m pytest -q $contract
-part engine 170 bash -c 'bench gpu_engine'
+part engine 170 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
 part transports 70 bash -c 'bench gpu_transports'
 part cluster 130 bash -c 'bench gpu_cluster'
 [ -z "$comparison" ] || part comparison 180 bash -c 'bench gpu_one_gpu'

@@ -76,7 +76,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         """`address_host`: this worker's address, on which two-sided transports listen."""
         self.memory = memory
         self.options = options
-        on_device = device_checksummer(memory) if options.checksums else None
+        on_device = device_checksummer(memory)  # a GPU's kernels are compiled here, not in the first handshake
         self.checksummer: SegmentChecksummer = on_device or Checksummer(memory)
         self.counters: Counter[str] = Counter()
         self._host = host

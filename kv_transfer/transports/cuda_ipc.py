@@ -4,11 +4,12 @@ One-sided, as shared_memory is, with the same fence (fence.py). The receiver exp
 as a CUDA IPC handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one
 launch on a stream of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
 
-    engine's stream  --event, recorded when a layer's KV was launched--> copy --the pair's event--> receiver's stream
+    engine's stream  --event, recorded when a layer's KV was launched--> copy --the pair's events--> receiver's stream
 
 `send` returns when the copy is done: what is announced then stands in the pages, and a lease that is over is over. The
-pair's event (an interprocess one, whose handle the sender leaves as the fence's note) orders the receiver's own reads
-after the copy as the device sees it; where such events cannot be had, the sender's wait alone does.
+pair's events (interprocess ones, whose handles the sender leaves as the fence's note) order the receiver's own reads
+after the copy as the device sees it; where such events cannot be had, the sender's wait alone does. There are a few,
+used in turn: with one, a receiver would wait for the sender's next layer group, which is recorded before it looks.
 
 Within one process handles cannot be opened: there the receiver is found by its nonce, as in loopback.
 """
@@ -31,6 +32,9 @@ from kv_transfer.transports.fence import ReceiverFence, SenderFence
 
 log = logging.getLogger(__name__)
 
+EVENTS = 8
+HANDLE_BYTES = 64  # of an event
+
 _in_process: WeakValueDictionary[str, CudaIpcReceiveEnd] = WeakValueDictionary()  # by nonce, while the receiver lives
 
 
@@ -40,12 +44,12 @@ class CudaIpcReceiveEnd:
     def __init__(self, memory: KvMemory, gpu: Gpu, peer: str, timeout_s: float) -> None:
         handle, offset = gpu.export(memory)
         self.memory = memory
-        self.event: object | None = None  # the pair's; set by a sender in this process, else opened from the note
+        self.events: list[object] = []  # the pair's; set by a sender in this process, else opened from the note
         self._gpu = gpu
         self._peer = peer
         self._timeout_s = timeout_s
         self._queue = gpu.queue()
-        self._has_event = True
+        self._has_events = True
         self._is_aborted = False
         self._fence = ReceiverFence()
         self._params = {
@@ -75,9 +79,9 @@ class CudaIpcReceiveEnd:
     def receive(self, segment: Segment) -> None:
         if self._is_aborted:
             raise TransferError("this end of the cuda_ipc transport is closed; open a new pair")
-        self._open_event()
-        if self.event is not None:
-            self._queue.wait_for(self.event)
+        self._open_events()
+        if self.events:
+            self._queue.wait_for(self.events[segment.seq % EVENTS])
             self._queue.finish(self._timeout_s)
 
     def place(self, segment: Segment) -> None:
@@ -90,16 +94,19 @@ class CudaIpcReceiveEnd:
         self._is_aborted = True
         self._fence.close()
 
-    def _open_event(self) -> None:
+    def _open_events(self) -> None:
         """Once, and only when something was announced: by then the sender has left its note."""
-        if self.event is not None or not self._has_event:
+        if self.events or not self._has_events:
             return
+        note = self._fence.note
         try:
-            self.event = self._gpu.open_event(self._fence.note)
+            self.events = [
+                self._gpu.open_event(note[at : at + HANDLE_BYTES]) for at in range(0, len(note), HANDLE_BYTES)
+            ]
         except (RuntimeError, TransferError) as error:
-            self._has_event = False
+            self._has_events = False
             why = str(error).partition("\n")[0]
-            log.warning("%s's CUDA event cannot be opened (%s): its own wait orders the copies", self._peer, why)
+            log.warning("%s's CUDA events cannot be opened (%s): its own wait orders the copies", self._peer, why)
 
 
 class CudaIpcSendEnd:
@@ -126,19 +133,20 @@ class CudaIpcSendEnd:
 
     def _open_target(self, params: Mapping[str, str]) -> None:
         self._queue = self._gpu.queue()
-        self._event, handle = self._gpu.new_event()
+        made = [self._gpu.new_event() for _ in range(EVENTS)]
+        self._events = [event for event, _ in made]
         if int(params["pid"]) == os.getpid():
             self._target_address = self._find_here(params["nonce"])
             return
         self._opened = self._gpu.open(bytes.fromhex(params["handle"]))
         self._target_address = self._opened + int(params["offset"])
-        self._fence.leave_note(handle)
+        self._fence.leave_note(b"".join(handle for _, handle in made))
 
     def _find_here(self, nonce: str) -> int:
         receiver = _in_process.get(nonce)
         if receiver is None:
             raise TransferError(f"{self._peer} is not in this process any more; open a new pair")
-        receiver.event = self._event
+        receiver.events = self._events
         return receiver.memory.address
 
     def send(self, segment: Segment, seen: Seen | None = None) -> None:
@@ -154,7 +162,7 @@ class CudaIpcSendEnd:
             _checked(segment.src_pages, source.layout.num_pages, "our"),
             _checked(segment.dst_pages, target.num_pages, f"{self._peer}'s"),
         )
-        self._queue.record(self._event)
+        self._queue.record(self._events[segment.seq % EVENTS])
         self._queue.finish(self._timeout_s)
         if seen is not None:
             Checksummer(source).show(segment.layers, segment.src_pages, seen)
@@ -176,9 +184,12 @@ class CudaIpcSendEnd:
             log.error("a copy into %s's pages does not end: %s", self._peer, error)
             self._fence.close(has_stopped=False)
             return
-        if self._opened is not None:
-            self._gpu.close(self._opened)
         self._fence.close()
+        if self._opened is not None:
+            try:
+                self._gpu.close(self._opened)
+            except TransferError as error:
+                log.warning("%s's memory stays open here: %s", self._peer, error)
 
 
 def _checked(pages: Sequence[int], num_pages: int, whose: str) -> Int64s:

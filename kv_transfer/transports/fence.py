@@ -2,8 +2,8 @@
 
 The receiver makes it (a memfd, opened through /proc/PID/fd/FD) and writes a nonce into it, by which the sender knows
 that it has opened what was meant. The sender's last act is to set a flag in it, by which the receiver knows that no
-more will be written even when the control stream is broken. A sender may also leave a note: cuda_ipc the handle of its
-event.
+more will be written even when the control stream is broken. A sender may also leave a note: cuda_ipc the handles of its
+events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kv_transfer.base import TransferError
 FENCE_BYTES = 4096
 NONCE_BYTES = 16
 CLOSED_AT = 64  # offset of the flag
-NOTE_AT = 128  # offset of the note's length, in one byte, and the note behind it; the length is written last
+NOTE_AT = 128  # offset of the note's length, and the note behind it; the length is written last
+LENGTH_BYTES = 2
 
 
 class ReceiverFence:
@@ -41,7 +42,8 @@ class ReceiverFence:
     @property
     def note(self) -> bytes:
         """Empty while there is none."""
-        return self._map[NOTE_AT + 1 : NOTE_AT + 1 + self._map[NOTE_AT]]
+        begin = NOTE_AT + LENGTH_BYTES
+        return self._map[begin : begin + int.from_bytes(self._map[NOTE_AT:begin], "little")]
 
     def close(self) -> None:
         """The map stays, for `sender_closed`, until the object goes; the number must not be opened again."""
@@ -66,8 +68,9 @@ class SenderFence:
         return bool(poll.poll(0))
 
     def leave_note(self, note: bytes) -> None:
-        self._map[NOTE_AT + 1 : NOTE_AT + 1 + len(note)] = note
-        self._map[NOTE_AT] = len(note)
+        begin = NOTE_AT + LENGTH_BYTES
+        self._map[begin : begin + len(note)] = note
+        self._map[NOTE_AT:begin] = len(note).to_bytes(LENGTH_BYTES, "little")
 
     def close(self, *, has_stopped: bool = True) -> None:
         """Say that nothing more is written, unless that is not known: then only this process's end tells."""

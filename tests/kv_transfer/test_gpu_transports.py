@@ -15,7 +15,8 @@ import torch
 from kv_transfer.base import Segment, TransferError
 from kv_transfer.memory import KvMemory
 from kv_transfer.transports import nccl
-from kv_transfer.transports.cuda_ipc import CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
+from kv_transfer.transports.cuda_ipc import EVENTS, CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
+from kv_transfer.transports.fence import SenderFence
 from kv_transfer.transports.process_group import (
     Gloo,
     ProcessGroupReceiveEnd,
@@ -94,16 +95,43 @@ def test_the_receivers_own_stream_waits_for_the_pairs_event() -> None:
     assert [name for name, _ in pair.gpu.log] == ["wait", "finish"]
 
 
+def test_a_receiver_does_not_wait_for_what_the_sender_does_next(pool: ThreadPoolExecutor) -> None:
+    pair, computed = Ipc(), FakeEvent()
+    pair.sender.send(segment())
+    later = pool.submit(pair.sender.send, segment(1, after=computed, src=3, dst=4))  # a layer that is still computed
+    while ("record", None) not in pair.gpu.log[3:]:
+        threading.Event().wait(0.001)
+    pool.submit(pair.receiver.receive, segment()).result(1)
+    computed.happen()
+    later.result(5)
+    pair.receiver.receive(segment(1))
+    pair.assert_moved([1, 3], [2, 4])
+
+
+def test_the_note_brings_the_events_to_another_process() -> None:
+    pair = Ipc()
+    events = list(pair.receiver.events)
+    pair.receiver.events = []
+    handles = {id(event): handle for handle, event in pair.gpu.events.items()}
+    fence = SenderFence(pair.receiver.params, "decode-0")
+    fence.leave_note(b"".join(handles[id(event)] for event in events))
+    pair.sender.send(segment())
+    pair.receiver.receive(segment())
+    assert pair.receiver.events == events
+    assert len(events) == EVENTS
+
+
 def test_a_senders_event_that_cannot_be_opened_is_told_once_and_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pair = Ipc()
-    pair.receiver.event = None  # as for a sender in another process, which left a note that means nothing here
+    pair.receiver.events = []  # as for a sender in another process, which left a note that means nothing here
+    pair.sender._fence.leave_note(bytes(64 * EVENTS))
     pair.sender.send(segment())
     pair.receiver.receive(segment())
     pair.receiver.receive(segment(1))
     assert [record.message for record in caplog.records] == [
-        "prefill-0's CUDA event cannot be opened (another process's event cannot be opened by the fake GPU): "
+        "prefill-0's CUDA events cannot be opened (another process's event cannot be opened by the fake GPU): "
         "its own wait orders the copies"
     ]
 
