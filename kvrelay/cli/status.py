@@ -77,6 +77,12 @@ def _with_numbers(value: Any) -> Any:
     return [_with_numbers(item) for item in value] if isinstance(value, list) else value
 
 
+def _name(worker: dict[str, Any]) -> str:
+    """With its degree, where it runs in several processes."""
+    degree = worker["limits"].get("tensor_parallel", "1")
+    return str(worker["name"]) if degree == "1" else f"{worker['name']} (TP {degree})"
+
+
 def _counts(value: Any) -> Any:
     return {key: int(count) for key, count in value.items()} if isinstance(value, dict) else int(value)
 
@@ -98,7 +104,7 @@ def _show(answer: dict[str, Any]) -> None:
     for worker in answer["workers"]:
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
         numbers += [worker["cached_pages"], worker["total_pages"], worker["losses"]]
-        table.add_row(worker["name"], worker["state"], worker["address"], *map(str, numbers))
+        table.add_row(_name(worker), worker["state"], worker["address"], *map(str, numbers))
     console = Console()
     console = console if console.is_terminal else Console(width=PIPED_WIDTH)
     console.print(table)

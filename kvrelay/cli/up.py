@@ -59,6 +59,7 @@ def up(
     as_json: JsonOption = False,
     report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
+    from cluster.resolve import why_not_served
     from cluster.spec import SpecError
 
     flags = {
@@ -71,6 +72,8 @@ def up(
     pool_flags = {"kv_memory": kv_memory}
     try:
         wanted = build_spec(spec, flags, {"host": host, "port": port}, pool_flags, prefill, decode)
+        if why := why_not_served(wanted):
+            raise SpecError(why)
     except SpecError as error:
         raise CliError(str(error), USAGE) from None
     wanted = with_found_model(wanted, must_be_here=address is None)
