@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from kvrelay import plan_words as words
 from placement.plan import Goodput, Interval, Plan, RatePoint
 
 Width = Literal["wide", "narrow"]
@@ -49,7 +50,8 @@ PHASES = {  # of engine.timeline: colour, name
     "decode": (DECODE, "decode"),
 }
 BEFORE_FIRST_TOKEN = ("route", "prefill_queue", "prefill")
-MAX_LINES, MAX_ROWS = 12, 24
+MAX_ROWS = 24
+NOISE = 0.02  # of attainment, between one rate and the next
 STYLE: dict[str, Any] = {
     "font.size": 11,
     "font.family": "DejaVu Sans",
@@ -174,8 +176,9 @@ def falling(curve: Sequence[RatePoint]) -> list[tuple[float, Interval]]:
     least = Interval(1.0, 1.0, 1.0)
     for point in sorted(curve, key=lambda point: point.rate):
         seen = point.attainment
-        least = Interval(*(min(getattr(least, end), getattr(seen, end)) for end in ("value", "low", "high")))
-        points.append((point.rate, least))
+        if seen.value <= least.value + NOISE:
+            least = Interval(*(min(getattr(least, end), getattr(seen, end)) for end in ("value", "low", "high")))
+            points.append((point.rate, least))
     return points
 
 
@@ -200,7 +203,7 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
     axes.set_xlim(0, max(found.goodput.high / found.candidate.gpus for _, found in rows) * 1.12 or 1)
     axes.set_yticks([])
     if width == "wide":
-        axes.set_yticks(range(len(rows)), [found.candidate.label for _, found in rows])
+        axes.set_yticks(range(len(rows)), [words.label(found.candidate) for _, found in rows])
         axes.tick_params(axis="y", pad=30)
         for tick, (_, found) in zip(axes.get_yticklabels(), rows, strict=True):
             tick.set_color(_colour(found))
@@ -224,7 +227,7 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
     _circled(axes, rank, at, colour, offset=from_left)
     if width == "narrow":
         style: Any = {"color": colour, "fontsize": 9.5, "va": "center_baseline", "fontweight": weight}
-        axes.annotate(found.candidate.label, at, (22, 0), textcoords="offset points", **style)
+        axes.annotate(words.label(found.candidate), at, (22, 0), textcoords="offset points", **style)
     if not found.goodput.value:
         _after(axes, (0, y), "no rate meets the targets", MUTED, gap=9)
 
@@ -232,7 +235,7 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
 def phase_goodput(plan: Plan, width: Width) -> Figure | None:
     """Each phase alone: its goodput per GPU at every degree, which is what two pools can do that one cannot."""
     tables = [(role, plan.phase_goodput.get(role, ())) for role in ("prefill", "decode")]
-    tables = [(role, table) for role, table in tables if table]
+    tables = [(role, sorted(table, key=_degree_order)) for role, table in tables if table]
     if not tables:
         return None
     count = max(len(table) for _, table in tables)
@@ -376,6 +379,11 @@ def _circled(axes: Axes, rank: int, at: tuple[float, float], colour: str, *, off
 
 def _colour(found: Goodput) -> str:
     return COLOCATED if found.candidate.is_colocated else INK
+
+
+def _degree_order(row: tuple[str, float]) -> list[int]:
+    """TP 2 before TP 10."""
+    return [int(number) for number in re.findall(r"\d+", row[0])]
 
 
 def _above(axes: Axes, x: float, right: float, text: str) -> None:

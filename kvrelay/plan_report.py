@@ -60,7 +60,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         answer=" ".join(words.answer(plan)),
         pools=[_pool(pool) for pool in plan.chosen.candidate.pools],
         facts=list(_facts(plan)),
-        warnings=list(_warnings(plan)),
+        warnings=list(words.warnings(plan)),
         binding=words.binding(plan),
         busy=[
             (key, text, round(100 * min(1.0, share), 1), words.percent(share))
@@ -125,16 +125,6 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     yield "Meet both targets", words.percent(met.value), "", f"{ends}, {words.percent(plan.slo.attainment)} asked"
 
 
-def _warnings(plan: Plan) -> Iterator[str]:
-    if not plan.at_rate.is_settled:
-        yield "The simulation reached its limit before this interval was narrow; treat the figures as rough."
-    if plan.at_rate.attainment.low < plan.slo.attainment - 1e-9 and plan.headroom < 0.05:
-        yield (
-            f"At {words.num(plan.at_rate.rate)} requests/s the interval of the attainment reaches below the target: "
-            "plan for less, or add a worker, if the target must hold."
-        )
-
-
 def _classes(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
     """What the plan asked of each class, and what it found."""
     asked = {str(c["name"]): c for c in plan.asked.get("classes") or () if isinstance(c, Mapping)}
@@ -150,7 +140,7 @@ def _tried_row(rank: int, found: Goodput, plan: Plan) -> dict[str, Any]:
     rate = found.goodput.value
     return {
         "rank": rank,
-        "label": found.candidate.label,
+        "label": words.label(found.candidate),
         "is_chosen": found.candidate == plan.chosen.candidate,
         "is_colocated": found.candidate.is_colocated,
         "gpus": found.candidate.gpus,
@@ -185,7 +175,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
         "another with what the latency model was wrong by where it was checked."
     )
     closest = [
-        found.candidate.label
+        words.label(found.candidate)
         for found in plan.tried
         if found.candidate != plan.chosen.candidate and found.goodput.value and words.is_close(found, plan.chosen)
     ]
@@ -222,7 +212,7 @@ def _figures(plan: Plan, wide: Drawn, narrow: Drawn) -> Iterator[dict[str, Any]]
 
 def _best_lines(plan: Plan) -> str:
     parts = [
-        f"number {rank}, {found.candidate.label}, up to {words.num(found.goodput.value)}"
+        f"number {rank}, {words.label(found.candidate)}, up to {words.num(found.goodput.value)}"
         for rank, found in plots.ranked(plan)
     ]
     return "; ".join(parts[:5])
@@ -243,7 +233,9 @@ def _attainment_caption(plan: Plan) -> str:
 
 def _goodput_alt(plan: Plan) -> str:
     rows = sorted(plots.ranked(plan), key=lambda row: -row[1].per_gpu)[:5]
-    shown = "; ".join(f"number {rank}, {found.candidate.label}: {words.num(found.per_gpu)}" for rank, found in rows)
+    shown = "; ".join(
+        f"number {rank}, {words.label(found.candidate)}: {words.num(found.per_gpu)}" for rank, found in rows
+    )
     return f"Goodput per GPU of every placement, requests per second, best first: {shown}."
 
 

@@ -25,7 +25,7 @@ def tables(plan: Plan) -> Iterator[RenderableType]:
     if plan.refused:
         yield _refused(plan)
     yield Text(words.binding(plan))
-    for sentence in plan.advice:
+    for sentence in (*plan.advice, *words.warnings(plan)):
         yield Text(f"- {sentence}")
 
 
@@ -84,7 +84,7 @@ def _alternatives(plan: Plan) -> Table:
 def _row(rank: int, found: Goodput) -> tuple[str, ...]:
     goodput = words.between(found.goodput) if found.goodput.value else f"0: {found.limit}" if found.limit else "0"
     cost = f"{found.usd_per_hour:,.2f}"
-    return f"{rank}", found.candidate.label, f"{found.candidate.gpus}", goodput, words.num(found.per_gpu), cost
+    return f"{rank}", words.label(found.candidate), f"{found.candidate.gpus}", goodput, words.num(found.per_gpu), cost
 
 
 def _refused(plan: Plan) -> Table:

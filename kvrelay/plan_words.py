@@ -6,7 +6,7 @@ The command's table and the report share them, so that both say the same. Figure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo
 
@@ -93,13 +93,26 @@ def pool_words(pool: PoolPlan) -> str:
     return f"{count(pool.replicas, f'{pool.role} worker')} of {pool.degrees}{capped}"
 
 
+def label(candidate: Candidate) -> str:
+    """Its label, with how many tokens a shared step has: 4 x colocated TP 2, chunked 512"""
+    tokens = f" {candidate.pools[0].max_batch_tokens:,}" if candidate.sharing == "chunked" else ""
+    return f"{candidate.label}{tokens}"
+
+
 def placement_words(candidate: Candidate) -> str:
     """two prefill workers of TP 2 and one decode worker of TP 4, on eight H100 GPUs"""
     kinds = list(dict.fromkeys(hardware_words(pool) for pool in candidate.pools))
     if len(kinds) == 1:
-        pools = " and ".join(pool_words(pool) for pool in candidate.pools)
+        pools = " and ".join(pool_words(pool) for pool in candidate.pools) + sharing_words(candidate)
         return f"{pools}, on {count(candidate.gpus, f'{kinds[0]} GPU')}"
     return " and ".join(f"{pool_words(p)} on {count(p.gpus, f'{hardware_words(p)} GPU')}" for p in candidate.pools)
+
+
+def sharing_words(candidate: Candidate) -> str:
+    """How colocated workers put both phases into their steps."""
+    if candidate.sharing == "chunked":
+        return f", which mix chunks of prompts into decode steps of {candidate.pools[0].max_batch_tokens:,} tokens"
+    return ", which run prompts before anything else" if candidate.sharing == "prefill_first" else ""
 
 
 def hardware_words(pool: PoolPlan) -> str:
@@ -173,6 +186,19 @@ def headroom(plan: Plan) -> str:
     if plan.headroom < 0.005:
         return f"At {rate} requests/s the plan stands at its knee: nothing is left for a busier hour."
     return f"At {rate} requests/s, {percent(plan.headroom)} of its goodput is left."
+
+
+def warnings(plan: Plan) -> Iterator[str]:
+    """What a person should know before acting on it."""
+    at_rate, low = plan.at_rate, plan.chosen.goodput.low
+    if not at_rate.is_settled:
+        yield "The simulation reached its limit before this interval was narrow; treat the figures as rough."
+    if at_rate.rate > low * (1 + ALIKE):
+        yield (
+            f"{num(at_rate.rate)} requests/s lies above the lower end of the goodput, {num(low)}: if the "
+            "latency model is as wrong as it may be, the targets are missed. Plan for less, add a worker, or measure: "
+            "kvrelay calibrate narrows the interval."
+        )
 
 
 def tries(plan: Plan) -> str:

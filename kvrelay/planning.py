@@ -292,7 +292,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
     """Everything, as plain data: the plan's own fields, and in `answer` what a program wants first."""
     chosen = plan.chosen
     answer = {
-        "placement": chosen.candidate.label,
+        "placement": words.label(chosen.candidate),
         "is_disaggregated": plan.is_disaggregated,
         "gpus": chosen.candidate.gpus,
         "goodput": to_json(chosen.goodput),

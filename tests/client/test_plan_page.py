@@ -112,8 +112,8 @@ def test_a_thin_plan_draws_what_it_has(tmp_path: Path) -> None:
 
 def test_attainment_is_drawn_falling() -> None:
     """A short run past the knee may find more than one below it; its line does not rise again."""
-    rows = ((2.0, 0.5), (1.0, 0.99), (3.0, 0.8))
+    rows = ((2.0, 0.5), (1.0, 0.99), (3.0, 0.8), (4.0, 0.51))
     points = [RatePoint(rate=rate, attainment=Interval(share, share, share)) for rate, share in rows]
-    assert [(rate, found.value) for rate, found in plan_plots.falling(points)] == [(1.0, 0.99), (2.0, 0.5), (3.0, 0.5)]
+    assert [(rate, found.value) for rate, found in plan_plots.falling(points)] == [(1.0, 0.99), (2.0, 0.5), (4.0, 0.5)]
     assert plan_plots.crossing(plan_plots.falling(points), 0.9) == pytest.approx(1 + 0.09 / 0.49)
     assert plan_plots.crossing(plan_plots.falling(points), 0.4) is None
