@@ -148,7 +148,7 @@ class GpuSteps:
         if self._device.type != "cuda":
             return _DeviceFlight(plan, drawn, None) if drawn else Landed([])
         host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in drawn]
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return _DeviceFlight(plan, host, done) if drawn else _Quiet(done)
 

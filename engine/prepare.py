@@ -80,8 +80,9 @@ def fuse_for_gpu(
     model: PreTrainedModel, backend: AttentionBackend, probe: hooks.Probe, dtype: torch.dtype, max_len: int
 ) -> None:
     """Run the layers that are recognised on joined weights and FlashInfer's kernels, or plain torch without them."""
-    uses_flashinfer = isinstance(backend, FlashInferBackend) and dtype in HALF
-    kernels = FlashInferKernels(backend.library) if uses_flashinfer else TorchKernels()  # type: ignore[union-attr]
+    kernels = TorchKernels()
+    if isinstance(backend, FlashInferBackend) and dtype in HALF:
+        kernels = FlashInferKernels(backend.library)
     count = fuse.fuse(model, probe.layer_of, kernels, max_len)
     logger.info("%d modules of %s run fused", count, type(model).__name__)
 

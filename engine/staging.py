@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,5 +138,6 @@ def stage(
     placed = upload(arrays | dict(beside))
     if tables is not None:
         tables = replace(tables, device={name: placed[f"table {name}"] for name in TABLE_NAMES})
-    meta = replace(meta, tables=tables, **{name: placed[f"meta {name}"] for name in ON_DEVICE})
+    on_gpu: dict[str, Any] = {name: placed[f"meta {name}"] for name in ON_DEVICE}
+    meta = replace(meta, tables=tables, **on_gpu)
     return meta, {name: placed[name] for name in beside}

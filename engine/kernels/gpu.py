@@ -44,12 +44,13 @@ class TorchKernels:
     ) -> torch.Tensor:
         dim = heads.head_dim
         rows = qkv.view(-1, qkv.shape[-1])
-        q, k, v = rows.split([heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim], dim=-1)
+        widths = [heads.heads * dim, heads.kv_heads * dim, heads.kv_heads * dim]
+        q, k, v = torch.split(rows, widths, dim=-1)
         if heads.q_norm is not None and heads.k_norm is not None:
-            q = self.norm(q.unflatten(-1, (-1, dim)), heads.q_norm).flatten(1)
-            k = self.norm(k.unflatten(-1, (-1, dim)), heads.k_norm).flatten(1)
+            q = self.norm(_by_head(q, dim), heads.q_norm).flatten(1)
+            k = self.norm(_by_head(k, dim), heads.k_norm).flatten(1)
         q_THD, k_TGD = self.rotate(q, k, rotation, dim)
-        state.write(layer, k_TGD, v.unflatten(-1, (-1, dim)))
+        state.write(layer, k_TGD, _by_head(v, dim))
         return q_THD
 
     def rotate(
@@ -60,7 +61,7 @@ class TorchKernels:
         assert cos_T1D.shape[-1] == dim, "a rotation of part of the head is not what the source says"
 
         def rotated(x: torch.Tensor) -> torch.Tensor:
-            x = x.unflatten(-1, (-1, dim))
+            x = _by_head(x, dim)
             low, high = x.chunk(2, dim=-1)
             return x * cos_T1D + torch.cat((-high, low), dim=-1) * sin_T1D
 
@@ -100,7 +101,12 @@ class FlashInferKernels(TorchKernels):
         q, k = self._library.apply_rope_with_cos_sin_cache(
             positions=rotation.positions, query=q, key=k, head_size=dim, cos_sin_cache=rotation.cos_sin
         )
-        return q.unflatten(-1, (-1, dim)), k.unflatten(-1, (-1, dim))
+        return _by_head(q, dim), _by_head(k, dim)
+
+
+def _by_head(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[T, H D] -> [T, H, D]"""
+    return x.view(x.shape[0], -1, dim)
 
 
 def _cos_sin(rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
