@@ -131,10 +131,10 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_flags_win_over_the_file_and_one_size_replaces_another() -> None:
     path = ROOT / "configs/plans/llama-8b-chat.yaml"
-    assert build_request(path, {}).num_gpus == 8
-    changed = build_request(path, {"rate": 5.0, "ttft": "1s", "random_input_len": None})
-    assert (changed.num_gpus, changed.rate, changed.ttft) == (None, 5.0, 1.0)
-    assert changed.wanted == "cost"
+    assert (build_request(path, {}).rate, build_request(path, {}).wanted) == (60, "cost")
+    changed = build_request(path, {"num_gpus": 5, "ttft": "1s", "random_input_len": None})
+    assert (changed.num_gpus, changed.rate, changed.ttft) == (5, None, 1.0)
+    assert changed.wanted == "goodput"
 
 
 def test_a_file_s_mistakes_name_the_file_and_a_flag_s_the_flag() -> None:
