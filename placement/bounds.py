@@ -23,7 +23,7 @@ from placement.workload import Floats, Workload
 
 SAMPLE = 512
 MARGIN = 1.1
-LATE_SHARE = 1.25  # steps may be so much longer than the TPOT target on the mean, while most requests meet it
+LATE_SHARE = 1.1  # steps may be so much longer than the TPOT target on the mean, while most requests meet it
 
 
 def prefill_alone_s(offer: Offer, prompt_len: int) -> float:
@@ -111,6 +111,13 @@ def decode_batch(offer: Offer, workload: Workload, tpot_s: float) -> int:
         else:
             high = middle - 1
     return low
+
+
+def link_bound(offer: Offer, workload: Workload) -> float:
+    """Prompts a second whose KV one worker can send, or take, over its link."""
+    prompts = workload.prompt_len[:SAMPLE].tolist()
+    wire_s = sum(offer.latency.transfer_s(length) for length in prompts) / len(prompts)
+    return 1 / wire_s if wire_s else math.inf
 
 
 def decode_bound(offer: Offer, workload: Workload, tpot_s: float) -> float:

@@ -74,20 +74,22 @@ def estimate(
     effort: Effort | None = None,
     seed: int = 0,
     error: float = 0.0,
+    copies: int = 1,
 ) -> Estimate:
-    """Requests drawn by `seed` alone: the same arguments give the same estimate."""
+    """Requests drawn by `seed` alone: the same arguments give the same estimate. `copies` of the system share the rate,
+    each request going to any of them by chance; one is simulated."""
     effort = effort or Effort()
     began_s = _cpu_s()
     count, simulated = effort.first_requests, 0
     while True:
-        look = _Look(system, play(system, traffic.draw(rate, count, seed)), targets)
+        look = _Look(system, play(system, traffic.draw(rate / copies, count, seed)), targets)
         simulated += count
         if look.is_enough(effort) or count >= effort.max_requests:
             break
         count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     found = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
     for factor in (1 + error, 1 - error) if error else ():
-        other = _Look(system, play(scaled(system, factor), traffic.draw(rate, count, seed)), targets)
+        other = _Look(system, play(scaled(system, factor), traffic.draw(rate / copies, count, seed)), targets)
         found = _widened(found, other.estimate(rate, count, is_settled=True))
     return replace(found, cpu_s=_cpu_s() - began_s)
 

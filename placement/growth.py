@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from placement.assemble import assemble
 from placement.catalog import Degrees, Offer
 from placement.estimate import Effort, Estimate, estimate
 from placement.plan import Candidate, Pool, RatePoint
-from placement.search import Trial
+from placement.search import Trial, system_of, with_candidate
 from placement.systems import System
 from placement.targets import Targets
 from placement.traffic import Traffic
@@ -30,10 +29,20 @@ class EstimateJob:
     effort: Effort
     seed: int
     error: float = 0.0
+    copies: int = 1
 
 
 def estimate_job(job: EstimateJob) -> Estimate:
-    return estimate(job.system, job.traffic, job.rate, job.targets, effort=job.effort, seed=job.seed, error=job.error)
+    return estimate(
+        job.system,
+        job.traffic,
+        job.rate,
+        job.targets,
+        effort=job.effort,
+        seed=job.seed,
+        error=job.error,
+        copies=job.copies,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +95,16 @@ def size_for_rate(job: RateJob) -> Sized:
     spent = [0, 0.0]
 
     def look(candidate: Candidate) -> Estimate:
-        system = assemble(candidate, offer_of, within_node=job.trial.within_node)
-        found = estimate(system, job.traffic, job.rate, job.targets, effort=job.effort, seed=job.seed)
+        trial = with_candidate(job.trial, candidate)
+        found = estimate(
+            system_of(trial, offer_of),
+            job.traffic,
+            job.rate,
+            job.targets,
+            effort=job.effort,
+            seed=job.seed,
+            copies=trial.copies,
+        )
         spent[0] += found.num_simulated
         spent[1] += found.cpu_s
         return found
@@ -97,11 +114,11 @@ def size_for_rate(job: RateJob) -> Sized:
     for _ in range(MOST_ADDED):
         if found.keeps_slo:
             break
-        candidate = with_one_more(candidate, _role_to_add(candidate, found))
+        candidate = more(job.trial, candidate, _role_to_add(candidate, found))
         found = look(candidate)
     if found.keeps_slo:
-        candidate = _trimmed(candidate, look)
-    trial = replace(job.trial, candidate=candidate, promised=job.rate)
+        candidate = _trimmed(job.trial, candidate, look)
+    trial = replace(with_candidate(job.trial, candidate), promised=job.rate)
     return Sized(trial=trial, keeps_slo=found.keeps_slo, num_simulated=int(spent[0]), cpu_s=spent[1])
 
 
@@ -111,11 +128,20 @@ def _role_to_add(candidate: Candidate, found: Estimate) -> Literal["prefill", "d
     return "decode" if binding_pool(found.point, found.missed_ttft, found.missed_tpot) == "decode" else "prefill"
 
 
-def _trimmed(candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
+def more(
+    trial: Trial, candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1
+) -> Candidate:
+    """`count` workers of the role more; of whole pairs, where those are repeated."""
+    if trial.copies == 1:
+        return with_one_more(candidate, role, count)
+    return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + count) for p in candidate.pools))
+
+
+def _trimmed(trial: Trial, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
     """Less of any pool, one worker at a time, as long as the SLO is kept."""
     for pool in candidate.pools:
         while True:
-            less = with_one_more(candidate, pool.role, -1)
+            less = more(trial, candidate, pool.role, -1)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
                 break
             candidate = less

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from placement.assemble import offers_of
 from placement.catalog import Catalog, Offer, PlanError
 from placement.estimate import Effort, Estimate
-from placement.goodput import Found, Progress, Runner, find_goodput, runner
+from placement.goodput import Found, Progress, Runner, find_goodput, runner, verify_goodput
 from placement.growth import EstimateJob, RateJob, Sized, binding_pool, estimate_job, size_for_rate, with_one_more
 from placement.impossible import raise_if_nothing_fits, why_nothing
-from placement.plan import Candidate, Goodput, Interval, Objective, Plan, Pool, RequestClass, Slo
+from placement.plan import Candidate, Goodput, Interval, Objective, Plan, Pool, RatePoint, RequestClass, Slo
 from placement.search import (
     Alone,
     Market,
@@ -35,6 +35,7 @@ from placement.search import (
     replicas_for,
     sized,
     splits,
+    system_of,
     usable_degrees,
 )
 from placement.targets import Targets
@@ -44,10 +45,12 @@ from placement.workload import Workload
 Algorithm = Literal["auto", "high", "low"]
 WHOLE_CLUSTERS = 4  # of two pools, simulated as a whole
 COLOCATED_CLUSTERS = 2
+LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
 JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
-CURVE = Effort(first_requests=2000, max_requests=2000)
+CURVES = 4  # candidates that get them
+CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,15 @@ def _cpu_s() -> float:
     return used.user + used.system
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A whole cluster, simulated."""
+
+    trial: Trial
+    found: Found
+    goodput: Goodput
+
+
 class _Planner:
     """The steps of one plan."""
 
@@ -121,6 +133,7 @@ class _Planner:
         self.spent = Spent()
         self.num_gpus = self._num_gpus()
         self.offers: list[Offer] = []
+        self.trials: dict[Candidate, Trial] = {}
 
     def _num_gpus(self) -> int:
         """At most; for a rate, what a single worker may take."""
@@ -148,10 +161,12 @@ class _Planner:
         self.run, offers = run, self.offers
         prefills, decodes = self._phases(offers)
         colocated = find_colocated(self.market, run, offers, self.spent) if self.ask.colocated else []
-        trials = self._trials(prefills, decodes) + self._colocated(colocated)
+        trials = self._promising(self._trials(prefills, decodes)) + self._colocated(colocated)
         if not trials:
             raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
-        tried = self._best_first(self._for_rate(trials) if self.ask.rate else self._for_gpus(trials))
+        runs = self._verified(self._for_rate(trials) if self.ask.rate else self._for_gpus(trials))
+        self.trials = {run.trial.candidate: run.trial for run in runs}
+        tried = self._best_first([run.goodput for run in runs])
         if not tried:
             raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
         return self._answer(tried, {"prefill": prefills, "decode": decodes}, began_s)
@@ -178,6 +193,14 @@ class _Planner:
         trials = splits(self.market, prefills, decodes, self.num_gpus)
         return [t for t in trials if t.promised >= 0.75 * trials[0].promised][:WHOLE_CLUSTERS]
 
+    def _promising(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Without those that promise far less than the best, or want far more GPUs."""
+        if self.ask.rate:
+            fewest = min((trial.candidate.gpus for trial in trials), default=0)
+            return [trial for trial in trials if trial.candidate.gpus <= 1.5 * fewest]
+        most = max((trial.promised for trial in trials), default=0.0)
+        return [trial for trial in trials if trial.promised >= 0.65 * most]
+
     def _low(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
         """Whole pairs, repeated."""
         pairs = find_pairs(self.market, self.run, prefills, decodes, self.num_gpus, self.spent)
@@ -187,7 +210,8 @@ class _Planner:
             if count:
                 pools = tuple(replace(pool, replicas=count) for pool in pair.candidate.pools)
                 candidate = replace(pair.candidate, pools=pools)
-                trials.append(replace(pair, candidate=candidate, promised=count * pair.promised))
+                promised = count * pair.promised
+                trials.append(replace(pair, candidate=candidate, promised=promised, copies=count))
         return trials
 
     def _room(self, unit: Candidate) -> int:
@@ -206,25 +230,50 @@ class _Planner:
 
     # whole clusters
 
-    def _for_gpus(self, trials: Sequence[Trial]) -> list[Goodput]:
+    def _for_gpus(self, trials: Sequence[Trial]) -> list[_Run]:
         """Each one's goodput; then a worker moved from one pool to the other where that may help the best."""
-        found = self._goodputs(trials, "whole clusters")
+        runs = self._goodputs(trials, "whole clusters")
         done = {trial.candidate for trial in trials}
         for _ in range(2):
-            best = max(found, key=lambda pair: self._score(pair[1]))
-            moved = [t for t in self._moved(best[0], best[2]) if t.candidate not in done]
-            if not moved or best[0].candidate.is_colocated:
+            two_pools = [run for run in runs if not run.trial.candidate.is_colocated]
+            if not two_pools:
+                break
+            best = max(two_pools, key=lambda run: self._score(run.goodput))
+            moved = [trial for trial in self._moved(best.trial, best.found) if trial.candidate not in done]
+            if not moved:
                 break
             done |= {trial.candidate for trial in moved}
-            found += self._goodputs(moved, "neighbours of the best")
-        return [goodput for _, goodput, _ in found]
+            runs += self._goodputs(moved, "neighbours of the best")
+        return runs
 
-    def _goodputs(self, trials: Sequence[Trial], what: str) -> list[tuple[Trial, Goodput, Found]]:
+    def _goodputs(self, trials: Sequence[Trial], what: str) -> list[_Run]:
         quests = [quest_of(self.market, trial, effort=JOINT) for trial in trials]
-        found = self.run.map(find_goodput, quests, what)
+        return self._runs(trials, self.run.map(find_goodput, quests, what))
+
+    def _runs(self, trials: Sequence[Trial], found: Sequence[Found]) -> list[_Run]:
         for one in found:
             self.spent.count(one)
-        return [(t, self._goodput(t.candidate, f), f) for t, f in zip(trials, found, strict=True)]
+        return [
+            _Run(trial=trial, found=one, goodput=self._goodput(trial.candidate, one))
+            for trial, one in zip(trials, found, strict=True)
+        ]
+
+    def _verified(self, runs: list[_Run]) -> list[_Run]:
+        """The best of two pools and the best colocated one by longer runs, until those that are best are verified."""
+        done: set[Candidate] = set()
+        while True:
+            best: dict[bool, _Run] = {}
+            for run in sorted(runs, key=lambda run: self._score(run.goodput), reverse=True):
+                if run.goodput.goodput.value:
+                    best.setdefault(run.trial.candidate.is_colocated, run)
+            now = [run for run in best.values() if run.trial.candidate not in done]
+            if not now:
+                return runs
+            quests = [replace(quest_of(self.market, run.trial, effort=LONG), seen=run.found.looked_at) for run in now]
+            found = self.run.map(verify_goodput, quests, "the best again, longer")
+            done |= {run.trial.candidate for run in now}
+            others = [run for run in runs if run not in now]
+            runs = others + self._runs([run.trial for run in now], found)
 
     def _goodput(self, candidate: Candidate, found: Found) -> Goodput:
         cost, error = self.market.catalog.cost, self._error_of(candidate)
@@ -243,7 +292,7 @@ class _Planner:
     def _moved(self, trial: Trial, found: Found) -> list[Trial]:
         """One worker more where it binds, one or more less in the other pool, within the GPUs there are."""
         miss = found.first_miss
-        if trial.candidate.is_colocated or miss is None:
+        if trial.candidate.is_colocated or trial.copies > 1 or miss is None:
             return []
         binding = binding_pool(miss.point, miss.missed_ttft, miss.missed_tpot)
         more = with_one_more(trial.candidate, "decode" if binding == "decode" else "prefill")
@@ -257,7 +306,7 @@ class _Planner:
             more = replace(more, pools=tuple(pools))
         return [replace(trial, candidate=more)]
 
-    def _for_rate(self, trials: Sequence[Trial]) -> list[Goodput]:
+    def _for_rate(self, trials: Sequence[Trial]) -> list[_Run]:
         """Each one grown until it keeps the SLO at the rate, then its goodput."""
         assert self.ask.rate is not None
         jobs = [
@@ -283,10 +332,7 @@ class _Planner:
             replace(quest_of(self.market, trial, effort=JOINT), bottom=self.ask.rate, top=1.25 * self.ask.rate)
             for trial in kept
         ]
-        found = self.run.map(find_goodput, quests, "headroom")
-        for result in found:
-            self.spent.count(result)
-        return [self._goodput(trial.candidate, result) for trial, result in zip(kept, found, strict=True)]
+        return self._runs(kept, self.run.map(find_goodput, quests, "headroom"))
 
     # the best
 
@@ -340,7 +386,7 @@ class _Planner:
         if not error:
             return chosen
         value = chosen.goodput.value
-        trial = self._trial_of(chosen.candidate, value)
+        trial = self._trial_of(chosen.candidate)
         factors = (1 + error, 1 - min(error, 0.9))
         quests = [
             replace(
@@ -354,29 +400,31 @@ class _Planner:
         low, high = min(value, slow.goodput.low), max(value, fast.goodput.high)
         return replace(chosen, goodput=Interval(value, low, high))
 
-    def _trial_of(self, candidate: Candidate, promised: float) -> Trial:
-        within = candidate.is_colocated or candidate.gpus <= self.market.catalog.gpus_per_node
-        return Trial(candidate=candidate, promised=promised, within_node=within)
+    def _trial_of(self, candidate: Candidate) -> Trial:
+        """How it was tried; with one worker more, how its like was."""
+        if candidate in self.trials:
+            return self.trials[candidate]
+        degrees = [pool.degrees for pool in candidate.pools]
+        like = next(t for one, t in self.trials.items() if [pool.degrees for pool in one.pools] == degrees)
+        return replace(like, candidate=candidate)
 
     def _with_curves(self, tried: list[Goodput]) -> list[Goodput]:
         """A few more points for each, so that its curve can be drawn from an idle cluster to an overloaded one."""
-        wanted = [(one.candidate, share * one.goodput.value, 0.0) for one in tried for share in CURVE_AT]
+        shown = tried[:CURVES]
+        wanted = [(one.candidate, share * one.goodput.value, 0.0) for one in shown for share in CURVE_AT]
         found = iter(self._estimates(wanted, CURVE))
-        return [
-            replace(
-                one,
-                curve=tuple(sorted([*one.curve, *(next(found).point for _ in CURVE_AT)], key=lambda point: point.rate)),
-            )
-            for one in tried
-        ]
+        curves = [[*one.curve, *(next(found).point for _ in CURVE_AT)] for one in shown]
+        curves += [list(one.curve) for one in tried[CURVES:]]
+        return [replace(one, curve=_falling(curve)) for one, curve in zip(tried, curves, strict=True)]
 
     def _estimates(self, wanted: Sequence[tuple[Candidate, float, float]], effort: Effort) -> list[Estimate]:
         jobs = []
         for candidate, rate, error in wanted:
-            system = quest_of(self.market, self._trial_of(candidate, rate), effort=effort).system
+            trial = self._trial_of(candidate)
             jobs.append(
                 EstimateJob(
-                    system=system,
+                    system=system_of(trial, self.market.offer_of),
+                    copies=trial.copies,
                     traffic=self.market.traffic,
                     rate=rate,
                     targets=self.market.targets,
@@ -396,6 +444,8 @@ class _Planner:
         candidate = chosen.candidate
         if candidate.is_colocated:
             return "none", {"": knee.point.attainment.value}
+        if self._trial_of(candidate).copies > 1:
+            return binding_pool(knee.point, knee.missed_ttft, knee.missed_tpot), {"": knee.point.attainment.value}
         variants = {role: with_one_more(candidate, role) for role in ("prefill", "decode")}
         found = self._estimates([(one, knee.point.rate, 0.0) for one in variants.values()], CURVE)
         relief = {role: one.point.attainment.value for role, one in zip(variants, found, strict=True)}
@@ -423,6 +473,11 @@ class _Planner:
             )
         elif binding == "link":
             said.append("The link between the workers binds: place them within a node, or give prefill fewer GPUs.")
+        if (copies := self._trial_of(chosen.candidate).copies) > 1:
+            said.append(
+                f"Run it as {copies} clusters of one pair each, every pair in its nodes: the link between nodes is too "
+                f"slow for the KV."
+            )
         if self.ask.rate:
             said.append(_on_headroom(headroom, chosen.goodput))
         error = self._error_of(chosen.candidate)
@@ -482,6 +537,17 @@ class _Planner:
             "hardware": self.market.hardware,
             "workload": f"{self.market.traffic.source.name}: lengths drawn from it, {arrivals}",
         }
+
+
+def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:
+    """By rate, without the points that a run too short to settle has flattered: more of them cannot be in time than at
+    a lower rate."""
+    kept: list[RatePoint] = []
+    for point in sorted(curve, key=lambda point: point.rate):
+        least = min((one.attainment.value for one in kept), default=1.0)
+        if point.is_settled or point.attainment.value <= least + 0.02:
+            kept.append(point)
+    return tuple(kept)
 
 
 def _on_headroom(headroom: float, goodput: Interval) -> str:

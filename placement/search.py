@@ -27,6 +27,7 @@ from placement.bounds import (
     decode_bound,
     floor_share,
     floors_s,
+    link_bound,
     loosest_tpot_s,
     mean_context,
     prefill_bound,
@@ -37,6 +38,7 @@ from placement.colocated import Sharing
 from placement.estimate import Effort
 from placement.goodput import Found, Quest, Runner, find_goodput
 from placement.plan import Candidate, Interval
+from placement.systems import System
 from placement.targets import Targets
 from placement.traffic import Traffic
 
@@ -255,11 +257,25 @@ def ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A whole cluster to simulate. `promised`: requests/s, from its workers alone."""
+    """A whole cluster to simulate. `promised`: requests/s, from its workers alone. `copies`: so many clusters of one
+    pair each, among which requests go by chance, as Algorithm 2 has it."""
 
     candidate: Candidate
     promised: float
     within_node: bool
+    copies: int = 1
+
+
+def with_candidate(trial: Trial, candidate: Candidate) -> Trial:
+    """The same kind of trial of another candidate."""
+    copies = candidate.pools[0].replicas if trial.copies > 1 else 1
+    return replace(trial, candidate=candidate, copies=copies)
+
+
+def system_of(trial: Trial, offer_of: OfferOf) -> System:
+    """One copy of it."""
+    pools = tuple(replace(pool, replicas=pool.replicas // trial.copies) for pool in trial.candidate.pools)
+    return assemble(replace(trial.candidate, pools=pools), offer_of, within_node=trial.within_node)
 
 
 def replicas_for(rate: float, goodput: float) -> int:
@@ -270,34 +286,45 @@ def replicas_for(rate: float, goodput: float) -> int:
 def splits(market: Market, prefills: Sequence[Alone], decodes: Sequence[Alone], num_gpus: int) -> list[Trial]:
     """Of each pair of degrees the best split of the GPUs, most promised first; fewest GPUs where they promise alike."""
     trials = []
+    is_wide = num_gpus > market.catalog.gpus_per_node
     for prefill in prefills:
         for decode in decodes:
+            rate_p, rate_d = _linked(market, prefill, decode) if is_wide else _unlinked(prefill, decode)
             options = [
-                (min(n * prefill.goodput.value, m * decode.goodput.value), -(n * prefill.gpus + m * decode.gpus), n, m)
+                (min(n * rate_p, m * rate_d), -(n * prefill.gpus + m * decode.gpus), n, m)
                 for n in range(1, num_gpus // prefill.gpus + 1)
                 for m in {(num_gpus - n * prefill.gpus) // decode.gpus}
                 if m >= 1
             ]
             if options:
                 promised, _, n, m = max(options)
-                n, m = replicas_for(promised, prefill.goodput.value), replicas_for(promised, decode.goodput.value)
+                n, m = replicas_for(promised, rate_p), replicas_for(promised, rate_d)
                 trials.append(_pair_trial(market, (prefill, n), (decode, m), promised))
     return sorted(trials, key=lambda trial: (-trial.promised, trial.candidate.gpus))
 
 
 def sized(market: Market, prefills: Sequence[Alone], decodes: Sequence[Alone], rate: float) -> list[Trial]:
     """Of each pair of degrees the replicas that the rate asks for, fewest GPUs first."""
-    trials = [
-        _pair_trial(
-            market,
-            (prefill, replicas_for(rate, prefill.goodput.value)),
-            (decode, replicas_for(rate, decode.goodput.value)),
-            rate,
-        )
-        for prefill in prefills
-        for decode in decodes
-    ]
+    trials = []
+    for prefill in prefills:
+        for decode in decodes:
+            for rates in (_unlinked(prefill, decode), _linked(market, prefill, decode)):
+                n, m = (replicas_for(rate, one) for one in rates)
+                trial = _pair_trial(market, (prefill, n), (decode, m), rate)
+                if trial.within_node:
+                    break
+            trials.append(trial)
     return sorted(trials, key=lambda trial: trial.candidate.gpus)
+
+
+def _unlinked(prefill: Alone, decode: Alone) -> tuple[float, float]:
+    return prefill.goodput.value, decode.goodput.value
+
+
+def _linked(market: Market, prefill: Alone, decode: Alone) -> tuple[float, float]:
+    """What a worker of each can be worth where KV leaves its node."""
+    link = link_bound(market.offer_of(prefill.offer.degrees, False), market.traffic.source)
+    return min(link, prefill.goodput.value), min(link, decode.goodput.value)
 
 
 def _pair_trial(market: Market, prefill: tuple[Alone, int], decode: tuple[Alone, int], promised: float) -> Trial:
@@ -359,9 +386,10 @@ def _share_a_node(market: Market, prefill: Degrees, decode: Degrees, nodes: int)
 def quest_of(market: Market, trial: Trial, *, effort: Effort, precision: float = 0.02, factor: float = 1.0) -> Quest:
     """The goodput of a whole cluster."""
     return Quest(
-        system=assemble(trial.candidate, market.offer_of, within_node=trial.within_node),
+        system=system_of(trial, market.offer_of),
         traffic=market.traffic,
         targets=market.targets,
+        copies=trial.copies,
         top=1.1 * trial.promised,
         effort=effort,
         precision=precision,

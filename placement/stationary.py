@@ -104,7 +104,7 @@ def _percentile(values: Floats, at: float) -> float:
 
 def is_growing(in_system: Floats) -> bool:
     """Whether a queue grows without end: how many were there, at even times. It does when its second half rises by a
-    straight line that explains most of it and ends well above where it began."""
+    straight line that explains most of it, by more than chance lets a number of requests vary (its square root)."""
     half = in_system[len(in_system) // 2 :]
     if len(half) < 8 or half[-1] < 16:
         return False
@@ -113,4 +113,4 @@ def is_growing(in_system: Floats) -> bool:
     rise = slope * len(half)
     scatter = half - half.mean() - slope * at
     explained = 1 - float(scatter @ scatter) / max(1e-12, float(((half - half.mean()) ** 2).sum()))
-    return rise > 0.35 * float(half.mean()) and explained > 0.6
+    return rise > max(0.1 * float(half.mean()), 4 * math.sqrt(float(half.mean()))) and explained > 0.6

@@ -154,7 +154,7 @@ def _hashes(where: str, row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    """A number is seconds. Azure's times have 7 digits after the point and no zone; fromisoformat cuts to microseconds."""
+    """A number is seconds. Azure's times have 7 digits after the point and no zone: they are cut to microseconds."""
     with suppress(ValueError):
         return float(text)
     return datetime.fromisoformat(text if "+" in text or text.endswith("Z") else text + "+00:00").timestamp()
