@@ -134,7 +134,7 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
         raise PlanError(f"{path} is no plan of this version ({error!r}); make one with kvrelay plan --out") from None
     if candidate.is_colocated:
         raise PlanError(
-            f"{path} chose colocated workers, which kvrelay does not serve; plan with --no-colocated to verify two pools"
+            f"{path} chose colocated workers, which kvrelay does not serve; plan with --no-colocated for two pools"
         )
     settings = replace(_settings(request, rate), **changed)
     counts = [sum(pool.replicas for pool in candidate.pools if pool.role == role) for role in ROLES]
