@@ -91,9 +91,12 @@ def prefill_candidates(shape: Shape, capability: tuple[int, int]) -> tuple[str, 
 
 
 def decode_candidates(shape: Shape, capability: tuple[int, int]) -> tuple[str, ...]:
-    """XQA has no soft cap, fixed page sizes, and runs from Hopper on; CUDA cores have some group sizes only."""
+    """XQA has no soft cap, fixed page sizes, and runs from Hopper on; CUDA cores have some group sizes only. Over pages
+    in fp8 XQA rounds queries and weights to fp8, too, which nobody asked for."""
+    if shape.kv_dtype != shape.dtype:
+        return ("tensor",)
     names = ["tensor"]
-    if shape.group in GROUPS_ON_CUDA_CORES and shape.kv_dtype == shape.dtype:
+    if shape.group in GROUPS_ON_CUDA_CORES:
         names.append("cores")
     if capability[0] in (9, 10, 12) and not shape.softcap and shape.page_size in XQA_PAGE_SIZES:
         names.append("xqa")

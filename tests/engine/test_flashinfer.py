@@ -171,7 +171,7 @@ def test_candidates_are_those_that_know_every_option_of_the_layer() -> None:
     assert decode_candidates(but(page_size=5), HOPPER) == ("tensor", "cores")
     assert decode_candidates(but(heads=14), HOPPER) == ("tensor", "xqa")
     assert prefill_candidates(but(kv_dtype=FP8), HOPPER) == ("fa2",)
-    assert decode_candidates(but(kv_dtype=FP8), HOPPER) == ("tensor", "xqa")
+    assert decode_candidates(but(kv_dtype=FP8), HOPPER) == ("tensor",)
 
 
 @pytest.mark.parametrize(

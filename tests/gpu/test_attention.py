@@ -1,12 +1,13 @@
 """FlashInfer's kernels keep the contract of tests/engine/contract.py on the GPU: every option, in poisoned pages.
 
-The engine takes a kernel only after such a trial at load (engine/attention/flashinfer_choice.py); one that fails here
-for an option it is a candidate for would be refused there. So a failure is told apart: `chosen` must always be right.
+The engine takes a kernel only after a trial of its own at load (engine/attention/flashinfer_choice.py). So a kernel that
+is wrong for an option is told here as an expected failure if that trial refuses it, and fails the test if it is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def bound(plain: FlashInferBackend, shape: Shape, kernels: Kernels) -> FlashInfe
     return FlashInferBackend(plain.device, plain.library, {shape: kernels}, plain.workspace)
 
 
+def right_or_refused(plain: FlashInferBackend, shape: Shape, kind: str, kernel: str, run: Callable[[], None]) -> None:
+    """Whether `run` passes; where it does not, the trial at load must not have taken the kernel."""
+    try:
+        run()
+    except (AssertionError, RuntimeError) as wrong:
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = measured(plain, [shape], Path(folder) / "kernels.json").kernels[shape]
+        assert getattr(chosen, kind) != kernel, f"{kernel} is wrong and was taken: {wrong}"
+        pytest.xfail(f"{kernel} is wrong here ({wrong}) and is refused at load")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
 def test_the_reference_is_right_on_this_gpu(case: Case, dtype: torch.dtype) -> None:
@@ -74,7 +86,8 @@ def test_prefill(plain: FlashInferBackend, case: Case, kernel: str) -> None:
     shape = shape_of(case, BF16)
     if kernel not in prefill_candidates(shape, torch.cuda.get_device_capability()):
         pytest.skip(f"{kernel} is no candidate on this GPU")
-    check_prefill(Batch(case, BF16, bound(plain, shape, Kernels(prefill=kernel)), PREFILL_LENGTHS, device=GPU))
+    batch = Batch(case, BF16, bound(plain, shape, Kernels(prefill=kernel)), PREFILL_LENGTHS, device=GPU)
+    right_or_refused(plain, shape, "prefill", kernel, lambda: check_prefill(batch))
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])
@@ -86,7 +99,8 @@ def test_decode_and_chunks(plain: FlashInferBackend, case: Case, kernel: str, kv
         pytest.skip(f"{kernel} is no candidate for this shape on this GPU")
     backend = bound(plain, shape, Kernels(decode=kernel))
     fp8 = FP8 if kv_dtype == FP8 else None
-    check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8))
+    batch = Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8)
+    right_or_refused(plain, shape, "decode", kernel, lambda: check_chunks(batch))
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])

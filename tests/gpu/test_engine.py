@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import transformers
@@ -70,13 +72,14 @@ def test_kv_of_one_engine_continues_in_another(directories: dict[str, str]) -> N
     assert_greedy(directories["llama"], ids, tokens)
 
 
-def test_pages_fill_the_share_of_memory_that_was_given(directories: dict[str, str]) -> None:
-    free, total = torch.cuda.mem_get_info()
-    share = (total - free) / total + 0.1
+def test_pages_fill_this_process_s_share_of_the_memory(directories: dict[str, str]) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    share = torch.cuda.memory_reserved() / total + 0.15
     engine = load(directories["llama"], num_pages=None, gpu_memory_utilization=share)
-    left, _ = torch.cuda.mem_get_info()
-    assert (total - left) / total <= share + 0.02
-    assert engine.layout.total_bytes > 0.02 * total
+    assert torch.cuda.memory_reserved() / total <= share
+    assert engine.layout.total_bytes > 0.05 * total
 
 
 def test_an_event_recorded_in_on_layer_marks_the_layer_s_pages(directories: dict[str, str]) -> None:
