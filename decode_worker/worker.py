@@ -15,17 +15,15 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodePolicy
 from engine.blocks import PageHash, PagePool, page_hashes
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
-from engine.execution import EngineBroken, run_step, wait_broken
-from engine.gpu_steps import Flight
+from engine.execution import wait_broken
+from engine.flights import Flights, StepInFlight
 from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
@@ -48,8 +46,6 @@ from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
 
@@ -79,17 +75,10 @@ class _Live:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A batch whose step was begun: see _run_ahead."""
+    """A batch whose step was begun."""
 
     batch: DecodeBatch
-    before: _Flight | None  # the step before it, which still runs
-    begun: Flight | None = None
-    is_good: bool = True
-
-    @property
-    def must_land(self) -> bool:
-        """Whether it has to be run again, so that nothing may be begun with the tokens that it draws on the device."""
-        return self.begun is None or (self.before is not None and not self.before.is_good)
+    step: StepInFlight
 
 
 _NOTHING = DecodeBatch(entries=(), joined=(), preempted=())
@@ -116,6 +105,7 @@ class DecodeWorker:
         self._live: dict[str, _Live] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._flights = Flights(engine, self._thread)
         self._wake = asyncio.Event()
         self._is_draining = False
         self._is_stopping = False
@@ -281,22 +271,22 @@ class DecodeWorker:
             if not batch.entries:
                 await self._sleep()
                 continue
-            self._process(batch, await self._in_thread(run_step, self.engine, self._step(batch)))
+            self._process(batch, await self._flights.run(self._step(batch)))
 
     async def _run_ahead(self) -> None:
         """On a GPU the next step is begun while the last one runs, with its tokens still to come: the GPU never waits
-        for what is done here. At most two steps are in flight; the second may compute a token for a request that has
-        ended with the first, which nobody reads."""
+        for what is done here. The second of two may compute a token for a request that has ended with the first,
+        which nobody reads."""
         first: _Flight | None = None
         while not self._is_stopping or first is not None:
-            if first is not None and (first.must_land or self._must_know_tokens()):
-                await self._land(first)
+            if first is not None and (first.step.must_land or self._must_know_tokens()):
+                self._process(first.batch, await self._flights.land(first.step))
                 first = None
             batch = _NOTHING if self._is_stopping else self.policy.next_batch()
             self._announce(batch)
             second = await self._take_off(batch, first) if batch.entries else None
             if first is not None:
-                await self._land(first)
+                self._process(first.batch, await self._flights.land(first.step))
             elif second is None:
                 await self._sleep()
             first = second
@@ -306,39 +296,12 @@ class DecodeWorker:
         return any(live.params.has_penalties for live in self._live.values())
 
     async def _take_off(self, batch: DecodeBatch, before: _Flight | None) -> _Flight:
-        """Begin the batch's step. One that cannot be begun is run by itself when its turn to land comes."""
-        flight = _Flight(batch=batch, before=before)
-        try:
-            flight.begun = await self._in_thread(self.engine.begin, self._step(batch))
-        except EngineBroken:
-            raise
-        except Exception:
-            log.exception("a step of %d requests could not be begun", len(batch.entries))
-        return flight
-
-    async def _land(self, flight: _Flight) -> None:
-        """Wait for a step's tokens. What went wrong, or began with tokens of one that did, is run again by itself."""
-        sampled: list[SampledToken] | None = None
-        if flight.begun is not None:
-            try:
-                drawn = await self._in_thread(flight.begun.result)
-                sampled = None if flight.must_land else drawn
-            except EngineBroken:
-                raise
-            except Exception:
-                log.exception("a step of %d requests failed", len(flight.batch.entries))
-        flight.is_good, flight.before = sampled is not None, None
-        if sampled is None:
-            sampled = await self._in_thread(run_step, self.engine, self._step(flight.batch))
-        self._process(flight.batch, sampled)
+        step = await self._flights.take_off(lambda: self._step(batch), before.step if before is not None else None)
+        return _Flight(batch=batch, step=step)
 
     def _step(self, batch: DecodeBatch) -> Step:
         """Of those entries whose requests are still wanted: all of them, when the batch was just made."""
         return Step(chunks=[self._chunk(entry) for entry in batch.entries if entry.request_id in self._live])
-
-    async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
-        """In the engine's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def _sleep(self) -> None:
         """Until something has changed."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from engine.blocks import PagePool, page_hashes, pages_for
 from engine.convert import model_info_to_proto, sampling_from_proto, token_output
 from engine.engine import Engine
-from engine.execution import run_step, wait_broken
+from engine.execution import wait_broken
+from engine.flights import Flights, StepInFlight
 from engine.recording import record_calls
 from engine.rpc import bind, make_server
 from engine.spec import WorkerOptions
@@ -114,6 +115,7 @@ class PrefillWorker:
         self._peers: dict[tuple[str, str], asyncio.Task[HandoffPeer]] = {}
         self._transfer = TransferOptions.from_worker(options, faults)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._flights = Flights(engine, self._thread)
         self._wake = asyncio.Event()
         self._is_draining = False
         self._is_stopping = False
@@ -242,15 +244,43 @@ class PrefillWorker:
     # The step loop
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        if self.engine.can_overlap:
+            await self._run_ahead()
+            return
         while not self._is_stopping:
             batch = self.policy.next_batch()
             if batch is None:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._sleep()
                 continue
             flight = self._prepare(batch)
-            self._process(flight, await loop.run_in_executor(self._thread, run_step, self.engine, flight.step))
+            self._process(flight, await self._flights.run(flight.step))
+
+    async def _run_ahead(self) -> None:
+        """On a GPU the next step is prepared and begun while the last one runs."""
+        first: tuple[_Flight, StepInFlight] | None = None
+        while not self._is_stopping or first is not None:
+            if first is not None and first[1].must_land:
+                self._process(first[0], await self._flights.land(first[1]))
+                first = None
+            batch = None if self._is_stopping else self.policy.next_batch()
+            second = await self._take_off(batch, first) if batch is not None else None
+            if first is not None:
+                self._process(first[0], await self._flights.land(first[1]))
+            elif second is None:
+                await self._sleep()
+            first = second
+
+    async def _take_off(
+        self, batch: PrefillBatch, before: tuple[_Flight, StepInFlight] | None
+    ) -> tuple[_Flight, StepInFlight]:
+        flight = self._prepare(batch)
+        return flight, await self._flights.take_off(lambda: flight.step, before[1] if before is not None else None)
+
+    async def _sleep(self) -> None:
+        """Until something has changed."""
+        self._wake.clear()
+        if not self._is_stopping:
+            await self._wake.wait()
 
     def _prepare(self, batch: PrefillBatch) -> _Flight:
         chunks: list[Chunk] = []

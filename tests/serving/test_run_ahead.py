@@ -21,6 +21,7 @@ from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with
 
 NEW_TOKENS = 24
+PREFILL_PAGES = 128
 PROMPT_LENS = (3, 16, 21, 35, 40, 47)
 ALL: tuple[GenerateOptions, ...] = (
     GenerateOptions(temperature=0.0),
@@ -41,25 +42,33 @@ class Clusters:
         self.counters: dict[str, int] = {}
 
     async def run(
-        self, options: tuple[GenerateOptions, ...], *, ahead: bool, pages: int = 96, watch: Watch = lambda engine: None
+        self,
+        options: tuple[GenerateOptions, ...],
+        *,
+        ahead: bool,
+        pages: int = 96,
+        chunk_tokens: int = 512,
+        watch: Watch = lambda engine: None,
+        watched_pages: int | None = None,
     ) -> list[tuple[int, ...]]:
-        """The tokens of one request of each length, all at once."""
+        """The tokens of one request of each length, all at once. `watch` sees the decode worker's engine, or the one
+        with `watched_pages`."""
         with self._monkeypatch.context() as patch:
             if not ahead:
                 patch.setattr(RehearsedEngine, "can_overlap", False)
 
             def load(asked: EngineOptions) -> Engine:
                 engine = rehearse(patch, asked.model, num_pages=asked.num_pages, max_model_len=512, parity_check=False)
-                if asked.num_pages == pages:
+                if asked.num_pages == (watched_pages or pages):
                     watch(engine)
                 return engine
 
             patch.setattr(local, "Engine", type("Loader", (), {"load": staticmethod(load)}))
             cluster = LocalCluster(
                 self._directory,
-                engine=engine_with(num_pages=128),
+                engine=engine_with(num_pages=PREFILL_PAGES),
                 decode_engine=engine_with(num_pages=pages),
-                worker=worker_with(max_batch_tokens=512),
+                worker=worker_with(max_batch_tokens=chunk_tokens, pack_tokens=chunk_tokens),
                 router=ROUTER,
             )
             async with cluster, AsyncClient(cluster.endpoint) as client:
@@ -158,3 +167,14 @@ async def test_a_step_that_fails_is_run_again_and_running_ahead_goes_on(clusters
     assert await clusters.run(ALL, ahead=True, watch=flights.watch) == wanted
     assert flights.begun > 12
     assert flights.most == 2
+
+
+@pytest.mark.parametrize("failing", [set(), {2, 3, 6}], ids=["all good", "some fail"])
+async def test_prefill_begins_the_next_chunks_too(clusters: Clusters, failing: set[int]) -> None:
+    """Its layers leave as they are computed; those of a step that is run again leave again, and what is right stays."""
+    wanted, flights = await clusters.run(ALL, ahead=False, chunk_tokens=20), Flights()
+    flights.fail_result = failing
+    ahead = clusters.run(ALL, ahead=True, chunk_tokens=20, watch=flights.watch, watched_pages=PREFILL_PAGES)
+    assert await ahead == wanted
+    assert flights.most == 2
+    assert clusters.counters["receipts_good"] >= len(PROMPT_LENS)
