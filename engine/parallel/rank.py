@@ -20,15 +20,13 @@ import torch
 
 from engine import loader, prepare
 from engine.attention import hooks
-from engine.attention.base import StepMeta
 from engine.engine import EngineOptions
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.sharding import Cut, HeadSlice, Shard
+from engine.parallel.steps import memory_of, step_of
 from engine.service_thread import LOG_FORMAT, pin_process, sentence_of
-from kv_transfer.layout import KvLayout, LayerKv
-from kv_transfer.memory import KvMemory
 
 PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1
@@ -79,18 +77,12 @@ class Rank:
         sharding.connect(self._cuts, Collectives(store, self._shard, timeout_s), _nobody)
 
     def _map(self, frame: Frame) -> None:
-        fields = frame.fields
-        layers = tuple(LayerKv(*layer) for layer in fields["layers"])
-        layout = KvLayout(int(fields["page_size"]), str(fields["dtype"]), layers, int(fields["num_pages"]))
-        [fd] = frame.files
-        memory = KvMemory(layout, fd=fd)
+        memory = memory_of(frame)
         self._pages = HeadSlice(memory, self._shard)
-        memory.close()  # the file; what it shows stays mapped
+        memory.close()
 
     def _step(self, frame: Frame) -> None:
-        arrays = {name: torch.from_numpy(array) for name, array in frame.arrays.items()}
-        rows = arrays.pop("rows", None)
-        meta = StepMeta(page_size=int(frame.fields["page_size"]), **arrays)
+        meta, rows = step_of(frame)
         assert self._pages is not None, "a step before its memory"
         state = hooks.Forward(meta, self._pages, self._backend, self._probe, None)
         loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_a_frame_arrives_as_it_was_sent(ends: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = (Channel(end) for end in ends)
     read, write = os.pipe()
-    arrays = {
+    arrays: dict[str, np.ndarray[Any, Any]] = {
         "ids": np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::2],
         "none": np.zeros((0, 4), np.int32),
         "tables": np.array([[7]], np.int32),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found | {"four_kv_heads": save(tmp_path_factory.mktemp("wide"), "LlamaConfig", num_key_value_heads=4)}
 
 
-def load(directory: str, size: int, dtype: str = "float32", **options: object) -> Engine:
-    return Engine.load(
-        EngineOptions(  # type: ignore[arg-type]
-            model=directory, dtype=dtype, num_pages=64, threads=1, tensor_parallel=size, **options
-        )
-    )
+def load(directory: str, size: int, **options: Any) -> Engine:
+    fixed: dict[str, Any] = {"dtype": "float32", "num_pages": 64, "threads": 1}
+    return Engine.load(EngineOptions(model=directory, tensor_parallel=size, **fixed, **options))
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -1,0 +1,187 @@
+"""Processes are the other ranks of a tensor-parallel worker, as the operating system has them: started, heard, ended.
+
+    started -> begin sent -> loaded | refused -> ... -> one ends, or says that it failed: broken, and all end
+
+What they compute is none of its business (leader.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.attention.hooks import UnsupportedModel
+from engine.execution import EngineBroken
+from engine.parallel.frames import BadFrame, Channel, Frame
+from engine.service_thread import THREAD_KEYS
+
+if TYPE_CHECKING:
+    from engine.engine import EngineOptions
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 60.0  # a process that lives and reads nothing
+NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
+END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
+
+
+class Processes:
+    """A thread starts them, listens to them, and lives as long as they: the kernel ends a process with the *thread*
+    that started it, so no passing thread may start one.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self._channels: dict[int, Channel] = {}
+        self._changed = threading.Condition()
+        self._loaded: set[int] = set()
+        self._refused = ""
+        self._broken = ""
+        self._is_closed = False
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._main, name="ranks", daemon=True)
+        self._started = threading.Event()
+        self._thread.start()
+        self._started.wait()
+        self.check()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes.values())
+
+    def check(self) -> None:
+        if self._broken:
+            raise EngineBroken(self._broken)
+
+    def broke(self, reason: str) -> EngineBroken:
+        """Note what broke, end the ranks, and return the error to raise."""
+        with self._changed:
+            if not self._broken:  # a rank that died is the reason, whatever its end brought about here
+                self._changed.wait_for(lambda: bool(self._broken), NEWS_S)
+            self._broken = self._broken or reason
+            self._changed.notify_all()
+        self._kill()
+        return EngineBroken(self._broken)
+
+    def send(self, frame: Frame) -> None:
+        """To every rank. Raises EngineBroken."""
+        for rank, channel in self._channels.items():
+            try:
+                channel.send(frame)
+            except OSError as error:
+                raise self.broke(f"rank {rank} takes no step: {error.strerror or error}") from error
+
+    def wait_loaded(self, timeout_s: float) -> None:
+        """Raises UnsupportedModel for what a rank refuses, EngineBroken when one is lost or late."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: len(self._loaded) == len(self._processes) or bool(self._refused or self._broken), timeout_s
+            )
+        if self._refused:
+            raise UnsupportedModel(self._refused)
+        if not done:
+            raise self.broke(f"the ranks have not loaded after {timeout_s:g} s")
+        self.check()
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._broken = self._broken or "the engine is closed"
+            self._changed.notify_all()
+        self._kill()
+        self._wake.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_TIMEOUT_S)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def _main(self) -> None:
+        try:
+            for rank in range(1, self._options.tensor_parallel):
+                self._start(rank)
+        except OSError as error:
+            self._broken = f"the ranks cannot be started: {error}"
+        finally:
+            self._started.set()
+        self._listen()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for channel in self._channels.values():
+            channel.close()
+        self._woken.close()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(SEND_TIMEOUT_S)
+        with theirs:
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-m", "engine.parallel.rank", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(self._options),
+            )
+        self._channels[rank] = Channel(ours)
+        options = dataclasses.asdict(self._options)
+        self._channels[rank].send(Frame("begin", {"rank": rank, "options": options}))
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, 0)
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while not self._broken:
+                for key, _ in selector.select():
+                    if key.data and not self._is_closed:
+                        self._hear(key.data)
+
+    def _hear(self, rank: int) -> None:
+        try:
+            frame = self._channels[rank].receive()
+        except (OSError, BadFrame) as error:
+            frame = Frame("failed", {"reason": f"{type(error).__name__}: {error}"})
+        end = _end_of(self._processes[rank]) if frame is None else ""
+        with self._changed:
+            if frame is None:
+                self._broken = self._broken or f"rank {rank} {end}"
+            elif frame.kind == "loaded":
+                self._loaded.add(rank)
+            elif frame.kind == "refused":
+                self._refused = self._refused or str(frame.fields["reason"])
+            else:
+                self._broken = self._broken or f"rank {rank} failed: {frame.fields.get('reason', frame.kind)}"
+            self._changed.notify_all()
+        if self._broken:
+            logger.error("%s; the worker's ranks end", self._broken)
+            self._kill()
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"(process {process.pid}) has closed its socket"
+    how = f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+    return f"(process {process.pid}) {how}"
+
+
+def _environment(options: EngineOptions) -> Mapping[str, str]:
+    """The leader's, with the threads of one rank: libraries read them when they are imported."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    threads = {key: str(options.threads) for key in THREAD_KEYS}
+    return {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}

@@ -1,0 +1,63 @@
+"""What the leader tells the other ranks, as frames: a step's arrays, and the KV pages that steps run over.
+
+The leader has packed the step; the ranks take its arrays as they are, so that all have the same rows, padding included.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.base import StepMeta
+from engine.parallel.frames import Frame
+from kv_transfer.layout import KvLayout, LayerKv
+from kv_transfer.memory import KvMemory
+
+
+def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:
+    """`rows`: whose logits are wanted; None: of all."""
+    arrays = {
+        "token_ids": meta.token_ids.numpy(),
+        "positions": meta.positions.numpy(),
+        "query_starts": meta.query_starts.numpy(),
+        "starts": meta.starts.numpy(),
+        "block_tables": meta.block_tables.numpy(),
+        "slots": meta.slots.numpy(),
+    }
+    if rows is not None:
+        arrays["rows"] = rows.numpy()
+    return Frame("step", {"page_size": meta.page_size}, arrays)
+
+
+def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
+    arrays = {name: torch.from_numpy(array) for name, array in frame.arrays.items()}
+    meta = StepMeta(
+        token_ids=arrays["token_ids"],
+        positions=arrays["positions"],
+        query_starts=arrays["query_starts"],
+        starts=arrays["starts"],
+        block_tables=arrays["block_tables"],
+        slots=arrays["slots"],
+        page_size=int(frame.fields["page_size"]),
+    )
+    return meta, arrays.get("rows")
+
+
+def memory_frame(memory: KvMemory) -> Frame:
+    assert memory.fd is not None, "the ranks of a worker share CPU memory"
+    layout = memory.layout
+    fields = {
+        "page_size": layout.page_size,
+        "dtype": layout.dtype,
+        "num_pages": layout.num_pages,
+        "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in layout.layers],
+    }
+    return Frame("memory", fields, files=(memory.fd,))
+
+
+def memory_of(frame: Frame) -> KvMemory:
+    """The leader's pages, mapped here; closing it closes the file, and what is shown stays mapped."""
+    fields = frame.fields
+    layers = tuple(LayerKv(*map(int, layer)) for layer in fields["layers"])
+    layout = KvLayout(int(fields["page_size"]), str(fields["dtype"]), layers, int(fields["num_pages"]))
+    [fd] = frame.files
+    return KvMemory(layout, fd=fd)
