@@ -181,9 +181,7 @@ class DecodeAccount:
         self.report = report
         self.ended = self.ended_pages = 0
         now_listed = [i for i in self.promised if i in report.request_ids]
-        if not is_same_list and not report.request_ids.issuperset(
-            self.listed
-        ):  # it tells of one no more that has not ended for us yet
+        if not is_same_list and not report.request_ids.issuperset(self.listed):  # some that have not ended for us yet
             for request_id in [i for i in self.listed if i not in report.request_ids]:
                 self.promise(request_id, self.listed.pop(request_id))
         for request_id in now_listed:

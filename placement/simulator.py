@@ -55,6 +55,8 @@ class Simulation:
         self._parked: list[Live] = []  # a role has no worker
         self.next_decision_s = self._arrival[0]  # when the router will next look at reports, but for failures
         self._watched_s = 0.0  # when the last report that is an event arrives
+        self._taken_tick = -1  # whose reports have been taken
+        self._next_reports_s = 0.0  # when others arrive
         self._reporters: dict[Reporter, None] = {}  # that may have something for the router
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         self._page_size = self._common_page_size()
@@ -259,12 +261,19 @@ class Simulation:
         self._pump()
 
     def _take_reports(self) -> None:
+        """Those that have arrived. All workers report at the same ticks, so between two arrivals there is nothing."""
+        now, gap_s = self.clock.now, self.cluster.report_gap_s
+        tick = int(max(0.0, now - self.message_s) / gap_s)
+        if tick == self._taken_tick and now < self._next_reports_s:
+            return
+        self._taken_tick = tick if tick * gap_s + self.message_s <= now else -1  # rounding: they arrive right after now
+        self._next_reports_s = (tick + 1) * gap_s + self.message_s
         quiet = []
         has_decode = False
         for reporter in self._reporters:
-            report = reporter.take(self.clock.now)
+            report = reporter.take(now)
             if report is not None:
-                self.policy.on_report(reporter.name, report, self.clock.now)
+                self.policy.on_report(reporter.name, report, now)
                 has_decode |= reporter.name in self.decodes
             if reporter.is_quiet:
                 quiet.append(reporter)

@@ -78,7 +78,7 @@ class Account:
 """
     made = []
     for text in (source, with_constructors(source)):
-        space: dict[str, Any] = {"__name__": "made"}
+        space: dict[str, Any] = {"__name__": __name__}
         exec(text, space)
         account = space["Account"](space["Value"](name="a"))
         account.waiting["x"] = 1
@@ -87,8 +87,7 @@ class Account:
         with pytest.raises(TypeError):
             space["Value"]("a")
         assert space["Account"](account.value).waiting == {}
-        assert hash(space["Value"](name="a", sizes=(), share=0.1)) == hash(
-            space["Value"](name="a", sizes=(), share=0.1)
-        )
+        twins = [space["Value"](name="a", sizes=(), share=0.1) for _ in range(2)]
+        assert hash(twins[0]) == hash(twins[1])
         made.append(repr(account))
     assert made[0] == made[1]
