@@ -109,12 +109,20 @@ def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: Clus
         if len(kinds) > 1:
             names = ", ".join(w.name for w in workers)
             raise CalibrationError(f"the {role} workers {names} differ in memory or limits; give all the same")
+    degrees = {role: _degree(workers[0]) for role, workers in pools.items()}
+    if len(set(degrees.values())) > 1:
+        each = " and ".join(f"{degree} in the {role} pool" for role, degree in degrees.items())
+        raise CalibrationError(f"tensor_parallel is {each}; a profile is of one degree, so give both the same")
     if not pools["prefill"][0].page_size:
         raise CalibrationError("the router does not say its workers' page size; it runs another version of kvrelay")
     if model.max_model_len < 64:
         raise CalibrationError(f"max_model_len is {model.max_model_len}; give the cluster 64 or more to be measured")
     if busy := status.num_in_flight + status.num_queued:
         raise CalibrationError(f"{busy} requests are being served; calibrate a cluster that nobody else uses")
+
+
+def _degree(worker: WorkerState) -> int:
+    return int(worker.limits.get("tensor_parallel", 1))
 
 
 class _Calibration:
@@ -333,6 +341,7 @@ def _profile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=commit,
         page_size=pools["prefill"][0].page_size,
+        tp=_degree(pools["prefill"][0]),
         prefill_pool=_pool(pools["prefill"]),
         decode_pool=_pool(pools["decode"]),
         prefill=_prefill_points(run, overhead_s),

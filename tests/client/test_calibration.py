@@ -103,6 +103,11 @@ def lone(worker: WorkerState) -> ClusterStatus:
         ),
         (status("prefill", "decode"), MODEL, "another version of kvrelay"),
         (pair(), replace(MODEL, max_model_len=32), "max_model_len is 32"),
+        (
+            pair(limits={"tensor_parallel": "2"}),
+            MODEL,
+            "^tensor_parallel is 1 in the prefill pool and 2 in the decode pool; a profile is of one degree",
+        ),
     ],
 )
 async def test_a_cluster_that_cannot_be_measured_is_told_why(
