@@ -57,6 +57,7 @@ class Mix:
 
     def candidate(self, sharing: Literal["", "prefill_first", "chunked"] = "") -> Candidate:
         first, second = self.design.machines
+        pools: tuple[PoolPlan, ...]
         if self.design.is_baseline:
             pools = (_pool("colocated", first, self.num_prompt),)
         else:

@@ -132,7 +132,7 @@ def violations(outcome: Outcome, alone: LatencyModel) -> list[str]:
 class _Task:
     """One phase of one request on one machine."""
 
-    __slots__ = ("fin", "is_blocked", "is_prompt", "is_running", "left", "memory", "passed_over", "request", "size")
+    __slots__ = ("fin", "is_blocked", "is_prompt", "is_running", "left", "memory", "request", "since", "size")
 
     def __init__(self, request: int, *, is_prompt: bool, size: int, left: int, memory: int) -> None:
         self.request = request
@@ -141,7 +141,7 @@ class _Task:
         self.left = left  # decode steps to go, while it does not run
         self.memory = memory
         self.fin = 0  # the machine's round in which it ends, while it runs
-        self.passed_over = 0
+        self.since = -1  # the machine's selections less those that passed it over; below 0: behind its prompt, none has
         self.is_running = False
         self.is_blocked = False
 
@@ -170,6 +170,7 @@ class _Machine:
         "requests",
         "rounds",
         "run",
+        "selections",
         "tasks",
         "version",
     )
@@ -198,6 +199,7 @@ class _Machine:
         self.iterations = 0
         self.end_s = 0.0
         self.version = 0
+        self.selections = 0  # after which somebody was left waiting
         self.busy_s = 0.0
 
     @property
@@ -209,6 +211,7 @@ class _Machine:
             self.tasks[task.request].append(task)
         else:
             self.tasks[task.request] = [task]
+            task.since = self.selections
             insort(self.requests, task.request)
         self._queue(task)
         if not self.num_batch:
@@ -222,9 +225,27 @@ class _Machine:
                 self.pause()
 
     def _queue(self, task: _Task) -> None:
-        insort(self.pending, task, key=_turn)
+        self.pending.insert(self._place_of(task), task)
         if task.is_prompt:
             self.pending_prompts.append(task)
+
+    def _place_of(self, task: _Task) -> int:
+        """Behind those passed over as often or less; of these, behind those that came before."""
+        passed_over, pending = self._passed_over(task), self.pending
+        low, high = 0, len(pending)
+        while low < high:
+            middle = (low + high) // 2
+            other = pending[middle]
+            times = 0 if other.since < 0 else self.selections - other.since
+            if times < passed_over or (times == passed_over and other.request <= task.request):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _passed_over(self, task: _Task) -> int:
+        """How often it was not chosen while it was the first of its request's tasks here."""
+        return 0 if task.since < 0 else self.selections - task.since
 
     def on_sent(self) -> None:
         """A prompt's KV has left: its memory may let others start."""
@@ -310,6 +331,8 @@ class _Machine:
         if not tasks:
             del self.tasks[task.request]
             del self.requests[bisect_left(self.requests, task.request)]
+        elif tasks[0].since < 0:
+            tasks[0].since = self.selections
 
     # the next batch
 
@@ -327,7 +350,7 @@ class _Machine:
             return len(chosen) < MAX_BATCH and (not chosen or tokens + task.size <= MAX_BATCH_TOKENS)
 
         for task in self.pending:
-            if task.passed_over < MAX_PREEMPTIONS or not fits(task):
+            if self._passed_over(task) < MAX_PREEMPTIONS or not fits(task):
                 break
             if task.request in taken or not (task.is_blocked or task.memory + memory <= self.capacity):
                 continue
@@ -384,16 +407,17 @@ class _Machine:
         entering = [task for task in chosen if not task.is_running]
         if len(entering) == len(self.pending):
             self.pending.clear()
+        elif len(entering) > 2:
+            self.pending = [task for task in self.pending if task not in chosen]
         else:
             for task in entering:
                 self.pending.remove(task)
         for task in entering:
             self._enter(task)
         if len(chosen) < len(self.requests):
-            for request in self.requests:
-                task = self.tasks[request][0]
-                if task not in chosen:
-                    task.passed_over += 1
+            self.selections += 1
+            for task in chosen:
+                task.since += 1
 
     def _enter(self, task: _Task) -> None:
         if task.is_blocked:
@@ -410,10 +434,6 @@ class _Machine:
         task.fin = self.rounds + task.left
         heappush(self.ends, (task.fin, task.request, task))
         self.batch[task] = None
-
-
-def _turn(task: _Task) -> tuple[int, int]:
-    return task.passed_over, task.request
 
 
 class _Run:

@@ -146,7 +146,7 @@ def requests(count: int = 200) -> Workload:
     return from_rows(rows, "small")
 
 
-QUICK = Provisioning(seconds=10.0, min_requests=1, seeds=1, interval_seeds=2, compare_rules=False)
+QUICK = Provisioning(seconds=6.0, min_requests=1, seeds=1, interval_seeds=2, compare_rules=False)
 SLO = Slo(ttft_s=0.6, tpot_s=0.03, attainment=0.9)
 
 
@@ -159,7 +159,7 @@ def test_the_plan_is_the_best_of_all_mixes(rules: str) -> None:
     options = replace(QUICK, rules=rules, designs=("BC",))  # type: ignore[arg-type]
     ask = Ask(slo=SLO, objective="cost", rate=20.0, processes=0)
     found = plan(ask, options)
-    scene = Scene(arrivals=Arrivals(source=requests(), seconds=10.0), slo=SLO, rules=rules)  # type: ignore[arg-type]
+    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=SLO, rules=rules)  # type: ignore[arg-type]
     design = all_designs(shop(), ["BC"])[0]
     mixes = [Mix(design=design, num_prompt=p, num_token=t) for p in range(1, 6) for t in range(1, 6)]
     held = [mix.total("usd_per_hour") for mix in mixes if judge(scene, mix, 20.0, 0).is_met]
@@ -184,7 +184,7 @@ def test_more_rate_costs_no_less_and_more_budget_serves_no_less() -> None:
 def test_the_objective_and_the_budgets_decide() -> None:
     designs = ("BB", "CC")
     by = {
-        objective: plan(Ask(slo=SLO, objective=objective, rate=16.0, processes=0), replace(QUICK, designs=designs))  # type: ignore[arg-type]
+        objective: plan(Ask(slo=SLO, objective=objective, rate=16.0, processes=0), replace(QUICK, designs=designs))
         for objective in ("cost", "power", "goodput")
     }
     assert by["cost"].chosen.usd_per_hour == min(one.usd_per_hour for one in by["cost"].tried)
@@ -228,7 +228,7 @@ def test_slowdowns_are_kept_by_the_mix_that_is_chosen() -> None:
     design = all_designs(machines, [found.chosen.candidate.design])[0]
     counts = [pool.replicas for pool in found.chosen.candidate.pools]
     mix = Mix(design=design, num_prompt=counts[0], num_token=counts[1])
-    scene = Scene(arrivals=Arrivals(source=requests(), seconds=10.0), slo=slo)
+    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=slo)
     held = judge(scene, mix, 12.0, 0)
     assert held.is_met
     assert set(held.ratios) == {f"{name}_p{share}" for name in ("ttft", "tbt", "e2e") for share in (50, 90, 99)}

@@ -39,7 +39,7 @@ def machine(kind: str, rule: DecodeRule = "published") -> SplitwiseLatency:
 
 
 def cluster(design: str, prompt: int, token: int, rule: DecodeRule = "published") -> SplitwiseCluster:
-    first, second = MACHINES[design]
+    first, second = MACHINES[design][0], MACHINES[design][1]
     return SplitwiseCluster(
         prompt=machine(first, rule), num_prompt=prompt, token=machine(second, rule), num_token=token
     )
