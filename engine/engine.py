@@ -242,7 +242,9 @@ class Engine:
         meta = build_meta(chunks, self._options.page_size, self._row_multiple)
         if self.is_gpu:
             meta = on_device(meta, self.device, with_tables=self.backend.name == "flashinfer")
-        return self._run(meta, None if rows is None else torch.tensor(rows, dtype=torch.long, device=self.device), on_layer)
+        return self._run(
+            meta, None if rows is None else torch.tensor(rows, dtype=torch.long, device=self.device), on_layer
+        )
 
     def _run(self, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         if self._ranks is not None:
@@ -381,7 +383,7 @@ class Engine:
         self.info = replace(self.info, fingerprint=kv_fp8.with_scales(self.info.fingerprint, scales))
         if reference is None:
             return
-        lenient = replace(reference, tolerance=parity.MAX_TOLERANCE)
+        lenient = replace(reference, tolerance=parity.fp8_tolerance(reference))
         try:
             error = self._check_parity(lenient, kv_fp8.DTYPE, scales)
         except parity.ParityMismatch as mismatch:

@@ -24,6 +24,8 @@ NOISE_FACTOR = (
     3.0  # a deep model may differ more than that between two of its own attentions; this times so much is let be
 )
 MAX_TOLERANCE = 0.4
+FP8_FACTOR = 2.5  # pages in fp8 round 32 times as coarsely as bfloat16 does, but only K and V
+MAX_FP8_TOLERANCE = 0.8  # nothing of the KV read at all gives 1
 MIN_EXACT_ROUTED = 0.75  # with routed experts in low precision a near-tie may fall the other way in a few rows
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 PROMPT_TOKENS = (13, 22)
@@ -82,6 +84,11 @@ def _own_noise(model: PreTrainedModel, sequences: Sequence[torch.Tensor], eager:
     except (ValueError, RuntimeError, UnsupportedModel):
         return 0.0
     return statistics.median(itertools.chain.from_iterable(errors))
+
+
+def fp8_tolerance(reference: Reference) -> float:
+    """How far logits may be off with pages in fp8: what shows wrong scales or pages, not what rounding costs."""
+    return min(max(MAX_TOLERANCE, FP8_FACTOR * reference.tolerance), MAX_FP8_TOLERANCE)
 
 
 def pages_needed(page_size: int) -> int:

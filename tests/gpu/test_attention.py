@@ -1,7 +1,7 @@
 """FlashInfer's kernels keep the contract of tests/engine/contract.py on the GPU: every option, in poisoned pages.
 
-The engine takes a kernel only after a trial of its own at load (engine/attention/flashinfer_choice.py). So a kernel that
-is wrong for an option is told here as an expected failure if that trial refuses it, and fails the test if it is taken.
+The engine takes a kernel only after a trial of its own at load (engine/attention/flashinfer_choice.py). So a kernel
+that is wrong for an option is an expected failure here if that trial refuses it, and fails the test if it is taken.
 """
 
 from __future__ import annotations
@@ -62,13 +62,17 @@ def bound(plain: FlashInferBackend, shape: Shape, kernels: Kernels) -> FlashInfe
 
 def right_or_refused(plain: FlashInferBackend, shape: Shape, kind: str, kernel: str, run: Callable[[], None]) -> None:
     """Whether `run` passes; where it does not, the trial at load must not have taken the kernel."""
+    wrong = ""
     try:
         run()
-    except (AssertionError, RuntimeError) as wrong:
-        with tempfile.TemporaryDirectory() as folder:
-            chosen = measured(plain, [shape], Path(folder) / "kernels.json").kernels[shape]
-        assert getattr(chosen, kind) != kernel, f"{kernel} is wrong and was taken: {wrong}"
-        pytest.xfail(f"{kernel} is wrong here ({wrong}) and is refused at load")
+    except (AssertionError, RuntimeError) as error:
+        wrong = str(error)
+    if not wrong:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = measured(plain, [shape], Path(folder) / "kernels.json").kernels[shape]
+    assert getattr(chosen, kind) != kernel, f"{kernel} is wrong and was taken: {wrong}"
+    pytest.xfail(f"{kernel} is wrong here ({wrong}) and is refused at load")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
