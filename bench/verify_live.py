@@ -24,7 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -33,10 +33,11 @@ from rich.table import Table
 from bench.common import MODELS, REPO, CpuWatch, about, demo_model, other_cores, save
 from bench.e2e import Cluster, cluster, spec
 from kvrelay.benchmark import Settings
-from kvrelay.calibration import QUICK, Effort, calibrate
+from kvrelay.calibration import QUICK, CalibrationError, Effort, calibrate
 from kvrelay.client import AsyncClient
 from kvrelay.metrics import Outcome
-from kvrelay.probes import Prober
+from kvrelay.probes import ProbeError, Prober
+from kvrelay.types import KvrelayError
 from kvrelay.verifying import Question, foretell, judge, play, workload_of
 from placement.measured import sim_cluster
 from placement.plan import Slo, to_json
@@ -59,6 +60,8 @@ SLO_TIMES = {"ttft": 4.0, "tpot": 2.0}  # of an unloaded request of mean length
 LONG_RUN = 3000  # requests that say where the knee is in the long run; as many as are then played say where it is
 SEEDS = 10
 LEAST, MOST = 40, 400  # requests at a rate
+PATIENCE_S = 15.0  # a loaded machine that stands still for a while loses no worker
+AROUND_S = 15.0  # of a live run: probes before it, the last answers after it
 POINTS, SHARE_OF_TIME = 0.03, 0.10  # what is wanted
 METRICS = (("ttft", 90.0), ("tpot", 90.0))
 console = Console(width=max(136, Console().width))
@@ -104,8 +107,16 @@ def knee_of(simulated: SimCluster, workload: Workload, slo: Slo, client_s: float
     return low
 
 
-async def probe(endpoint: str, profile: Profile) -> dict[str, float]:
-    """How many times as long as calibrated a lone prompt and a small batch take now."""
+def probe(endpoint: str, profile: Profile) -> dict[str, float]:
+    """How many times as long as calibrated a lone prompt and a small batch take now; empty where no answer came."""
+    try:
+        return asyncio.run(_probe(endpoint, profile))
+    except (KvrelayError, ProbeError) as error:
+        console.print(f"  the probes before the run failed: {error}")
+        return {}
+
+
+async def _probe(endpoint: str, profile: Profile) -> dict[str, float]:
     latency = ProfileLatency(profile)
     async with AsyncClient(endpoint) as client:
         prober = Prober(client, await client.model_info(), time.time_ns() % 2**32)
@@ -150,7 +161,7 @@ def live_run(served: Cluster, question: Question, profile: Profile) -> tuple[Ver
     around: dict[str, Any] = {
         "busy_cores_before": round(other_cores(1.0), 3),
         "load_average_before": os.getloadavg()[0],
-        "machine_against_profile": asyncio.run(probe(served.endpoint, profile)),
+        "machine_against_profile": probe(served.endpoint, profile),
     }
     cpu = CpuWatch(served.parts)
 
@@ -279,64 +290,94 @@ def _pair(figure: Mapping[str, Any], digits: int) -> str:
     return f"{figure['predicted_ms']['value']:.{digits}f} | {measured}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What all rates have in common."""
+
+    profile: Profile
+    simulated: SimCluster
+    slo: Slo
+    count: int  # requests at each rate
+    long_run: float  # requests/s: the knee of a run that is long
+    knee: float  # of one of `count` requests
+
+    def question(self, share: float, seed: int) -> Question:
+        error = self.profile.error
+        return Question(
+            cluster=self.simulated,
+            settings=settings_of(share * self.knee, self.count, seed),
+            slo=self.slo,
+            source=self.profile.name,
+            client_s=self.profile.client_s,
+            error=max(error.prefill, error.decode),
+        )
+
+    def left_s(self, shares: Sequence[float]) -> float:
+        """About how long the live runs at these rates take."""
+        return sum(LIVE_RUNS * (self.count / (share * self.knee) + AROUND_S) for share in shares)
+
+
+def prepare(served: Cluster, seconds: float, *, quick: bool) -> Trial:
+    """Calibrate, set the targets, find the knee."""
+    profile = replace(measure_profile(served, QUICK if quick else Effort()), name="verify-live-profile.json")
+    write_profile(profile, MODELS / profile.name)
+    console.print(f"profile in {os.path.relpath(MODELS / profile.name)}; error {profile.error}")
+    simulated = sim_cluster(profile)
+    lengths = workload_of(settings_of(1.0, 5000, 0))
+    slo = slo_of(profile, lengths)
+    long_run = knee_of(simulated, lengths, slo, profile.client_s, LONG_RUN, 1)
+    count = QUICK_REQUESTS if quick else round(min(max(long_run * seconds, LEAST), MOST))
+    knee = knee_of(simulated, lengths, slo, profile.client_s, count, SEEDS)
+    console.print(
+        f"targets TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms; knee by simulation: "
+        f"{long_run:.2f}/s in the long run, {knee:.2f}/s for the {count} requests that are played at each rate"
+    )
+    return Trial(profile=profile, simulated=simulated, slo=slo, count=count, long_run=long_run, knee=knee)
+
+
+def result_of(head: Mapping[str, Any], trial: Trial, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        **head,
+        "load_average": os.getloadavg(),
+        "requests_at_each_rate": trial.count,
+        "slo": to_json(trial.slo),
+        "knee_per_s": trial.knee,
+        "knee_in_the_long_run_per_s": trial.long_run,
+        "profile": profile_object(trial.profile),
+        "rows": to_json(rows),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.verify_live", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="two rates, thirty requests each; writes no file")
-    parser.add_argument("--seconds", type=float, help=f"of arrivals at the knee; default {SECONDS:g}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of arrivals at the knee; default {SECONDS:g}")
     args = parser.parse_args()
-    seconds = args.seconds or SECONDS
     head = about()
-    with cluster(spec(demo_model("125m"))) as served:
+    shares = QUICK_SHARES if args.quick else SHARES
+    rows: list[dict[str, Any]] = []
+    wanted = spec(demo_model("125m"))
+    wanted["router"] |= {"dead_after_s": PATIENCE_S}
+    with cluster(wanted) as served:
         console.print(f"ready after {served.ready_s:.0f} s; load average {os.getloadavg()[0]:.2f}")
-        profile = measure_profile(served, QUICK if args.quick else Effort())
-        path = MODELS / "verify-live-profile.json"
-        write_profile(profile, path)
-        console.print(f"profile in {os.path.relpath(path)}; error {to_json(profile.error)}")
-        simulated = sim_cluster(profile)
-        slo = slo_of(profile, workload_of(settings_of(1.0, 2000, 0)))
-        lengths = workload_of(settings_of(1.0, 5000, 0))
-        long_run = knee_of(simulated, lengths, slo, profile.client_s, LONG_RUN, 1)
-        count = QUICK_REQUESTS if args.quick else round(min(max(long_run * seconds, LEAST), MOST))
-        knee = knee_of(simulated, lengths, slo, profile.client_s, count, SEEDS)
-        console.print(
-            f"targets TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms; knee by simulation: "
-            f"{long_run:.2f}/s in the long run, {knee:.2f}/s for the {count} requests that are played at each rate"
-        )
-        rows: list[dict[str, Any]] = []
-        for share in QUICK_SHARES if args.quick else SHARES:
-            rate = share * knee
-            question = Question(
-                cluster=simulated,
-                settings=settings_of(rate, count, seed=len(rows)),
-                slo=slo,
-                source=path.name,
-                client_s=profile.client_s,
-                error=max(profile.error.prefill, profile.error.decode),
-            )
-            runs = []
-            for number in range(LIVE_RUNS):
-                console.print(f"{share:g} of the knee, {rate:.2f}/s, live run {number + 1} of {LIVE_RUNS}")
-                runs.append(live_run(served, question, profile))
-            rows.append(row_of(share, runs))
-            console.print(table_of(rows[-1:], slo, knee))
-    console.print(table_of(rows, slo, knee), phases_table(rows), *broken_of(rows), sep="\n")
-    result = {
-        **head,
-        "load_average": os.getloadavg(),
-        "seconds": seconds,
-        "slo": to_json(slo),
-        "knee_per_s": knee,
-        "knee_in_the_long_run_per_s": long_run,
-        "profile": profile_object(profile),
-        "rows": rows,
-    }
+        trial = prepare(served, args.seconds, quick=args.quick)
+        for number, share in enumerate(shares):
+            console.print(f"{share:g} of the knee; about {trial.left_s(shares[number:]) / 60:.0f} minutes left")
+            question = trial.question(share, seed=number)
+            rows.append(row_of(share, [live_run(served, question, trial.profile) for _ in range(LIVE_RUNS)]))
+            console.print(table_of(rows[-1:], trial.slo, trial.knee))
+            if not args.quick:  # what is there is kept, should a later rate fail
+                saved = save("verify_live", result_of(head, trial, rows))
+    console.print(table_of(rows, trial.slo, trial.knee), phases_table(rows), *broken_of(rows), sep="\n")
     if not args.quick:
-        console.print(f"written to {os.path.relpath(save('verify_live', result))}")
-    failed = sum(row["failed"] for row in rows)
-    if failed:
+        console.print(f"written to {os.path.relpath(saved)}")
+    if failed := sum(row["failed"] for row in rows):
         console.print(f"[red]{failed} requests failed")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except (KvrelayError, CalibrationError, ProbeError) as error:
+        raise SystemExit(f"error: {error}") from None
