@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0  # a rank loads as much as its leader, beside it
-MEET_TIMEOUT_S = 60.0  # a rank that lives and does not come; one that dies is noticed at once
+MEET_TIMEOUT_S = 30.0  # a rank that lives and does not come; one that dies is noticed at once
 
 Forward = Callable[[KvMemory, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 60.0  # a process that lives and reads nothing
+SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
 END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
 
