@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from bench import gpu_cluster, gpu_table, gpu_transports
 from bench.colocated import Arrival, Colocated
@@ -15,6 +19,7 @@ from bench.gpu_cluster import Ask
 from bench.gpu_common import WrongResult
 from cluster.resolve import Machine, resolve, workers_of
 from cluster.spec import load_spec
+from engine import device
 from engine.engine import Engine, EngineOptions
 from kvrelay.demo_model import make_demo_model
 from kvrelay.types import Completion, Receipt
@@ -158,3 +163,49 @@ def test_the_script_is_shell_and_names_programs_that_exist() -> None:
     assert called
     for word in called:
         assert (ROOT / "bench" / f"{word.strip(chr(39))}.py").exists(), word
+
+
+# What a worker may take of a GPU
+
+
+def test_two_workers_on_one_gpu_each_take_their_own_share() -> None:
+    total, weights, peak = 141 << 30, 16 << 30, 2 << 30
+    budgets = [
+        device.kv_budget(total_bytes=total, used_bytes=weights, peak_bytes=peak, utilization=share)
+        for share in (0.3, 0.6)
+    ]
+    assert sum(budgets) + 2 * (weights + peak) <= 0.9 * total
+    free = total - 2 * (weights + peak)  # whichever comes first
+    assert device.checked_free(budgets[1], free_bytes=free, utilization=0.6) == budgets[1]
+    assert device.checked_free(budgets[0], free_bytes=free - budgets[1], utilization=0.3) == budgets[0]
+
+
+def test_a_share_that_others_have_taken_is_told() -> None:
+    with pytest.raises(ValueError, match=r"utilization is 0\.6, which leaves 64\.0 GiB .* only 10\.0 GiB .* are free"):
+        device.checked_free(64 << 30, free_bytes=10 << 30, utilization=0.6)
+
+
+# The extras
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+@pytest.mark.parametrize("extra", ["gpu", "gpu-cu12"])
+def test_the_pinned_versions_are_those_that_the_package_asks_for(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pins(f"constraints-{extra}.txt")
+    for text in [*project["dependencies"], *project["optional-dependencies"][extra]]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pinned[canonicalize_name(wanted.name)]), text
+
+
+def test_each_extra_has_its_own_cuda_and_nccl() -> None:
+    new, old = pins("constraints-gpu.txt"), pins("constraints-gpu-cu12.txt")
+    assert "nvidia-nccl-cu13" in new
+    assert "nvidia-nccl-cu12" not in new, "it would overwrite the other's library"
+    assert "nvidia-nccl-cu12" in old
+    assert "nvidia-nccl-cu13" not in old
+    assert Version(old["torch"]) < Version("2.11") <= Version(new["torch"])
