@@ -13,7 +13,18 @@ import time
 
 from bench.common import REPO, RESULTS
 
-NAMES = ("engine", "handoff", "router", "e2e", "startup", "simulator", "roofline", "paper_splitwise")
+NAMES = (
+    "engine",
+    "handoff",
+    "router",
+    "e2e",
+    "startup",
+    "simulator",
+    "roofline",
+    "paper_splitwise",
+    "placement_search",
+    "paper_distserve",
+)
 
 
 def run(name: str, quick: bool) -> bool:

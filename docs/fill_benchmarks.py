@@ -325,6 +325,118 @@ def _other_ways(result: Mapping[str, Any]) -> Iterator[list[object]]:
             yield [name, f"{design} {_counts(row)}", *both, f"{result['live'][name][design]['rate']:g}"]
 
 
+def placement_search(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            row["search"],
+            f"{row['cpu_s']:g} ({row['wanted_cpu_s']:g})",
+            f"{row['simulated_requests']:,}",
+            row["candidates"],
+        ]
+        for row in result["rows"]
+    ]
+    found = [
+        [row["search"], row["chosen"], row["goodput"], row["best_two_pools"], row["best_colocated"]]
+        for row in result["rows"]
+    ]
+    parts = [
+        table(["search", "CPU-s (wanted)", "requests simulated", "whole clusters tried"], rows),
+        table(["search", "chosen", "requests/s", "best two pools", "best colocated"], found),
+    ]
+    return "\n\n".join(parts)
+
+
+def paper_distserve(result: Mapping[str, Any]) -> str:
+    """Its runs, its searches, its placements, its figures, its bursts."""
+    keys = ("its_simulator", "its_rules_here", "live_policies")
+    runs = [[row["case"], *(_run_of(row.get(key)) for key in keys)] for row in result.get("runs", [])]
+    searches = [
+        [
+            row["case"],
+            f"{row['its_best']} {row['its_best_per_gpu']:g}",
+            f"{row['its_rules_here']} {row['its_rules_here_per_gpu']:g}",
+            f"{row['configurations_alike']} of {row['configurations']}",
+            f"{row['long_run_best_pair']}: {row['long_run_per_gpu']:g}",
+        ]
+        for row in result.get("searches", [])
+    ]
+    placements = [
+        [f"{row['model']} {row['dataset']}", f"{row['published_prefill']} {row['published_decode']}"]
+        + [_best_of(row.get(key)) for key in ("algorithm_1_prefill", "algorithm_1_decode", "best_pairs")]
+        + [row.get("ours") or _best_of(row.get("best_colocated_same_profile"))]
+        for row in result.get("placements", [])
+    ]
+    figures = [
+        [
+            f"{row['case']}, {name}",
+            row["published_per_gpu"].get(name, ""),
+            row["burst_per_gpu"].get(name, ""),
+            _long(found),
+        ]
+        for row in result.get("figures", [])
+        for name, found in row["long_run_per_gpu"].items()
+    ]
+    gains = [
+        [
+            f"{row['case']}, gain over vLLM",
+            row["published_gain"],
+            _gain(row["burst_per_gpu"]),
+            ", ".join(f"{name} {gain}" for name, gain in row["long_run_gain"].items()),
+        ]
+        for row in result.get("figures", [])
+    ]
+    counts = ("300", "1000")
+    bursts = [
+        [row["placement"], *(f"{row['known_per_gpu'][n]:g}, {row['its_rules_here_per_gpu'][n]:g}" for n in counts)]
+        + [_long(found) for found in row["long_run_per_gpu"].values()]
+        for row in result.get("bursts", [])
+    ]
+    its = "its simulator"
+    return "\n\n".join(
+        [
+            table(["run: both met %, P90 TTFT, TPOT ms", its, "its rules here", "live policies"], runs),
+            table(["search: per GPU", its, "its rules here", "configurations alike", "best pair, long run"], searches),
+            table(
+                [
+                    "placement",
+                    "published prefill, decode (tp, pp)",
+                    "Algorithm 1: prefill",
+                    "decode",
+                    "best pair",
+                    "best colocated, same profile",
+                ],
+                placements,
+            ),
+            table(["goodput per GPU", "published", "its rules, a burst", "long run"], [*figures, *gains]),
+            table(
+                [
+                    "per GPU by number of requests: known, here",
+                    *counts,
+                    "its rules, long run",
+                    "live policies, long run",
+                ],
+                bursts,
+            ),
+        ]
+    )
+
+
+def _run_of(run: Mapping[str, float] | None) -> str:
+    return f"{run['attainment_pct']:g}, {run['ttft_p90_ms']:.0f}, {run['tpot_p90_ms']:.1f}" if run else ""
+
+
+def _best_of(found: Sequence[Sequence[Any]] | None) -> str:
+    return f"{found[0][0]}: {found[0][1]:g}" if found else ""
+
+
+def _long(found: Sequence[float]) -> str:
+    return f"{found[0]:g} ({found[1]:g} to {found[2]:g})"
+
+
+def _gain(rates: Mapping[str, float]) -> str:
+    return f"{rates['DistServe'] / rates['vLLM']:.2f}" if rates.get("vLLM") else "vLLM keeps the targets at no rate"
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -348,7 +460,9 @@ def cell(value: object) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "e2e": e2e,
     "handoff": handoff,
+    "paper_distserve": paper_distserve,
     "paper_splitwise": paper_splitwise,
+    "placement_search": placement_search,
     "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,

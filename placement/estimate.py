@@ -42,6 +42,15 @@ class Effort:
     half_width: float = 0.01
     decides: bool = False
 
+    def times(self, factor: float) -> Effort:
+        """So many times as many requests, and intervals as much narrower as that gives."""
+        return replace(
+            self,
+            first_requests=max(200, round(self.first_requests * factor)),
+            max_requests=max(200, round(self.max_requests * factor)),
+            half_width=self.half_width / math.sqrt(factor),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:

@@ -59,7 +59,7 @@ class Ask:
 
     `algorithm`: DistServe's "high" or "low" node-affinity; "auto" takes low where it promises more. `burstiness` of the
     arrivals (1: Poisson); `is_replay`: the workload's own arrivals instead. `processes`: None for one a core, 0 for
-    none besides this one.
+    none besides this one. `thoroughness`: so many times the simulated requests; less is quicker and less sure.
     """
 
     slo: Slo
@@ -75,6 +75,7 @@ class Ask:
     is_replay: bool = False
     seed: int = 0
     processes: int | None = None
+    thoroughness: float = 1.0
 
     def __post_init__(self) -> None:
         given = [key for key in ("num_gpus", "rate", "budget_usd_per_hour") if getattr(self, key) is not None]
@@ -87,6 +88,8 @@ class Ask:
                 raise PlanError(f"attainment is {one.attainment:g}; give a share above 0, at most 1")
             if not (one.ttft_s > 0 and one.tpot_s > 0):
                 raise PlanError(f"ttft is {one.ttft_s:g} s and tpot {one.tpot_s:g} s; give times above 0")
+        if not self.thoroughness > 0:
+            raise PlanError(f"thoroughness is {self.thoroughness:g}; give a number above 0 (1 is usual)")
         if self.max_pp < 1:
             raise PlanError(f"max_pp is {self.max_pp}; give 1 or more")
 
@@ -103,6 +106,7 @@ def plan(ask: Ask, catalog: Catalog, workload: Workload, *, on_progress: Progres
         targets=Targets(slo=ask.slo, classes=ask.classes),
         seed=ask.seed,
         max_pp=ask.max_pp,
+        thoroughness=ask.thoroughness,
     )
     planner = _Planner(ask, market)
     planner.look_at_offers()
@@ -316,7 +320,7 @@ class _Planner:
                 rate=self.ask.rate,
                 traffic=self.market.traffic,
                 targets=self.market.targets,
-                effort=JOINT,
+                effort=JOINT.times(self.ask.thoroughness),
                 seed=self.market.seed,
                 gpus_per_node=self.market.catalog.gpus_per_node,
             )
@@ -428,7 +432,7 @@ class _Planner:
                     traffic=self.market.traffic,
                     rate=rate,
                     targets=self.market.targets,
-                    effort=effort,
+                    effort=effort.times(self.ask.thoroughness),
                     seed=self.market.seed,
                     error=error,
                 )
@@ -517,7 +521,16 @@ class _Planner:
 
     def _asked(self) -> dict[str, Any]:
         ask, catalog = self.ask, self.market.catalog
-        keys = ("num_gpus", "rate", "budget_usd_per_hour", "max_pp", "colocated", "algorithm", "burstiness")
+        keys = (
+            "num_gpus",
+            "rate",
+            "budget_usd_per_hour",
+            "max_pp",
+            "colocated",
+            "algorithm",
+            "burstiness",
+            "thoroughness",
+        )
         asked = {key: getattr(ask, key) for key in (*keys, "is_replay", "seed", "objective")}
         return {
             "model": catalog.model,

@@ -60,6 +60,7 @@ class Market:
     targets: Targets
     seed: int = 0
     max_pp: int = 1
+    thoroughness: float = 1.0  # so many times the requests of a run
 
     @property
     def hardware(self) -> str:
@@ -147,7 +148,7 @@ def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
         traffic=traffic,
         targets=targets,
         top=top,
-        effort=SCREENING,
+        effort=SCREENING.times(market.thoroughness),
         precision=0.04,
         seed=market.seed,
     )
@@ -193,7 +194,7 @@ def _colocated_quest(market: Market, offer: Offer, unit: Candidate) -> Quest:
         traffic=market.traffic,
         targets=market.targets,
         top=1 / sum(1 / rate for rate in most) if unit.sharing == "prefill_first" else min(most),
-        effort=SCREENING,
+        effort=SCREENING.times(market.thoroughness),
         precision=0.04,
         seed=market.seed,
     )
@@ -391,7 +392,7 @@ def quest_of(market: Market, trial: Trial, *, effort: Effort, precision: float =
         targets=market.targets,
         copies=trial.copies,
         top=1.1 * trial.promised,
-        effort=effort,
+        effort=effort.times(market.thoroughness),
         precision=precision,
         seed=market.seed,
         factor=factor,

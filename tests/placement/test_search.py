@@ -41,6 +41,7 @@ def market(catalog: ToyCatalog | None = None, slo: Slo = SLO, max_pp: int = 1) -
         traffic=Traffic(source=alike()),
         targets=Targets(slo=slo),
         max_pp=max_pp,
+        thoroughness=0.2,
     )
 
 
