@@ -21,7 +21,7 @@ SHOWN = re.compile(
     re.DOTALL,
 )
 COLUMNS = "118"
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 def main() -> None:

@@ -25,8 +25,7 @@ def to_run(plan: Plan) -> Goodput | None:
     """What kvrelay can serve: the chosen placement, or the best one with two pools; None where there is none."""
     if plan.is_disaggregated:
         return plan.chosen
-    best = words.best_of(plan.tried, is_colocated=False)
-    return best if best is not None and best.goodput.value > 0 else None
+    return words.best_of(plan.tried, is_colocated=False)
 
 
 def spec_data(

@@ -226,7 +226,13 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
     at, from_left = ((0, y), -16) if width == "wide" else ((0, y - 0.42), 9)
     _circled(axes, rank, at, colour, offset=from_left)
     if width == "narrow":
-        style: Any = {"color": colour, "fontsize": 9.5, "va": "center_baseline", "fontweight": weight}
+        style: Any = {
+            "color": colour,
+            "fontsize": 9.5,
+            "va": "center_baseline",
+            "fontweight": weight,
+            "in_layout": False,
+        }
         axes.annotate(words.label(found.candidate), at, (22, 0), textcoords="offset points", **style)
     if not found.goodput.value:
         _after(axes, (0, y), "no rate meets the targets", MUTED, gap=9)
@@ -234,8 +240,8 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
 
 def phase_goodput(plan: Plan, width: Width) -> Figure | None:
     """Each phase alone: its goodput per GPU at every degree, which is what two pools can do that one cannot."""
-    tables = [(role, plan.phase_goodput.get(role, ())) for role in ("prefill", "decode")]
-    tables = [(role, sorted(table, key=_degree_order)) for role, table in tables if table]
+    roles = [role for role in ("prefill", "decode") if plan.phase_goodput.get(role)]
+    tables = [(role, sorted(plan.phase_goodput[role], key=_degree_order)) for role in roles]
     if not tables:
         return None
     count = max(len(table) for _, table in tables)
@@ -366,7 +372,7 @@ def _is_chosen(found: Goodput, plan: Plan) -> bool:
 
 
 def _after(axes: Axes, at: tuple[float, float], text: str, colour: str, *, gap: float = 4) -> None:
-    style: Any = {"va": "center", "fontsize": 9.5, "color": colour}
+    style: Any = {"va": "center", "fontsize": 9.5, "color": colour, "in_layout": False}
     axes.annotate(text, at, (gap, 0), textcoords="offset points", **style)
 
 
@@ -374,7 +380,9 @@ def _circled(axes: Axes, rank: int, at: tuple[float, float], colour: str, *, off
     """The rank in a circle, `offset` points to the right of a place."""
     box = {"boxstyle": "circle,pad=0.22", "facecolor": PAGE, "edgecolor": colour, "linewidth": 0.8}
     style: Any = {"ha": "center", "va": "center", "fontsize": 9 if rank < 10 else 8, "color": colour, "bbox": box}
-    axes.annotate(str(rank), at, (offset, 0), textcoords="offset points", annotation_clip=False, **style)
+    axes.annotate(
+        str(rank), at, (offset, 0), textcoords="offset points", annotation_clip=False, in_layout=False, **style
+    )
 
 
 def _colour(found: Goodput) -> str:

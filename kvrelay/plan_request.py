@@ -223,9 +223,14 @@ class PlanRequest(_Keys):
             elif isinstance(value, bool):
                 lines.append(flag if value else f"--no-{key.replace('_', '-')}")
             else:
-                text = ",".join(value) if isinstance(value, list) else f"{value}"
+                text = ",".join(value) if isinstance(value, list) else _plain(value)
                 lines.append(f"{flag} {shlex.quote(text)}")
         return " \\\n    ".join(lines)
+
+
+def _plain(value: object) -> str:
+    """20 for 20.0."""
+    return f"{value:.12g}" if isinstance(value, float) else f"{value}"
 
 
 def request_of(asked: Mapping[str, Any]) -> PlanRequest:

@@ -19,6 +19,7 @@ POOL_WORDS = {
     "router": "the router",
     "none": "nothing that was counted",
 }
+COLOCATED_WORDS = POOL_WORDS | {"prefill": "the time to first token", "decode": "the time per output token"}
 BUSY_WORDS = {
     "prefill": "prefill workers compute",
     "decode": "decode workers compute",
@@ -140,16 +141,32 @@ def answer(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> str:
     """How the best with two pools compares with the best colocated one; "" where only one kind was tried."""
-    best = {kind: best_of(plan.tried, is_colocated=kind) for kind in (True, False)}
-    apart, together = best[False], best[True]
+    kinds = {found.candidate.is_colocated for found in plan.tried}
+    if len(kinds) < 2:
+        return ""
+    apart, together = (best_of(plan.tried, is_colocated=is_colocated) for is_colocated in (False, True))
     if apart is None or together is None:
-        return ""
-    if not together.per_gpu and not apart.per_gpu:
-        return ""
-    if not together.per_gpu:
-        return "No colocated placement meets the targets at any rate, so two pools are what makes this possible."
-    if not apart.per_gpu:
+        if apart is together:
+            return ""
+        if together is None:
+            return "No colocated placement meets the targets at any rate, so two pools are what makes this possible."
         return "No placement with two pools meets the targets at any rate; colocated workers do."
+    return _by_price(plan, apart, together) or _by_gpu(apart, together)
+
+
+def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
+    """Where a rate was to be served for the least: what each takes for it. "" where that is the same."""
+    takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "")
+    prices = [float(getattr(found, takes)) if takes else 0.0 for found in (apart, together)]
+    if not all(prices) or abs(prices[0] - prices[1]) < 1e-6 * prices[0]:
+        return ""
+    shown = [f"{usd(price)} an hour" if takes == "usd_per_hour" else f"{num(price / 1e3)} kW" for price in prices]
+    if prices[0] < prices[1]:
+        return f"The best colocated placement takes {shown[1]} for it."
+    return f"The best two pools take {shown[0]} for it."
+
+
+def _by_gpu(apart: Goodput, together: Goodput) -> str:
     ratio = apart.per_gpu / together.per_gpu
     high, low = sorted((apart.per_gpu, together.per_gpu), reverse=True)
     figures = f"{num(high)} against {num(low)} requests/s per GPU"
@@ -161,9 +178,9 @@ def verdict(plan: Plan) -> str:
 
 
 def best_of(tried: Sequence[Goodput], *, is_colocated: bool) -> Goodput | None:
-    """The most goodput per GPU of its kind."""
-    found = [item for item in tried if item.candidate.is_colocated is is_colocated]
-    return max(found, key=lambda item: item.per_gpu, default=None)
+    """The first of its kind that meets the targets at some rate; `tried` has the best first."""
+    kind = (found for found in tried if found.candidate.is_colocated is is_colocated and found.goodput.value > 0)
+    return next(kind, None)
 
 
 def is_close(one: Goodput, other: Goodput) -> bool:
@@ -175,7 +192,7 @@ def is_close(one: Goodput, other: Goodput) -> bool:
 
 def binding(plan: Plan) -> str:
     """What gives way first, and how far away that is."""
-    what = POOL_WORDS[plan.binding]
+    what = (POOL_WORDS if plan.is_disaggregated else COLOCATED_WORDS)[plan.binding]
     if plan.binding == "none":
         return headroom(plan)
     return f"When the rate rises, {what} gives way first. {headroom(plan)}"

@@ -62,12 +62,13 @@ def make_plan(request: PlanRequest, on_progress: Progress | None = None) -> Plan
 
 def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
     """Where the figures come from: the plan's own words, and the margin."""
+    told = {key: text for key, text in plan.sources.items() if (key, text) != ("power", "W")}
     if request.margin is None:
-        return dict(plan.sources)
+        return told
     margin = load_margin(request.margin)
     counted = sum(run.counts for run in margin.runs)
     found = f"{request.margin.name}: times were wrong by {margin.error:.0%} in {words.count(counted, 'verified run')}"
-    return {**plan.sources, "margin": found}
+    return {**told, "margin": found}
 
 
 def asked(request: PlanRequest) -> dict[str, Any]:
@@ -220,7 +221,8 @@ def _provisioned(
 def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:
     """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
     short = short_name(catalog.hardware, names)
-    full = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
+    whole = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
+    full = replace(whole, title=gpu_name(catalog.hardware))
     roofline = catalog.of if isinstance(catalog, Narrowed) else catalog
     caps = roofline.machine.power_caps if isinstance(roofline, RooflineCatalog) else ()
     return [
@@ -232,15 +234,16 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     ]
 
 
+def gpu_name(hardware: str) -> str:
+    """H100 of "NVIDIA H100 SXM 80 GB"; the first word where none looks like it."""
+    found = re.search(r"\b[A-Z]+\d+\w*", hardware)
+    return found[0] if found else hardware.split()[0]
+
+
 def short_name(hardware: str, among: Sequence[str]) -> str:
     """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100."""
-
-    def token(name: str) -> str:
-        found = re.search(r"\b[A-Z]+\d+\w*", name)
-        return found[0] if found else name.split()[0]
-
-    own = token(hardware)
-    alike = [name for name in among if token(name)[:1] == own[:1]]
+    own = gpu_name(hardware)
+    alike = [name for name in among if gpu_name(name)[:1] == own[:1]]
     return own[:1].upper() if len(alike) == 1 else own
 
 

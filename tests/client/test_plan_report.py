@@ -133,7 +133,18 @@ def test_verdicts() -> None:
     close = replace(together_best, goodput=Interval(13.9, 13.0, 14.5))
     assert "come out alike" in plan_words.verdict(replace(PLAN, tried=(apart_best, close)))
     better = replace(together_best, goodput=Interval(28.4, 28.0, 29.0))
-    assert plan_words.verdict(replace(PLAN, tried=(apart_best, better))).startswith("Colocated workers serve 2 times")
+    assert plan_words.verdict(replace(PLAN, tried=(better, apart_best))).startswith("Colocated workers serve 2 times")
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [("cost", "The best colocated placement takes $40.00 an hour for it."), ("power", "takes 9 kW for it.")],
+)
+def test_what_is_to_be_cheap_is_compared_by_what_it_takes(objective: str, told: str) -> None:
+    dear = replace(TRIED[6], usd_per_hour=40.0, watts=9000.0)
+    assert told in plan_words.verdict(replace(PLAN, objective=objective, tried=(TRIED[0], dear)))
+    same = replace(PLAN, objective=objective, tried=(TRIED[0], TRIED[6]))
+    assert plan_words.verdict(same).startswith("Two pools serve")
 
 
 def test_an_out_that_cannot_be_written_is_told(tmp_path: Path) -> None:
