@@ -44,6 +44,7 @@ from placement.profile import (
 OnProgress = Callable[[str, int, int], None]
 ERROR_SHARE = 0.9
 MOST_BATCH = 64
+LEAST_LEN = 128  # tokens that a sequence may have: a prompt and the steps of a window
 MOST_CONTEXT = 4096  # tokens of a batch: what priming it may cost
 CONTEXTS_IN_CACHE = 8  # of the prefill worker at least, so that none drives out another
 CHUNK_DIFFERENCE = 0.2  # prompts that were in one step took the same time, but for this share
@@ -115,8 +116,10 @@ def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: Clus
         raise CalibrationError(f"tensor_parallel is {each}; a profile is of one degree, so give both the same")
     if not pools["prefill"][0].page_size:
         raise CalibrationError("the router does not say its workers' page size; it runs another version of kvrelay")
-    if model.max_model_len < 64:
-        raise CalibrationError(f"max_model_len is {model.max_model_len}; give the cluster 64 or more to be measured")
+    if model.max_model_len < LEAST_LEN:
+        raise CalibrationError(
+            f"max_model_len is {model.max_model_len}; give the cluster {LEAST_LEN} or more to be measured"
+        )
     if busy := status.num_in_flight + status.num_queued:
         raise CalibrationError(f"{busy} requests are being served; calibrate a cluster that nobody else uses")
 
@@ -182,8 +185,9 @@ class _Calibration:
         lengths, held = sorted({*lengths, self.pack}), [length for length in held if length != self.pack]
         tasks = [task(self._lone, length, length in held) for length in (*lengths, *held)]
         tasks += [task(self._behind, n, start, False) for n, start in self._contexts()]
-        tasks.append(task(self._together, 4, max(1, self.pack // 4), False))
-        tasks.append(task(self._together, 2, max(1, self.pack * 3 // 4), True))
+        if len(self.pools["prefill"]) == 1:  # of several, each would take some
+            tasks.append(task(self._together, 4, max(1, self.pack // 4), False))
+            tasks.append(task(self._together, 2, max(1, self.pack * 3 // 4), True))
         tasks.append(task(self._in_a_row))
         if self.longest >= self.max_chunk + 32:
             tasks.append(task(self._long, min(self.longest, 2 * self.max_chunk)))
@@ -223,9 +227,17 @@ class _Calibration:
 
     async def _in_a_row(self) -> None:
         """Prompts that each have a step of their own, one right after another: from token to token."""
-        seen, _ = await self.prober.prefill([self.prober.prompt(self.pack) for _ in range(5)])
-        tokens_s = sorted(one.first_token_s for one in seen)
-        self.found.gaps_s += [after - before for before, after in pairwise(tokens_s[1:])]
+        for seen in await self._series(self.pack, 5):
+            self.found.gaps_s += [after.first_token_s - before.first_token_s for before, after in pairwise(seen)]
+
+    async def _series(self, length: int, count: int) -> list[list[PrefillSeen]]:
+        """For each prefill worker what it computed right after another prompt, in order. `length` fills a step."""
+        prompts = [self.prober.prompt(length) for _ in range(count * len(self.pools["prefill"]))]
+        seen, _ = await self.prober.prefill(prompts)
+        by_worker: dict[str, list[PrefillSeen]] = defaultdict(list)
+        for one in sorted(seen, key=lambda one: one.first_token_s):
+            by_worker[one.worker].append(one)
+        return [found[1:] for found in by_worker.values()]
 
     async def _long(self, length: int) -> None:
         seen, _ = await self.prober.prefill([self.prober.prompt(length)])
@@ -289,10 +301,9 @@ class _Calibration:
         steps = min(3 * self.effort.steps, room)
         await prober.remember(prompts)
         alone = await prober.decode(prompts, max(self.effort.steps, steps // 2))
-        in_a_row, _ = await prober.prefill([prober.prompt(length) for _ in range(4)])
-        lone = sorted(in_a_row, key=lambda one: one.first_token_s)[1:]  # as those beside decode follow each other
+        lone = [one for seen in await self._series(length, 4) for one in seen]  # as beside decode, one after another
         beside, fed = await prober.decode_beside_prefill(prompts, steps, length, 2 * len(self.pools["prefill"]))
-        if not alone or not beside or len(fed) < 2:
+        if not alone or not beside or not lone or len(fed) < 2:
             return
         prefill = statistics.median(one.seconds for one in fed) / statistics.median(one.seconds for one in lone)
         decode = statistics.median(one.seconds for one in beside) / statistics.median(one.seconds for one in alone)

@@ -32,6 +32,7 @@ class ProbeError(Exception):
 class PrefillSeen:
     """`seconds`: from the first chunk's begin to the sampled token."""
 
+    worker: str
     prompt_len: int
     cached: int
     seconds: float
@@ -139,6 +140,7 @@ def _prefill_seen(outcome: Outcome) -> PrefillSeen:
     phases = outcome.timeline.phases_s
     until_token_s = sum(phases.get(name, 0.0) for name in ("route", "prefill_queue", "prefill"))
     return PrefillSeen(
+        worker=outcome.timeline.prefill_worker,
         prompt_len=outcome.usage.prompt_tokens,
         cached=outcome.usage.cached_tokens,
         seconds=phases.get("prefill", 0.0),
