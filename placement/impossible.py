@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement.bounds import floor_share, floors_s
+from placement.bounds import floor_share, floors_s, relaxed
 from placement.catalog import Offer, PlanError
-from placement.search import Alone, Market, PhaseRole, Spent, floor_sentence, ms, relaxed
+from placement.search import Alone, Market, PhaseRole, Spent, floor_sentence, ms
 
 
 def raise_if_nothing_fits(market: Market, offers: Sequence[Offer], spent: Spent, num_gpus: int) -> None:
@@ -41,10 +41,11 @@ def _raise_if_too_slow(market: Market, role: PhaseRole, offers: Sequence[Offer])
     is_prefill = role == "prefill"
     only = relaxed(market.targets, tpot=is_prefill, ttft=not is_prefill)
     source = market.traffic.source
-    pairs = [(offer, None) if is_prefill else (None, offer) for offer in offers]
-    if any(floor_share(*pair, source, only) >= 0 for pair in pairs):
+    pairs = [(offer if is_prefill else None, None if is_prefill else offer) for offer in offers]
+    if any(floor_share(prefill, decode, source, only) >= 0 for prefill, decode in pairs):
         return
-    times = [float(floors_s(*pair, source)[0 if is_prefill else 1].mean()) for pair in pairs]
+    floors = [floors_s(prefill, decode, source) for prefill, decode in pairs]
+    times = [float((ttft if is_prefill else tpot).mean()) for ttft, tpot in floors]
     fastest = offers[int(np.argmin(times))]
     slos = [one.slo for one in market.targets.classes] or [market.targets.slo]
     target_s = min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
