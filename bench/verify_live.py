@@ -1,11 +1,11 @@
 """Whether the planner may be believed: the same requests simulated and served, at four rates around the knee.
 
-    python -m bench.verify_live [--quick] [--seconds 90]
+    python -m bench.verify_live [--quick] [--seconds 120]
 
 A real cluster (Ray, processes, gRPC), one prefill and one decode worker on a core each, serves a 124.7M Llama-shaped
 model in bf16. It is calibrated; the simulator, which is told nothing else, finds the knee: the rate at which 9 of 10
 requests of the Azure conversation trace (lengths scaled to a quarter, Poisson arrivals) meet both targets. Then at
-half, three quarters, once and 1.2 times that rate the same requests, at the same times, are simulated once and served
+half, three quarters, once and 1.2 times that rate these requests, at the same times, are simulated once and served
 twice; the two live runs against each other say what the noise of the machine is. Before each run a few probes say how
 far the machine is from what was calibrated. Nothing is refused for noise; bench/results/verify_live.json keeps it all.
 
@@ -52,13 +52,12 @@ TRACE = REPO / "configs" / "workloads" / "azure-conv-2023.csv"
 SCALE, MAX_INPUT, MAX_OUTPUT = 0.25, 800, 200  # of 1024 tokens that a sequence may have
 SHARES = (0.5, 0.75, 1.0, 1.2)  # of the knee
 QUICK_SHARES = (0.6, 1.0)
-SECONDS = 90.0  # of arrivals at the knee; at all rates as many requests
+SECONDS = 120.0  # of arrivals at the knee; at all rates as many requests
 QUICK_REQUESTS = 30
 LIVE_RUNS = 2
 ATTAINMENT = 0.9
 SLO_TIMES = {"ttft": 4.0, "tpot": 2.0}  # of an unloaded request of mean length
-LONG_RUN = 3000  # requests that say where the knee is in the long run; as many as are then played say where it is
-SEEDS = 10
+LONG_RUN = 3000  # requests that say where the knee is in the long run; those that are played say where theirs is
 LEAST, MOST = 40, 400  # requests at a rate
 PATIENCE_S = 15.0  # a loaded machine that stands still for a while loses no worker
 AROUND_S = 15.0  # of a live run: probes before it, the last answers after it
@@ -67,7 +66,8 @@ METRICS = (("ttft", 90.0), ("tpot", 90.0))
 console = Console(width=max(136, Console().width))
 
 
-def settings_of(rate: float, num_prompts: int, seed: int) -> Settings:
+def settings_of(rate: float, num_prompts: int) -> Settings:
+    """The same requests at every rate, the gaps between them stretched."""
     return Settings(
         num_prompts=num_prompts,
         request_rate=rate,
@@ -76,7 +76,6 @@ def settings_of(rate: float, num_prompts: int, seed: int) -> Settings:
         max_input_len=MAX_INPUT,
         max_output_len=MAX_OUTPUT,
         num_warmups=6,
-        seed=seed,
     )
 
 
@@ -89,14 +88,12 @@ def slo_of(profile: Profile, workload: Workload) -> Slo:
     return Slo(ttft_s=math.ceil(100 * ttft_s) / 100, tpot_s=math.ceil(1000 * tpot_s) / 1000, attainment=ATTAINMENT)
 
 
-def knee_of(simulated: SimCluster, workload: Workload, slo: Slo, client_s: float, count: int, seeds: int) -> float:
-    """The highest rate at which the target share of `count` requests from an empty cluster is met, by simulation alone:
-    to 1%, on average over the seeds."""
+def knee_of(simulated: SimCluster, drawn: Callable[[float], Workload], slo: Slo, client_s: float) -> float:
+    """The highest rate at which the target share of the requests `drawn` for it is met, by simulation alone: to 1%."""
 
     def holds(rate: float) -> bool:
-        drawn = (workload.resampled(count, rate, seed=seed) for seed in range(seeds))
-        shares = [simulate(simulated, one).attainment(slo.ttft_s - client_s, slo.tpot_s) for one in drawn]
-        return statistics.fmean(shares) >= slo.attainment
+        outcome = simulate(simulated, drawn(rate))
+        return outcome.attainment(slo.ttft_s - client_s, slo.tpot_s) >= slo.attainment
 
     low, high = 0.0, 0.25
     while holds(high) and high < 1000:
@@ -299,13 +296,13 @@ class Trial:
     slo: Slo
     count: int  # requests at each rate
     long_run: float  # requests/s: the knee of a run that is long
-    knee: float  # of one of `count` requests
+    knee: float  # of the very requests that are played
 
-    def question(self, share: float, seed: int) -> Question:
+    def question(self, share: float) -> Question:
         error = self.profile.error
         return Question(
             cluster=self.simulated,
-            settings=settings_of(share * self.knee, self.count, seed),
+            settings=settings_of(share * self.knee, self.count),
             slo=self.slo,
             source=self.profile.name,
             client_s=self.profile.client_s,
@@ -323,14 +320,14 @@ def prepare(served: Cluster, seconds: float, *, quick: bool) -> Trial:
     write_profile(profile, MODELS / profile.name)
     console.print(f"profile in {os.path.relpath(MODELS / profile.name)}; error {profile.error}")
     simulated = sim_cluster(profile)
-    lengths = workload_of(settings_of(1.0, 5000, 0))
+    lengths = workload_of(settings_of(1.0, 5000))
     slo = slo_of(profile, lengths)
-    long_run = knee_of(simulated, lengths, slo, profile.client_s, LONG_RUN, 1)
+    long_run = knee_of(simulated, lambda rate: lengths.resampled(LONG_RUN, rate, seed=1), slo, profile.client_s)
     count = QUICK_REQUESTS if quick else round(min(max(long_run * seconds, LEAST), MOST))
-    knee = knee_of(simulated, lengths, slo, profile.client_s, count, SEEDS)
+    knee = knee_of(simulated, lambda rate: workload_of(settings_of(rate, count)), slo, profile.client_s)
     console.print(
         f"targets TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms; knee by simulation: "
-        f"{long_run:.2f}/s in the long run, {knee:.2f}/s for the {count} requests that are played at each rate"
+        f"{long_run:.2f}/s in the long run, {knee:.2f}/s for the {count} requests that are played"
     )
     return Trial(profile=profile, simulated=simulated, slo=slo, count=count, long_run=long_run, knee=knee)
 
@@ -363,7 +360,7 @@ def main() -> int:
         trial = prepare(served, args.seconds, quick=args.quick)
         for number, share in enumerate(shares):
             console.print(f"{share:g} of the knee; about {trial.left_s(shares[number:]) / 60:.0f} minutes left")
-            question = trial.question(share, seed=number)
+            question = trial.question(share)
             rows.append(row_of(share, [live_run(served, question, trial.profile) for _ in range(LIVE_RUNS)]))
             console.print(table_of(rows[-1:], trial.slo, trial.knee))
             if not args.quick:  # what is there is kept, should a later rate fail
