@@ -92,6 +92,17 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr) == (2, "error: modle is not a known key; did you mean model?\n")
 
 
+def test_what_a_planner_may_write_and_is_not_served_is_told_before_anything_starts(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: org/m\npools: [{role: prefill}, {role: decode, tensor_parallel: 2, num_gpus: 2}]\n")
+    refused = kvrelay(tmp_path, "up", str(spec))
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "error: pools[1].tensor_parallel is 2, and on GPUs this version serves 1 only; "
+        "give replicas, each on a GPU of its own, or device: cpu\n",
+    )
+
+
 def test_pool_sizes_do_not_go_with_a_spec(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: org/m\npools: [{role: prefill}, {role: decode}]\n")
