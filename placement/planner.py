@@ -13,15 +13,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from placement.advice import Findings, advise
+from placement.ask import Ask as Ask
 from placement.assemble import offers_of
 from placement.catalog import Catalog, Offer, PlanError
 from placement.estimate import Effort, Estimate
 from placement.goodput import Found, Progress, Runner, find_goodput, runner, verify_goodput
 from placement.growth import EstimateJob, RateJob, Sized, binding_pool, estimate_job, size_for_rate, with_one_more
 from placement.impossible import raise_if_nothing_fits, why_nothing
-from placement.plan import Candidate, Goodput, Interval, Objective, Plan, Pool, RatePoint, RequestClass, Slo
+from placement.lengths import fit_arrivals
+from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
 from placement.search import (
     Alone,
     Market,
@@ -42,56 +45,15 @@ from placement.targets import Targets
 from placement.traffic import Traffic, with_classes
 from placement.workload import Workload
 
-Algorithm = Literal["auto", "high", "low"]
 WHOLE_CLUSTERS = 4  # of two pools, simulated as a whole
 COLOCATED_CLUSTERS = 2
 LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
 JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
+MANY = 100  # requests, whose arrivals say something
 CURVES = 4  # candidates that get them
 CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is wanted. Exactly one of num_gpus, rate and budget_usd_per_hour.
-
-    `algorithm`: DistServe's "high" or "low" node-affinity; "auto" takes low where it promises more. `burstiness` of the
-    arrivals (1: Poisson); `is_replay`: the workload's own arrivals instead. `processes`: None for one a core, 0 for
-    none besides this one. `thoroughness`: so many times the simulated requests; less is quicker and less sure.
-    """
-
-    slo: Slo
-    objective: Objective = "goodput"
-    num_gpus: int | None = None
-    rate: float | None = None
-    budget_usd_per_hour: float | None = None
-    classes: tuple[RequestClass, ...] = ()
-    max_pp: int = 1
-    colocated: bool = True
-    algorithm: Algorithm = "auto"
-    burstiness: float = 1.0
-    is_replay: bool = False
-    seed: int = 0
-    processes: int | None = None
-    thoroughness: float = 1.0
-
-    def __post_init__(self) -> None:
-        given = [key for key in ("num_gpus", "rate", "budget_usd_per_hour") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise PlanError(f"{' and '.join(given) or 'nothing'} is given; give one of num_gpus, rate and budget")
-        if not getattr(self, given[0]) > 0:
-            raise PlanError(f"{given[0]} is {getattr(self, given[0]):g}; give a number above 0")
-        for one in (self.slo, *(kind.slo for kind in self.classes)):
-            if not 0 < one.attainment <= 1:
-                raise PlanError(f"attainment is {one.attainment:g}; give a share above 0, at most 1")
-            if not (one.ttft_s > 0 and one.tpot_s > 0):
-                raise PlanError(f"ttft is {one.ttft_s:g} s and tpot {one.tpot_s:g} s; give times above 0")
-        if not self.thoroughness > 0:
-            raise PlanError(f"thoroughness is {self.thoroughness:g}; give a number above 0 (1 is usual)")
-        if self.max_pp < 1:
-            raise PlanError(f"max_pp is {self.max_pp}; give 1 or more")
 
 
 def plan(ask: Ask, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
@@ -375,7 +337,22 @@ class _Planner:
             headroom=headroom,
             tried=tuple(tried),
             refused=dict(sorted(self.spent.refused.items())),
-            advice=tuple(self._advice(chosen, tried, binding, relief, headroom)),
+            advice=tuple(
+                advise(
+                    Findings(
+                        chosen=chosen,
+                        tried=tried,
+                        binding=binding,
+                        relief=relief,
+                        headroom=headroom,
+                        rate=self.ask.rate,
+                        copies=self._trial_of(chosen.candidate).copies,
+                        error=self._error_of(chosen.candidate),
+                        asked_colocated=self.ask.colocated,
+                        arrivals=self._arrivals(),
+                    )
+                )
+            ),
             sources=self._sources(chosen),
             phase_goodput={
                 name: tuple((str(one.offer.degrees), one.per_gpu) for one in found) for name, found in phases.items()
@@ -458,66 +435,12 @@ class _Planner:
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
         return binding, {"": knee.point.attainment.value, **relief}
 
-    # words
-
-    def _advice(
-        self,
-        chosen: Goodput,
-        tried: Sequence[Goodput],
-        binding: Pool,
-        relief: Mapping[str, float],
-        headroom: float,
-    ) -> list[str]:
-        said = [self._on_disaggregation(chosen, tried)]
-        if binding in relief:
-            gain = f"{relief['']:.1%} to {relief[binding]:.1%}"
-            said.append(
-                f"The {binding} pool binds: at {1.1 * chosen.goodput.value:.3g} requests/s one more {binding} worker "
-                f"raises the share that meets both targets from {gain}."
-            )
-        elif binding == "link":
-            said.append("The link between the workers binds: place them within a node, or give prefill fewer GPUs.")
-        if (copies := self._trial_of(chosen.candidate).copies) > 1:
-            said.append(
-                f"Run it as {copies} clusters of one pair each, every pair in its nodes: the link between nodes is too "
-                f"slow for the KV."
-            )
-        if self.ask.rate:
-            said.append(_on_headroom(headroom, chosen.goodput))
-        error = self._error_of(chosen.candidate)
-        if error:
-            said.append(
-                f"The latency model was wrong by up to {error:.0%} where it was checked; the intervals carry that."
-            )
-        if not all(point.is_settled for point in chosen.curve):
-            said.append(
-                "Some rates near the knee did not settle within the limit; their intervals say how sure they are"
-            )
-        return [sentence for sentence in said if sentence]
-
-    def _on_disaggregation(self, chosen: Goodput, tried: Sequence[Goodput]) -> str:
-        is_colocated = chosen.candidate.is_colocated
-        others = [one for one in tried if one.candidate.is_colocated != is_colocated]
-        if not others:
-            if is_colocated:
-                return "Do not disaggregate: no two pools keep the targets with these GPUs."
-            return "" if not self.ask.colocated else "No colocated candidate keeps the targets."
-        other = others[0]
-        ratio = chosen.per_gpu / other.per_gpu
-        sure = (
-            ""
-            if chosen.goodput.low / chosen.candidate.gpus > other.goodput.high / other.candidate.gpus
-            else (", but their intervals overlap")
-        )
-        if is_colocated:
-            return (
-                f"Do not disaggregate: {chosen.candidate.label} serves {ratio:.2f} times the goodput per GPU of the "
-                f"best two pools, {other.candidate.label}{sure}."
-            )
-        return (
-            f"Disaggregation pays: {ratio:.2f} times the goodput per GPU of the best colocated candidate, "
-            f"{other.candidate.label}{sure}."
-        )
+    def _arrivals(self) -> str:
+        """What drawn arrivals leave out of the trace's own."""
+        source = self.market.traffic.source
+        if self.ask.is_replay or len(source) < MANY or not source.duration_s:
+            return ""
+        return fit_arrivals(source).warning
 
     def _asked(self) -> dict[str, Any]:
         ask, catalog = self.ask, self.market.catalog
@@ -561,9 +484,3 @@ def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:
         if point.is_settled or point.attainment.value <= least + 0.02:
             kept.append(point)
     return tuple(kept)
-
-
-def _on_headroom(headroom: float, goodput: Interval) -> str:
-    if headroom < 0.05:
-        return f"The rate stands at the knee ({goodput} requests/s): any more and the targets are missed."
-    return f"{headroom:.0%} of the goodput ({goodput} requests/s) is left at the rate asked for."
