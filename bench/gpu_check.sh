@@ -13,10 +13,10 @@
 set -u
 cd "$(dirname "$0")/.."
 
-rehearse=""; model=""; comparison=""; out=".bench/gpu_check"
+rehearse=""; model=""; comparison=""; out=".bench/gpu_check"; patience=1
 while [ $# -gt 0 ]; do
     case "$1" in
-        --rehearse) rehearse="--rehearse" ;;
+        --rehearse) rehearse="--rehearse"; patience=4 ;;
         --with-comparison) comparison=1 ;;
         --model) model="$2"; shift ;;
         --out) out="$2"; shift ;;
@@ -34,7 +34,7 @@ began=$SECONDS
 
 # part NAME BUDGET_S COMMAND...: runs it, shows the end of what it said, notes how it went.
 part() {
-    local name="$1" budget="$2" from=$SECONDS code
+    local name="$1" budget=$(($2 * patience)) from=$SECONDS code
     shift 2
     printf '\n== %s (at most %s s)\n' "$name" "$budget"
     timeout --kill-after=10 "$budget" "$@" > "$out/$name.log" 2>&1
@@ -62,11 +62,11 @@ else
     contract="tests/kv_transfer/test_transports.py"
 fi
 
-part environment 30 bash -c 'bench gpu_env'
-part correctness 130 "$python" -m pytest -q -m gpu tests/gpu
-part contract 60 "$python" -m pytest -q $contract
-part engine 170 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
-part transports 70 bash -c 'bench gpu_transports'
+part environment 90 bash -c 'bench gpu_env'
+part correctness 100 "$python" -m pytest -q -m gpu tests/gpu
+part contract 45 "$python" -m pytest -q $contract
+part engine 160 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
+part transports 60 bash -c 'bench gpu_transports'
 part cluster 130 bash -c 'bench gpu_cluster'
 [ -z "$comparison" ] || part comparison 180 bash -c 'bench gpu_one_gpu'
 

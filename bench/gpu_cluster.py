@@ -57,7 +57,7 @@ def asks(count: int, vocab: int, longest: int, rehearse: bool) -> list[Ask]:
         length = int(8 * (longest / 8) ** rng.random())
         own = [rng.randrange(5, vocab) for _ in range(length)]
         prompt = (common[: length // 2] + own)[:length] if index % 3 == 0 else own
-        found.append(Ask(tuple(prompt), rng.randint(2, 8 if rehearse else 64)))
+        found.append(Ask(tuple(prompt), rng.randint(2, 8 if rehearse else 48)))
     return found
 
 

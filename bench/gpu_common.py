@@ -253,7 +253,7 @@ def _answer(pipe: Connection, name: str) -> tuple[str, str]:
 
 def engine_options(model: str, rehearse: bool, **changes: Any) -> dict[str, Any]:
     """Of EngineOptions: on the GPU in bfloat16, or tiny on the CPU."""
-    base: dict[str, Any] = {"model": model, "dtype": "bfloat16", "max_model_len": MAX_POSITIONS, "device": "cuda"}
+    base: dict[str, Any] = {"model": model, "dtype": "bfloat16", "device": "cuda"}
     if rehearse:
         base |= {"device": "cpu", "threads": 1, "max_model_len": 1024, "parity_check": False}
     return base | changes

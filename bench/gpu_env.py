@@ -1,4 +1,7 @@
-"""What this machine has for kvrelay on GPUs: `python -m bench.gpu_env [--rehearse]`. Fails where nothing can run."""
+"""What this machine has for kvrelay on GPUs: `python -m bench.gpu_env [--rehearse]`. Fails where nothing can run.
+
+It also writes the model with random weights that the other programs load, if it is not there yet.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +81,7 @@ def main() -> None:
         shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         print(f"{key}: {shown}")
     print("NCCL settings: " + (", ".join(k for k in os.environ if k.startswith("NCCL_")) or "none"))
+    print(f"model: {gpu_common.model_dir(arguments.model, arguments.rehearse)}")
     gpu_common.save("env", gpu_common.about(arguments.rehearse) | found, arguments.rehearse, arguments.out)
 
 

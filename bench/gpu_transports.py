@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class Other:
         self.process.start()
         theirs.close()
         params = self.answer()
+        self._num_sent = 0
         self.end: SendEnd = load_transport(name).connect(memory, params, peer="decode", host=HOST, timeout_s=TIMEOUT_S)
 
     def answer(self) -> Any:
@@ -133,8 +135,10 @@ class Other:
             raise answer
         return answer
 
-    def move(self, segments: Sequence[Segment]) -> float:
-        """Seconds until the bytes stand in the other's pages."""
+    def move(self, wanted: Sequence[Segment]) -> float:
+        """Seconds until the bytes stand in the other's pages. Segments get the pair's running numbers."""
+        segments = [replace(segment, seq=self._num_sent + i) for i, segment in enumerate(wanted)]
+        self._num_sent += len(segments)
         if not self.end.one_sided:
             self.pipe.send(("receive", segments))
             assert self.answer() == "posted"
@@ -185,46 +189,45 @@ def _settle(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def orders(num_pages: int) -> Iterator[tuple[str, list[int], list[int]]]:
-    rng, pages = random.Random(num_pages), list(range(num_pages))
-    yield "consecutive", pages, pages
-    yield "scattered", rng.sample(pages, num_pages), rng.sample(pages, num_pages)
+def orders(num_pages: int, of: int) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Source and destination pages of a prompt, in memories with `of` pages each."""
+    rng, first = random.Random(num_pages), list(range(num_pages))
+    yield "consecutive", first, first
+    yield "scattered", rng.sample(range(of), num_pages), rng.sample(range(of), num_pages)
 
 
-def measure(name: str, num_tokens: int, devices: tuple[str, str], rehearse: bool, rounds: int) -> list[dict[str, Any]]:
-    layout = layout_of(num_tokens, rehearse)
-    memory, rows = random_memory(layout, devices[0], seed=1), []
-    nbytes = layout.page_bytes() * layout.num_pages
+def measure(
+    name: str, prompts: Sequence[int], devices: tuple[str, str], rehearse: bool, rounds: int
+) -> list[dict[str, Any]]:
+    """Prompts of so many tokens, through one pair. Raises WrongResult."""
+    layout = layout_of(max(prompts), rehearse)
+    memory = random_memory(layout, devices[0], seed=1)
     other = Other(name, memory, layout, devices[1])
-    copy_s = plain_copy_s(nbytes, devices[0], rounds)
-    for order, src, dst in orders(layout.num_pages):
-        segments = segments_of(layout, src, dst)
-        times = [other.move(_numbered(segments, turn)) for turn in range(rounds + 1)][1:]
-        if other.digest(dst) != digest(memory, src):
-            raise WrongResult(f"{name} brought other bytes than were sent: {num_tokens} tokens, {order} pages")
-        took_s = statistics.median(times)
-        rows.append(
-            {
-                "transport": name,
-                "prompt_tokens": num_tokens,
-                "pages": order,
-                "mbytes": round(nbytes / 1e6, 1),
-                "segments": len(segments),
-                "gbytes_per_s": nbytes / 1e9 / took_s,
-                "best_gbytes_per_s": nbytes / 1e9 / min(times),
-                "plain_copy_gbytes_per_s": nbytes / 1e9 / copy_s,
-                "share_of_plain_copy": copy_s / took_s,
-            }
-        )
+    rows = []
+    for num_tokens in prompts:
+        nbytes = layout.page_bytes() * (num_tokens // PAGE_SIZE)
+        copy_s = plain_copy_s(nbytes, devices[0], rounds)
+        for order, src, dst in orders(num_tokens // PAGE_SIZE, layout.num_pages):
+            segments = segments_of(layout, src, dst)
+            times = [other.move(segments) for _ in range(rounds + 1)][1:]
+            if other.digest(dst) != digest(memory, src):
+                raise WrongResult(f"{name} brought other bytes than were sent: {num_tokens} tokens, {order} pages")
+            took_s = statistics.median(times)
+            rows.append(
+                {
+                    "transport": name,
+                    "prompt_tokens": num_tokens,
+                    "pages": order,
+                    "mbytes": round(nbytes / 1e6, 1),
+                    "segments": len(segments),
+                    "gbytes_per_s": nbytes / 1e9 / took_s,
+                    "best_gbytes_per_s": nbytes / 1e9 / min(times),
+                    "plain_copy_gbytes_per_s": nbytes / 1e9 / copy_s,
+                    "share_of_plain_copy": copy_s / took_s,
+                }
+            )
     other.close()
     return rows
-
-
-def _numbered(segments: Sequence[Segment], turn: int) -> list[Segment]:
-    """With the pair's running numbers: every transfer of a pair has one of its own."""
-    from dataclasses import replace
-
-    return [replace(segment, seq=turn * len(segments) + i) for i, segment in enumerate(segments)]
 
 
 # --- NCCL ---
@@ -255,9 +258,9 @@ def measure_nccl(devices: tuple[str, str], environ: dict[str, str], rehearse: bo
     layout = layout_of(512, rehearse)
     memory = random_memory(layout, devices[0], seed=1)
     other = Other("process_group", memory, layout, devices[1], environ)
-    _, (_, src, dst) = list(orders(layout.num_pages))
+    _, (_, src, dst) = list(orders(layout.num_pages, layout.num_pages))
     segments = segments_of(layout, src, dst)
-    times = [other.move(_numbered(segments, turn)) for turn in range(6)]
+    times = [other.move(segments) for _ in range(6)]
     is_right = other.digest(dst) == digest(memory, src)
     other.close()
     nbytes = layout.page_bytes() * layout.num_pages
@@ -321,6 +324,8 @@ def check_lost_peer(name: str, device: str, rehearse: bool) -> dict[str, Any]:
 
 
 def bench(rehearse: bool) -> dict[str, Any]:
+    if rehearse:
+        torch.set_num_threads(1)
     device = gpu_common.device_of(rehearse)
     one_sided = "shared_memory" if rehearse else "cuda_ipc"
     prompts, rounds = ((128, 512), 2) if rehearse else (PROMPTS, ROUNDS)
@@ -330,8 +335,7 @@ def bench(rehearse: bool) -> dict[str, Any]:
     rows = [
         row | {"devices": f"{devices[0]} -> {devices[1]}"}
         for devices in pairs
-        for num_tokens in prompts
-        for row in measure(one_sided, num_tokens, devices, rehearse, rounds)
+        for row in measure(one_sided, prompts, devices, rehearse, rounds)
     ]
     lost = [check_lost_peer(one_sided, device, rehearse)]
     if rehearse:

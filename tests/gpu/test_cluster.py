@@ -18,12 +18,11 @@ pytestmark = [
 
 
 def test_the_two_process_cluster_gives_the_tokens_of_one_engine(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    from bench import gpu_cluster, gpu_common
+    from bench import gpu_cluster
 
     model: Path = make_demo_model(tmp_path_factory.mktemp("model") / "m", size="125m")
-    monkeypatch.setattr(gpu_common, "MAX_POSITIONS", 2048)
     wanted = gpu_cluster.asks(24, 4000, 600, rehearse=False)
     served = asyncio.run(gpu_cluster.serve(str(model), wanted, False, 3))  # raises unless all went by cuda_ipc
     reference = gpu_cluster.Reference(str(model), False, 2048)

@@ -118,7 +118,7 @@ async def test_a_handoff_brings_the_right_pages_and_finds_damaged_ones(corrupt: 
 def test_bytes_between_two_processes() -> None:
     from bench import gpu_transports
 
-    rows = gpu_transports.measure("cuda_ipc", 512, (GPU, GPU), rehearse=False, rounds=2)  # raises on wrong bytes
+    rows = gpu_transports.measure("cuda_ipc", (128, 512), (GPU, GPU), rehearse=False, rounds=2)  # raises on wrong bytes
     assert {row["pages"] for row in rows} == {"consecutive", "scattered"}
 
 
