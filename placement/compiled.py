@@ -61,7 +61,7 @@ PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle canno
     ("placement.distserve", "DistServeCluster"),
     ("placement.splitwise", "SplitwiseCluster"),
 )
-BUILD_TIMEOUT_S = 300.0
+BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """One policy, two clocks: what a live cluster decided, its policies decide again when they are told the same.
 
 The live run has prefix hits, preemptions, a client that leaves and a worker that is lost. Replay must give every
-decision of every policy again, exactly.
+decision of every policy again, exactly. Apart from that, a calm run's arrivals are simulated with step times as they
+were recorded: where the choices depend on arrivals and not on a loaded machine's pauses, they must be the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from cluster.local import LocalCluster
 from kvrelay.client import AsyncClient
 from placement.replay import Recording, main, read_recording, replay
+from placement.rerun import rerun
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import WAIT_S, counters, engine_with, random_prompt, router_with, until, worker_with
 
@@ -23,9 +25,8 @@ REQUESTS = 30
 NAMES = ("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-async def _serve(client: AsyncClient, index: int) -> None:
+async def _serve(client: AsyncClient, index: int, new_tokens: int) -> None:
     prompt = (SYSTEM if index % 3 else []) + random_prompt(10 + index * 7 % 60, seed=index)
-    new_tokens = 40 + index * 5 % 40
     await client.generate(prompt, temperature=0.0, max_tokens=new_tokens, min_tokens=new_tokens, timeout_s=WAIT_S)
 
 
@@ -50,7 +51,7 @@ async def _run(model: Path, folder: Path) -> Counter[str]:
     async with cluster, AsyncClient(cluster.endpoint) as client:
         tasks = [asyncio.create_task(_leave(client))]
         for index in range(REQUESTS):
-            tasks.append(asyncio.create_task(_serve(client, index)))
+            tasks.append(asyncio.create_task(_serve(client, index, 40 + index * 5 % 40)))
             if index == REQUESTS // 2:
                 await until(lambda: counters(cluster)["preemptions"] > 0, "pages ran short")
                 await cluster.decode[1]._server.stop(0)
@@ -95,3 +96,39 @@ def test_a_policy_with_another_option_decides_otherwise(
     assert difference is not None
     assert difference.replayed != difference.call.result
     assert f"call {difference.at}, {difference.call.method}(" in str(difference)
+
+
+CHOICES_TOLERANCE = 0.25  # of the requests may get another worker: this machine's pauses are not simulated
+WAVES = 8
+NEW_TOKENS = 10
+GAP_S = 0.25  # so that a simulated wave, too, has ended before the next one comes
+
+
+async def _run_calmly(model: Path, folder: Path) -> None:
+    """Waves of three prompts at once, each after the last one's end."""
+    cluster = LocalCluster(
+        str(model),
+        prefill=2,
+        decode=2,
+        engine=engine_with(),
+        worker=worker_with(record=str(folder), transports=("loopback",)),
+        router=router_with(record=str(folder)),
+    )
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        for wave in range(WAVES):
+            await asyncio.gather(*(_serve(client, 3 * wave + index, NEW_TOKENS) for index in range(3)))
+            await cluster.settled()
+            await asyncio.sleep(GAP_S)
+
+
+def test_the_same_arrivals_simulated_go_to_the_same_workers(model_dir: ModelDir, tmp_path: Path) -> None:
+    asyncio.run(_run_calmly(model_dir("llama"), tmp_path))
+    router, *workers = (read_recording(tmp_path / f"{name}.jsonl") for name in NAMES)
+    found = rerun(router, workers)
+    assert len(found.live) == len(found.simulated) == 3 * WAVES
+    assert {course.prefill for course in found.simulated} == {"prefill-0", "prefill-1"}
+    assert {course.decode for course in found.simulated} == {"decode-0", "decode-1"}
+    for role in ("prefill", "decode"):
+        assert found.same(role) >= 1 - CHOICES_TOLERANCE, found
+    for what in ("ttft_s", "e2e_s"):  # how near they are is for a quiet machine to say
+        assert found.ratio(what) > 0
