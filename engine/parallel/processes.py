@@ -113,8 +113,8 @@ class Processes:
         try:
             for rank in range(1, self._options.tensor_parallel):
                 self._start(rank)
-        except OSError as error:
-            self._broken = f"the ranks cannot be started: {error}"
+        except Exception as error:  # nobody else would hear of it
+            self._broken = f"the ranks cannot be started: {type(error).__name__}: {error}"
         finally:
             self._started.set()
         self._listen()

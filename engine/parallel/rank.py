@@ -95,7 +95,7 @@ def _nobody(layer: int) -> None:
 def main(fd: int, parent: int) -> int:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the leader decides
-    logging.basicConfig(level=os.environ.get("KVRELAY_RANK_LOG_LEVEL", "WARNING"), format=LOG_FORMAT)
+    logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "WARNING"), format=LOG_FORMAT)
     channel = Channel(socket.socket(fileno=fd))
     begin = channel.receive()
     if begin is None:
