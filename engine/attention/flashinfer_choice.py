@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.attention import flashinfer_build
 from engine.attention.base import AttentionCall, StepMeta
 from engine.attention.flashinfer import (
     FP8,
@@ -88,6 +89,9 @@ def measured(backend: FlashInferBackend, shapes: Sequence[Shape], remembered: Pa
     """The backend with a kernel chosen for each shape: from memory where it was measured before."""
     path = memory_path() if remembered is None else remembered
     capability = torch.cuda.get_device_capability(backend.device) if backend.device.type == "cuda" else (9, 0)
+    unknown = [shape for shape in shapes if _key(backend, shape) not in _recall(path)]
+    if unknown and backend.device.type == "cuda":
+        flashinfer_build.build(shapes, capability)
     kernels: dict[Shape, Kernels] = {}
     for shape in shapes:
         key = _key(backend, shape)

@@ -48,21 +48,22 @@ CASES = {
 
 
 # FlashInfer's kernels have these head dims only, and half precision.
-FLASHINFER_CASES = {
+FLASHINFER_CASES = {  # few widths: each kind of kernel and width is compiled by itself
     "one head for each query head": Case(4, 4, 64, 64),
     "grouped queries": Case(8, 2, 128, 128),
-    "groups of three": Case(6, 2, 64, 64),
+    "groups of three": Case(6, 2, 128, 128),
     "groups of seven": Case(14, 2, 128, 128),
     "wide heads": Case(4, 2, 256, 256),
-    "pages of 32": Case(4, 2, 128, 128, page_size=32),
-    "pages of 5": Case(4, 2, 64, 64, page_size=5),
-    "window": Case(8, 2, 64, 64, window=12),
+    "pages of 32": Case(8, 2, 128, 128, page_size=32),
+    "pages of 5": Case(8, 2, 128, 128, page_size=5),
+    "window": Case(8, 2, 128, 128, window=12),
     "window over many pages": Case(8, 2, 128, 128, window=100),
     "softcap": Case(8, 2, 128, 128, softcap=20.0),
-    "softcap and window": Case(4, 2, 256, 256, window=33, softcap=30.0),
-    "sinks": Case(8, 2, 64, 64, sinks=True),
-    "sinks and window": Case(8, 2, 64, 64, window=20, sinks=True),
+    "softcap and window": Case(8, 2, 128, 128, window=33, softcap=30.0),
+    "sinks": Case(8, 2, 128, 128, sinks=True),
+    "sinks and window": Case(8, 2, 128, 128, window=20, sinks=True),
 }
+FP8_CASES = ("grouped queries", "pages of 5", "window", "sinks and window")
 PREFILL_LENGTHS = (1, 17, 64, 65, 150)
 CHUNKED_LENGTHS = (20, 90)
 STEPS = (

@@ -31,6 +31,7 @@ from tests.engine import fake_flashinfer
 from tests.engine.contract import (
     CHUNKED_LENGTHS,
     FLASHINFER_CASES,
+    FP8_CASES,
     PREFILL_LENGTHS,
     Batch,
     Case,
@@ -134,11 +135,10 @@ def test_chunks_and_single_tokens_equal_dense_attention(name: str, decode: str) 
     check_chunks(Batch(case, BF16, backend_for(case, "fa2", decode), CHUNKED_LENGTHS))
 
 
-@pytest.mark.parametrize("decode", ["tensor", "xqa"])
-@pytest.mark.parametrize("name", ["grouped queries", "sinks and window"])
-def test_pages_in_fp8_are_read_with_their_scales(name: str, decode: str) -> None:
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_pages_in_fp8_are_read_with_their_scales(name: str) -> None:
     case = FLASHINFER_CASES[name]
-    backend = backend_for(case, "fa2", decode, FP8)
+    backend = backend_for(case, "fa2", "tensor", FP8)
     check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, kv_dtype=FP8))
 
 

@@ -7,6 +7,8 @@ checks and the order of the arguments are the library's.
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import flashinfer_build
 from engine.engine import Engine, EngineOptions
 from tests.engine import fake_flashinfer
 from tests.engine.contract import (
     CHUNKED_LENGTHS,
     FLASHINFER_CASES,
+    FP8_CASES,
     PREFILL_LENGTHS,
     Batch,
     check_chunks,
@@ -140,6 +144,42 @@ def xqa(*args: Any) -> None:
     assert sinks is None or sinks.shape[0] == kv_heads
 
 
+def test_the_modules_that_are_built_ahead_are_those_the_wrappers_ask_for(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashinfer import decode, prefill
+
+    asked: set[flashinfer_build.Wanted] = set()
+
+    def noting(name: str, make: Callable[..., SimpleNamespace]) -> Callable[..., SimpleNamespace]:
+        def made(*arguments: Any) -> SimpleNamespace:
+            asked.add((name, arguments))
+            return make(*arguments)
+
+        return made
+
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "get_batch_prefill_module", noting("gen_batch_prefill_module", prefill_module))
+    monkeypatch.setattr(decode, "get_batch_decode_module", noting("gen_batch_decode_module", decode_module))
+    xqa_module = importlib.import_module("flashinfer.xqa")
+    made = noting("gen_xqa_module", lambda *args: SimpleNamespace(xqa=xqa))
+    monkeypatch.setattr(xqa_module, "get_xqa_module", made)
+
+    shapes = []
+    for name in ("grouped queries", "window", "softcap"):
+        case = FLASHINFER_CASES[name]
+        for kernel, decode_kernel in (("fa3", "tensor"), ("fa2", "cores"), ("fa2", hopper_decode(case)[-1])):
+            backend = backend_for(case, kernel, decode_kernel)
+            backend.library = library
+            shapes += list(backend.kernels)
+            check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS))
+    ahead = flashinfer_build.wanted(shapes, (9, 0))
+    assert asked == set(ahead) - set(flashinfer_build.FOR_EVERY_MODEL)
+    for name, arguments in ahead:
+        generator = flashinfer_build._generator(name)
+        inspect.signature(generator).bind(*arguments)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     import flashinfer
@@ -176,10 +216,11 @@ def test_prompts(library: Any, name: str, kernel: str) -> None:
     check_prefill(Batch(case, BF16, backend, PREFILL_LENGTHS))
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
-@pytest.mark.parametrize(
-    ("name", "decode"), [(name, decode) for name, case in FLASHINFER_CASES.items() for decode in hopper_decode(case)]
-)
+WAYS = [(name, decode, BF16) for name, case in FLASHINFER_CASES.items() for decode in hopper_decode(case)]
+WAYS += [(name, "tensor", FP8) for name in FP8_CASES]
+
+
+@pytest.mark.parametrize(("name", "decode", "kv_dtype"), WAYS)
 def test_chunks_and_single_tokens(library: Any, name: str, decode: str, kv_dtype: torch.dtype) -> None:
     case = FLASHINFER_CASES[name]
     backend = backend_for(case, "fa2", decode, kv_dtype)

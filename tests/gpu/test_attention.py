@@ -15,12 +15,14 @@ import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall
 from engine.attention.flashinfer import FP8, FlashInferBackend, Kernels, Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer_build import build
 from engine.attention.flashinfer_choice import measured
 from engine.attention.torch_backend import TorchBackend
 from engine.device import why_no_flashinfer
 from tests.engine.contract import (
     CHUNKED_LENGTHS,
     FLASHINFER_CASES,
+    FP8_CASES,
     PREFILL_LENGTHS,
     Batch,
     Case,
@@ -48,10 +50,13 @@ def shape_of(case: Case, kv_dtype: torch.dtype) -> Shape:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[FlashInferBackend]:
-    """One workspace for all tests."""
+    """One workspace for all tests, and every kernel built at once."""
     missing = why_no_flashinfer(torch.device(GPU))
     if missing:
         pytest.skip(missing)
+    shapes = [shape_of(case, BF16) for case in FLASHINFER_CASES.values()]
+    shapes += [shape_of(FLASHINFER_CASES[name], FP8) for name in FP8_CASES]
+    build(shapes, torch.cuda.get_device_capability(GPU))
     yield FlashInferBackend(torch.device(GPU))
     torch.cuda.empty_cache()
 
@@ -94,10 +99,13 @@ def test_prefill(plain: FlashInferBackend, case: Case, kernel: str) -> None:
     right_or_refused(plain, shape, "prefill", kernel, lambda: check_prefill(batch))
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])
+WITH_PAGES = [(name, BF16) for name in FLASHINFER_CASES] + [(name, FP8) for name in FP8_CASES]
+
+
 @pytest.mark.parametrize("kernel", ["tensor", "cores", "xqa"])
-@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
-def test_decode_and_chunks(plain: FlashInferBackend, case: Case, kernel: str, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "kv_dtype"), WITH_PAGES)
+def test_decode_and_chunks(plain: FlashInferBackend, name: str, kernel: str, kv_dtype: torch.dtype) -> None:
+    case = FLASHINFER_CASES[name]
     shape = shape_of(case, kv_dtype)
     if kernel not in decode_candidates(shape, torch.cuda.get_device_capability()):
         pytest.skip(f"{kernel} is no candidate for this shape on this GPU")
@@ -107,11 +115,11 @@ def test_decode_and_chunks(plain: FlashInferBackend, case: Case, kernel: str, kv
     right_or_refused(plain, shape, "decode", kernel, lambda: check_chunks(batch))
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=["bfloat16", "fp8"])
-@pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
+@pytest.mark.parametrize(("name", "kv_dtype"), WITH_PAGES)
 def test_what_is_chosen_by_measurement_is_right(
-    plain: FlashInferBackend, tmp_path: Path, case: Case, kv_dtype: torch.dtype
+    plain: FlashInferBackend, tmp_path: Path, name: str, kv_dtype: torch.dtype
 ) -> None:
+    case = FLASHINFER_CASES[name]
     backend = measured(plain, [shape_of(case, kv_dtype)], tmp_path / "kernels.json")
     fp8 = FP8 if kv_dtype == FP8 else None
     check_prefill(Batch(case, BF16, backend, PREFILL_LENGTHS, device=GPU, kv_dtype=fp8))
