@@ -46,7 +46,8 @@ def printed(command: str) -> str:
     done = subprocess.run(
         call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    return "".join(f"{line.rstrip()}\n" for line in f"{done.stdout}{done.stderr}".strip("\n").splitlines())
+    lines = [line.rstrip() for line in f"{done.stdout}{done.stderr}".splitlines()]
+    return "\n".join(lines).strip("\n") + "\n"
 
 
 if __name__ == "__main__":

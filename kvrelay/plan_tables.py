@@ -32,7 +32,7 @@ def tables(plan: Plan) -> Iterator[RenderableType]:
 def _table(title: str, *columns: str, first: int = 0) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=bool(columns))
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", min_width=first if not i else None)
+        table.add_column(column, justify="right" if i else "left", min_width=first if not i else None, no_wrap=True)
     return table
 
 
@@ -59,7 +59,7 @@ def _figures(plan: Plan) -> Table:
 
 
 def _latency(plan: Plan) -> Table:
-    table = _table(f"At {words.num(plan.at_rate.rate)} requests/s", "", "target", "P50", "P90", "P99", first=30)
+    table = _table(f"At {words.num(plan.at_rate.rate)} requests/s", "", "target", "P50", "P90", "P99", first=6)
     for name, target, cells in words.percentile_rows(plan.at_rate, plan.slo):
         table.add_row(name, target, *cells)
     for name, met in plan.at_rate.by_class.items():
@@ -70,6 +70,7 @@ def _latency(plan: Plan) -> Table:
 def _alternatives(plan: Plan) -> Table:
     table = _table("Placements", "", "placement", "GPUs", "goodput", "per GPU", "USD/hour")
     table.columns[1].justify = "left"
+    table.columns[1].no_wrap = False
     shown = list(enumerate(plan.tried, start=1))
     best = [words.best_of(plan.tried, is_colocated=kind) for kind in (True, False)]
     for rank, found in shown:
