@@ -1,0 +1,119 @@
+"""How the CUDA driver is called through ctypes: against a small library with the driver's own signatures."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer import cuda
+from kv_transfer.base import TransferError
+from kv_transfer.cuda import CudaGpu
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the stand-in for libcuda needs g++")
+
+# As in cuda.h. An "allocation" begins 4096 bytes before what is asked about; contexts must balance.
+SOURCE = r"""
+#include <cstring>
+#include <cstddef>
+typedef int CUresult; typedef int CUdevice; typedef void *CUcontext; typedef unsigned long long CUdeviceptr;
+typedef struct { char reserved[64]; } CUipcMemHandle;
+static int held = 0, pushed = 0; static unsigned last_flags = 0; static CUdeviceptr closed = 0; static int refuse = 0;
+extern "C" {
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal + 100; return 0; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{ if (device != 103) return 101; held++; *context = (CUcontext)0x7000000000ULL; return 0; }
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) { if (device != 103) return 101; held--; return 0; }
+CUresult cuCtxPushCurrent_v2(CUcontext context)
+{ if (context != (CUcontext)0x7000000000ULL) return 201; pushed++; return 0; }
+CUresult cuCtxPopCurrent_v2(CUcontext *context) { *context = nullptr; pushed--; return 0; }
+CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr address)
+{ if (pushed != 1) return 201; *base = address - 4096; *size = 1 << 20; return 0; }
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr base)
+{ if (refuse) return 1; memset(handle, 0xAB, 64); memcpy(handle, &base, 8); handle->reserved[63] = 0x5A; return 0; }
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags)
+{ if (pushed != 1 || handle.reserved[63] != 0x5A) return 1; memcpy(address, &handle, 8); last_flags = flags; return 0; }
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) { closed = address; return 0; }
+CUresult cuGetErrorString(CUresult code, const char **text)
+{ *text = code == 1 ? "invalid argument" : "bad context"; return 0; }
+unsigned stub_flags() { return last_flags; }
+unsigned long long stub_closed() { return closed; }
+int stub_balance() { return held * 10 + pushed; }
+void stub_refuse(int yes) { refuse = yes; }
+}
+"""
+ADDRESS = 0x7F12_3456_7000  # more than 32 bits, as real ones are
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("libcuda")
+    (folder / "stub.cpp").write_text(SOURCE)
+    built = folder / "libcuda.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-O0", "-o", built, folder / "stub.cpp"], check=True)
+    loaded = ctypes.CDLL(str(built))
+    loaded.stub_closed.restype = ctypes.c_uint64
+    return loaded
+
+
+@pytest.fixture
+def gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaGpu]:
+    def load(name: str) -> Any:
+        assert name == "libcuda.so.1"
+        return library
+
+    cuda._driver.cache_clear()
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    made = CudaGpu.__new__(CudaGpu)
+    made._device = torch.device("cuda", 3)
+    yield made
+    assert library.stub_balance() == 0, "every context that was pushed is popped, and released"
+    library.stub_refuse(0)
+    cuda._driver.cache_clear()
+
+
+def memory_at(address: int) -> Any:
+    return SimpleNamespace(address=address)
+
+
+def test_a_handle_names_the_allocation_and_where_the_pages_begin_in_it(gpu: CudaGpu, library: Any) -> None:
+    handle, offset = gpu.export(memory_at(ADDRESS))
+    assert (len(handle), offset) == (64, 4096)
+    opened = gpu.open(handle)
+    assert opened + offset == ADDRESS
+    assert library.stub_flags() == 1, "peer access is enabled for memory of another GPU"
+    gpu.close(opened)
+    assert library.stub_closed() == ADDRESS - 4096
+
+
+def test_memory_that_cannot_be_shared_is_told_with_the_mend(gpu: CudaGpu, library: Any) -> None:
+    library.stub_refuse(1)
+    with pytest.raises(TransferError) as caught:
+        gpu.export(memory_at(ADDRESS))
+    assert str(caught.value) == (
+        "CUDA cannot share KV memory with another process (take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF): "
+        "invalid argument (1); use another transport"
+    )
+
+
+@pytest.mark.parametrize(("handle", "reason"), [(b"short", "has 64 bytes, and this one 5"), (bytes(64), "invalid arg")])
+def test_a_handle_that_means_nothing_is_refused(gpu: CudaGpu, handle: bytes, reason: str) -> None:
+    with pytest.raises(TransferError, match=reason):
+        gpu.open(handle)
+
+
+def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    cuda._driver.cache_clear()
+    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    with pytest.raises(TransferError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
+        cuda._driver()
