@@ -22,7 +22,7 @@ DISTURBED = Slo(ttft_s=0.4, tpot_s=0.0125)  # any step with a prompt in it takes
 def planned(
     slo: Slo = DISTURBED, catalog: ToyCatalog | None = None, workload: Workload | None = None, **ask: Any
 ) -> Plan:
-    ask = {"num_gpus": 4, "processes": 0, "thoroughness": 0.1} | ask
+    ask = {"num_gpus": 4, "processes": 0, "thoroughness": 0.05} | ask
     return plan(Ask(slo=slo, **ask), catalog or one_gpu(), workload or alike())
 
 
