@@ -65,8 +65,8 @@ fi
 part environment 90 bash -c 'bench gpu_env'
 part correctness 100 "$python" -m pytest -q -m gpu tests/gpu
 part contract 45 "$python" -m pytest -q $contract
-part engine 160 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
-part transports 60 bash -c 'bench gpu_transports'
+part engine 150 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
+part transports 75 bash -c 'bench gpu_transports'
 part cluster 130 bash -c 'bench gpu_cluster'
 [ -z "$comparison" ] || part comparison 180 bash -c 'bench gpu_one_gpu'
 
