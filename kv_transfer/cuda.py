@@ -25,6 +25,7 @@ cuda: Any = torch.cuda  # half typed
 
 COMPUTE_TIMEOUT_S = 60.0  # for layers that were launched: beyond it the GPU hangs
 POLL_S = 20e-6
+LONGEST_POLL_S = 200e-6
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -121,12 +122,14 @@ class CudaQueue:
 
 
 def _poll(event: Any, timeout_s: float, what: str) -> None:
-    """A thread that sleeps between looks leaves the GIL to the engine's; an event's own wait has no deadline."""
-    deadline_s = time.monotonic() + timeout_s
+    """A thread that sleeps between looks, the longer the longer it waits, leaves the GIL to the engine's; an event's own
+    wait has no deadline."""
+    began_s = time.monotonic()
     while event is not None and not event.query():
-        if time.monotonic() > deadline_s:
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout_s:
             raise TransferError(f"{what} for {timeout_s:g} s; the GPU may hang: see nvidia-smi and dmesg")
-        time.sleep(POLL_S)
+        time.sleep(min(LONGEST_POLL_S, POLL_S + waited_s / 8))
 
 
 def _kernels() -> Any:
