@@ -122,8 +122,8 @@ class CudaQueue:
 
 
 def _poll(event: Any, timeout_s: float, what: str) -> None:
-    """A thread that sleeps between looks, the longer the longer it waits, leaves the GIL to the engine's; an event's own
-    wait has no deadline."""
+    """A thread that sleeps between looks, the longer the longer it waits, leaves the GIL to the engine's; an event's
+    own wait has no deadline."""
     began_s = time.monotonic()
     while event is not None and not event.query():
         waited_s = time.monotonic() - began_s

@@ -1,4 +1,5 @@
-"""How the CUDA driver is called through ctypes: against a small library with the driver's own signatures."""
+"""How CUDA is called: the driver through ctypes, against a small library with its own signatures; streams and events
+of torch, against stand-ins that happen when a test says so."""
 
 from __future__ import annotations
 
@@ -117,3 +118,54 @@ def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
     with pytest.raises(TransferError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
         cuda._driver()
+
+
+class Event:
+    """Happens after so many looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waits_for: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waits_for.append(event)
+
+
+def queue_with(done: Event) -> cuda.CudaQueue:
+    queue = cuda.CudaQueue.__new__(cuda.CudaQueue)
+    queue._stream, queue._after = Stream(), None
+    queue.mark = lambda: done  # type: ignore[method-assign]
+    return queue
+
+
+def test_the_stream_waits_for_the_engines_event_and_the_caller_for_both() -> None:
+    computed, done = Event(3), Event(2)
+    queue = queue_with(done)
+    queue.wait_for(computed)
+    assert queue._stream.waits_for == [computed]
+    queue.finish(5.0)
+    assert computed.looks < 0
+    assert done.looks < 0
+    queue.wait_for(None)
+    assert queue._stream.waits_for == [computed], "what stands in the pages already is not waited for"
+
+
+def test_the_copys_deadline_begins_when_its_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = queue_with(Event(0))
+    queue.wait_for(Event(40))  # longer than the copy may take
+    queue.finish(0.001)
+    queue = queue_with(Event(float("inf")))
+    with pytest.raises(TransferError, match=r"the GPU copied nothing for 0\.02 s"):
+        queue.finish(0.02)
+    monkeypatch.setattr(cuda, "COMPUTE_TIMEOUT_S", 0.02)
+    queue.wait_for(Event(float("inf")))
+    with pytest.raises(TransferError, match=r"the layers were not computed for 0\.02 s"):
+        queue.finish(0.001)
