@@ -82,13 +82,14 @@ class GpuSteps:
                 rows.append(row)
         asked = [(chunk.request_id, chunk.sample) for chunk in step.chunks if chunk.sample is not None]
         plan = SamplingPlan.of([request_id for request_id, _ in asked], [spec for _, spec in asked])
-        beside = dict(plan.arrays) | {"rows": np.array(rows, np.int64)}
+        beside = dict(plan.arrays)
         chunks, source = self._sources(step.chunks)
         if source is not None:
             beside["source"] = source
         if self._takes_graph(step):
             logits, placed = self._replay(chunks, beside)
         else:
+            beside["rows"] = np.array(rows, np.int64)
             logits, placed = self._run(chunks, beside, step.on_layer)
         return self._draw(logits, plan, placed)
 
@@ -103,7 +104,7 @@ class GpuSteps:
         self, chunks: Sequence[Chunk], beside: Mapping[str, np.ndarray]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert self._graphs is not None
-        placed = self._upload(beside)
+        placed = self._upload(beside) if beside else {}
 
         def fill_in(token_ids: torch.Tensor) -> None:
             if "source" in placed:

@@ -35,6 +35,9 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], tor
 
 
 class Replans(Protocol):
+    @property
+    def reads_block_tables(self) -> bool: ...
+
     def replan(self, static: PageTables, now: PageTables) -> None: ...
 
 
@@ -121,6 +124,8 @@ class DecodeGraphs:
 
     def _fill_block_tables(self, static: StepMeta, width: int, count: int) -> None:
         """From the pages just uploaded, on the device: the table is much larger than what is new in it."""
+        if not self._backend.reads_block_tables:
+            return
         places = self._upload.device
         first = places["kv_indptr"][: static.num_sequences, None]
         at = (first + self._columns[:width]).clamp_(max=count - 1)

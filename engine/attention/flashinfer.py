@@ -163,6 +163,11 @@ class FlashInferBackend:
         runner.run(_dense(q_THD[:rows]), (k_pages, v_pages), out_THD[:rows], call)
         return out_THD
 
+    @property
+    def reads_block_tables(self) -> bool:
+        """Whether some kernel reads them: XQA alone."""
+        return any(kernels.decode == "xqa" for kernels in self.kernels.values())
+
     def replan(self, static: PageTables, now: PageTables) -> None:
         """Before a graph is replayed: plan its wrappers for `now`, whose arrays its buffers already hold."""
         for runner in self._static[id(static)].values():
