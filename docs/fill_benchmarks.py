@@ -265,6 +265,11 @@ def paper_splitwise(result: Mapping[str, Any]) -> str:
             ]
             for row in result["claims"]
         ]
+        said = [
+            [row["what"], f"{row['paper']:g}", f"{row['published']:.2f}", f"{row['table']:.2f}"]
+            for row in result["paper_figures"]
+        ]
+        parts.append(table(["conversation, as the paper has it", "paper", "here, published", "here, table"], said))
         parts += [table(head, claimed), "\n".join(f"- {sentence}" for sentence in result["reasons"])]
         parts.append(
             table(
