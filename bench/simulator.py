@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.pool import Pool
@@ -152,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.simulator", description="What a simulated request costs.")
     parser.add_argument("--quick", action="store_true", help="fewer cases, a hundred thousand requests at most")
     quick = parser.parse_args().quick
-    result = about()
+    result = about() | {"load_average": round(os.getloadavg()[0], 1)}  # of the last minute, on so many cores
     with simulation_pool(1) as pool:
         meter = Meter(pool)
         print("against DistServe's simulator:")
