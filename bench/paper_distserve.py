@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.common import REPO, about, save
+from bench.common import REPO, RESULTS, about, save
 from placement.assemble import assemble, offers_of, pair_of
 from placement.catalog import Degrees
 from placement.distserve import DistServeCluster
@@ -86,7 +86,7 @@ def shown(outcome: Outcome, slo_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def runs() -> list[dict[str, Any]]:
+def runs(run: Runner) -> list[dict[str, Any]]:
     rows = []
     for case in CASES.values():
         if case["kind"] != "simdistserve run":
@@ -155,7 +155,8 @@ def searches(run: Runner) -> list[dict[str, Any]]:
             system = its_cluster(case["model"], degrees)
             most, eps = case["max_per_gpu_rate"], case["esp"]
             ours[name] = burst_rate(system, workload, slo_s, most, eps, gpus_of(degrees))
-        best, pairs = max(ours, key=lambda name: ours[name]), best_pairs(run, case["model"], slo_s, "sharegpt", 8)
+        best = max(ours, key=lambda name: ours[name])
+        pairs = best_pairs(run, case["model"], slo_s, "sharegpt", case["num_node"] * case["gpu_per_node"])
         rows.append(
             {
                 "case": case["id"],
@@ -308,23 +309,27 @@ def bursts(run: Runner) -> list[dict[str, Any]]:
     return rows
 
 
+PARTS: dict[str, Callable[[Runner], list[dict[str, Any]]]] = {
+    "runs": runs,
+    "figures": figures,
+    "bursts": bursts,
+    "searches": searches,
+    "placements": placements,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.paper_distserve", description="DistServe beside us.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; the others are kept")
     parser.add_argument("--quick", action="store_true", help="without the placements of Table 5")
-    quick = parser.parse_args().quick
-    result = about()
+    args = parser.parse_args()
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; give some of {', '.join(PARTS)}")
+    path = RESULTS / "paper_distserve.json"
+    result = (json.loads(path.read_text()) if args.parts and path.exists() else {}) | about()
     with runner(None) as run:
-        result["runs"] = runs()
-        print("runs", json.dumps(result["runs"], indent=1), flush=True)
-        for name, part in (
-            ("figures", figures),
-            ("bursts", bursts),
-            ("searches", searches),
-            ("placements", placements),
-        ):
-            if quick and name == "placements":
-                continue
-            result[name] = part(run)
+        for name in args.parts or [name for name in PARTS if not (args.quick and name == "placements")]:
+            result[name] = PARTS[name](run)
             print(name, json.dumps(result[name], indent=1), flush=True)
     print(f"saved to {save('paper_distserve', result).relative_to(REPO)}")
 

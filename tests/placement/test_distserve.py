@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.catalog import Degrees
 from placement.distserve import DECODE_CAP_TOKENS, DistServeCluster, simulate
-from placement.published_distserve import distserve_latency
+from placement.published_distserve import DistServeCatalog, distserve_latency
 from placement.results import Outcome, percentiles
 from placement.traces import WorkloadError
 from placement.workload import Workload, from_rows, read_request_list
@@ -156,3 +157,47 @@ def step_by_step(placed: DistServeCluster, workload: Workload, ready_s: Any) -> 
 def test_a_prompt_that_no_step_takes_is_refused() -> None:
     with pytest.raises(WorkloadError, match="takes 66144"):
         simulate(cluster("opt_13b", [1, 1, 1, 1]), from_rows([[0, 70_000, 5]]))
+
+
+OTHERS = [  # model, degrees, engine, dataset, replicas of each
+    ("opt_13b", [1, 8, 2, 4], "distserve", "humaneval", (1, 1)),
+    ("opt_66b", [2, 4, 4, 8], "distserve", "longbench", (1, 1)),
+    ("opt_66b", [4, 1, 2, 2], "distserve", "longbench", (3, 2)),
+    ("opt_66b", [8, 2, 3, 1], "distserve", "humaneval", (2, 3)),
+    ("opt_13b", [2, 4, 0, 0], "vllm", "longbench", (2, 1)),
+    ("opt_66b", [4, 2, 0, 0], "vllm", "sharegpt", (3, 1)),
+]
+
+
+@pytest.mark.parametrize(("model", "degrees", "engine", "dataset", "replicas"), OTHERS)
+def test_other_configurations_serve_everybody_from_idle_to_overload(
+    model: str, degrees: list[int], engine: str, dataset: str, replicas: tuple[int, int]
+) -> None:
+    one = cluster(model, degrees, engine)
+    placed = DistServeCluster(prefill=one.prefill, decode=one.decode, num_prefill=replicas[0], num_decode=replicas[1])
+    workload = requests(f"{dataset}_synth_N300.json").first(40)
+    p90s = []
+    for rate in (0.02, 2.0, 1000.0):
+        outcome = simulate(placed, workload.faster(rate))
+        assert outcome.served == 40
+        assert (outcome.ttft_s > 0).all()
+        assert (outcome.finish_s > outcome.first_token_s).all()
+        p90s.append(percentiles(outcome.ttft_s)[1])
+    assert p90s[0] <= p90s[-1]
+    idle = simulate(placed, workload.faster(0.0001))
+    alone = [one.prefill.prefill_s([(length, 0)]) * one.prefill.stages for length in workload.prompt_len.tolist()]
+    overhead = 2e-3 + 1e-7 * workload.prompt_len
+    assert idle.ttft_s == pytest.approx(alone + overhead)
+
+
+def test_its_catalogue_offers_what_was_published_and_says_what_was_not() -> None:
+    catalog = DistServeCatalog(name="opt_66b")
+    assert Degrees(1, 2) not in catalog.degrees(8)
+    assert {Degrees(4, 1), Degrees(2, 2)} <= set(catalog.degrees(8))
+    assert "at TP 2, 3, 4, 8 only" in str(catalog.offer(Degrees(6, 1)))
+    near, far = catalog.offer(Degrees(4, 1)), catalog.offer(Degrees(4, 1), within_node=False)
+    assert not isinstance(near, str)
+    assert not isinstance(far, str)
+    assert near.kv_tokens == 78_496
+    assert near.latency.transfer_s(1000) == pytest.approx(2.359296 / 300)
+    assert far.latency.transfer_s(1000) == pytest.approx(2.359296 / 3.125)
