@@ -6,8 +6,8 @@ not record pays nothing. The file is for placement/replay.py, which feeds the ca
     {"policy": "DecodePolicy", "name": "decode-0", "limits": {...}, "num_pages": 96, "page_size": 16}
     [time s, "reserve", ["r1"], {"num_tokens": 40, ...}, {"Granted": {...}}]      one line for each call, in order
 
-A dataclass is written as {its name: its fields}; bytes as {"bytes": hex}; a set as {"set": [...]}, sorted; a result
-that comes back as an argument as {"result": the number of the call that gave it}.
+Values are written as engine/plain.py says; a result that comes back as an argument is {"result": the number of the call
+that gave it}.
 """
 
 from __future__ import annotations
@@ -20,20 +20,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from engine.plain import plain
+
 REMEMBERED = 8  # results that may come back as an argument
-
-
-def plain(value: Any) -> Any:
-    """As JSON knows it."""
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, frozenset | set):
-        return {"set": sorted(value)}
-    if is_dataclass(value):
-        return {type(value).__name__: {f.name: plain(getattr(value, f.name)) for f in fields(value)}}
-    return [plain(each) for each in value]
 
 
 def record_calls(policy: Any, directory: str | Path, name: str) -> None:

@@ -19,7 +19,7 @@ from cluster.accounts import Report, RequestShape, WorkerView
 from cluster.policy import PolicyOptions, RouterPolicy
 from decode_worker.policy import DecodeLimits, DecodePolicy
 from engine.blocks import PagePool
-from engine.recording import plain
+from engine.plain import plain
 from prefill_worker.policy import PrefillLimits, PrefillPolicy
 
 POLICIES = {"RouterPolicy": PolicyOptions, "PrefillPolicy": PrefillLimits, "DecodePolicy": DecodeLimits}
