@@ -101,7 +101,9 @@ def plan(
     max_batch_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of a prefill step, at most.")] = None,
     max_batch_size: Annotated[int | None, typer.Option(help="Requests of a decode step, at most.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same plan. Default: 0.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Simulate in so many; 0: in this one. Default: one a core.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Simulate in so many; 0: in this one. Default: one a core.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the spec, the plan, the report and plots here.")] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Draw no progress bar.")] = False,
     as_json: JsonOption = False,
