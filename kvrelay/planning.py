@@ -29,7 +29,7 @@ from placement.hardware import load_hardware
 from placement.latency import LatencyError
 from placement.machines import MachineType, PowerCap, capped, machine_of
 from placement.margin import load_margin
-from placement.model_shape import load_shape
+from placement.model_shape import load_shape, loadable_name
 from placement.plan import Plan, to_json
 from placement.profile import ProfileCatalog
 from placement.profile_file import read_profile
@@ -335,15 +335,12 @@ def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int]
 
 
 def _loaded_model(request: PlanRequest) -> str:
-    """A model's directory by its full path, or its name as it was given."""
+    """A model's directory by its full path, or its hub id."""
     given = request.model
     if given is None:
         assert request.profile is not None
         given = str(read_profile(request.profile).model.get("name", "model"))
-    path = Path(given).expanduser()
-    if path.name == "config.json":
-        path = path.parent
-    return str(path.resolve()) if path.is_dir() else given
+    return loadable_name(given)
 
 
 def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:

@@ -245,6 +245,21 @@ def known_models() -> list[str]:
     return sorted(path.stem for path in MODELS.glob("*.json"))
 
 
+def loadable_name(model: str) -> str:
+    """What a worker can load: a model directory by its full path, the hub id of a name under configs/models; otherwise
+    what was given."""
+    try:
+        path = _find(model)
+    except PlanError:
+        return model
+    if path.name == "config.json":
+        return str(path.parent.resolve())
+    if path.parent != MODELS:
+        return model
+    hub_id = json.loads(path.read_text(encoding="utf-8")).get("_name_or_path")
+    return model if hub_id is None or "/" in model else str(hub_id)
+
+
 def _find(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():

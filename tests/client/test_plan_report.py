@@ -75,7 +75,7 @@ def test_a_plan_of_tp_1_is_a_spec_that_up_takes(tmp_path: Path) -> None:
     prefill, decode = spec.pools
     assert (prefill.max_batch_tokens, prefill.pack_tokens, decode.max_batch_size) == (2048, 2048, 256)
     assert prefill.kv_memory == 24_000 * 16 * 131_072  # llama-3.1-8b: 32 layers of 8 heads, 128 wide, K and V, 2 bytes
-    assert spec.model == "llama-3.1-8b"
+    assert spec.model == "meta-llama/Llama-3.1-8B"
 
 
 def test_the_spec_says_how_it_came_about(folder: Path) -> None:

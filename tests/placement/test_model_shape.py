@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from placement.catalog import PlanError
-from placement.model_shape import MODELS, known_models, load_shape, shape_of
+from placement.model_shape import MODELS, known_models, load_shape, loadable_name, shape_of
 
 unit = pytest.mark.unit
 
@@ -29,6 +29,14 @@ OTHERS = ("gpt2", "qwen2", "qwen2_moe", "gemma2", "gpt_neox", "falcon", "phi", "
 def config(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((MODELS / "llama-3.1-8b.json").read_text())
     return {key: value for key, value in (found | changes).items() if value is not None}
+
+
+@unit
+def test_a_worker_is_told_a_hub_id_or_a_full_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODELS / "llama-3.1-8b.json").read_text())
+    assert loadable_name("llama-3.1-8b") == "meta-llama/Llama-3.1-8B"
+    assert loadable_name("somebody/llama-3.1-8b") == "somebody/llama-3.1-8b"
+    assert loadable_name(str(tmp_path)) == loadable_name(str(tmp_path / "config.json")) == str(tmp_path)
 
 
 @unit
