@@ -11,7 +11,7 @@ heads. So `kv_bytes_per_token` counts those; `latent_kv_bytes_per_token` is of a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,18 @@ MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 WINDOW_TYPES = ("sliding_attention", "chunked_attention", "local")
+FULL_EVERY = {  # where a config lists no layer_types: one layer in so many looks at all of its context
+    "gemma2": 2,
+    "gpt_oss": 2,
+    "cohere2": 4,
+    "olmo3": 4,
+    "exaone4": 4,
+    "llama4_text": 4,
+    "gemma3n_text": 5,
+    "gemma3_text": 6,
+}
+WINDOW_IF_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
+MOST = 2**40  # of any number in a config
 PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the first
     *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
     *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm"),
@@ -277,10 +289,17 @@ def _find(model: str) -> Path:
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """From a config's own keys. Raises PlanError: a key is missing, or the model keeps more than KV."""
-    text = config.get("text_config") or config.get("llm_config") or config
-    quantised = text.get("quantization_config") or config.get("quantization_config") or {}
+    text = _object(config, "text_config", name) or _object(config, "llm_config", name) or config
+    quantised = _object(text, "quantization_config", name) or _object(config, "quantization_config", name)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return _Reader(text, name).shape(quantised, dtype or "bfloat16")
+
+
+def _object(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise PlanError(f"model {name}: {key} is {value!r}; give keys and values in its config.json")
+    return value
 
 
 class _Reader:
@@ -297,7 +316,7 @@ class _Reader:
         what = f"model {self.name} ({self.model_type})"
         if self.config.get("is_encoder_decoder"):
             raise PlanError(f"{what} is an encoder-decoder; give a decoder-only model")
-        types = self.config.get("layer_types") or ()
+        types = self._list("layer_types", str)
         stateful = sorted({kind for kind in types if any(state in kind for state in STATE_LAYERS)})
         if stateful or self.model_type in NO_KV_TYPES:
             kinds = ", ".join(stateful) or "a recurrent state"
@@ -308,12 +327,19 @@ class _Reader:
             value = self.config.get(written)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
                 raise PlanError(f"model {self.name}: {written} is {value!r}; give a whole number in its config.json")
             return value
         if default is None:
             raise PlanError(f"model {self.name}: {NAMES.get(key, (key,))[0]} is missing; give it in its config.json")
         return default
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        value = self.config.get(key) or []
+        if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
+            what = "names" if kind is str else "whole numbers"
+            raise PlanError(f"model {self.name}: {key} is {value!r}; give a list of {what} in its config.json")
+        return list(value)
 
     def shape(self, quantised: Mapping[str, Any], dtype: str) -> ModelShape:
         layers, hidden, heads = (self._positive(key) for key in ("num_layers", "hidden", "heads"))
@@ -352,7 +378,7 @@ class _Reader:
     def _heads(self, hidden: int, heads: int) -> dict[str, Any]:
         """Multi-head, grouped or multi-query attention."""
         config, family = self.config, self.family
-        head_dim = int(config.get("head_dim") or config.get("head_size") or 0)
+        head_dim = self.number("head_dim", 0) or self.number("head_size", 0)
         if not head_dim and hidden % heads:
             raise PlanError(f"model {self.name}: {heads} heads do not divide hidden_size {hidden}; give head_dim")
         head_dim = head_dim or hidden // heads
@@ -420,18 +446,26 @@ class _Reader:
             "mlp_params": 3 * hidden * self.number("intermediate", width),
             "num_moe_layers": self._moe_layers(layers),
             "experts": experts,
-            "experts_per_token": self.number("experts_per_token"),
+            "experts_per_token": self._experts_per_token(experts),
             "expert_params": 3 * hidden * width + expert_bias,
             "shared_expert_params": 3 * hidden * shared,
             "router_params": router,
             "other_layer_params": 0,
         }
 
+    def _experts_per_token(self, experts: int) -> int:
+        count = self.number("experts_per_token")
+        if not 1 <= count <= experts:
+            raise PlanError(
+                f"model {self.name}: {NAMES['experts_per_token'][0]} is {count}; give 1 to its {experts} experts"
+            )
+        return count
+
     def _moe_layers(self, layers: int) -> int:
         config = self.config
         if "first_k_dense_replace" in config:
             return max(0, layers - self.number("first_k_dense_replace"))
-        dense = {int(layer) for layer in config.get("mlp_only_layers") or ()}
+        dense = set(self._list("mlp_only_layers", int))
         step = self.number("decoder_sparse_step", 1) or 1
         return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
 
@@ -454,13 +488,20 @@ class _Reader:
         return {"embedding_params": count + bias, "head_params": head, "is_tied": bool(tied)}
 
     def _window(self, layers: int) -> tuple[int, int]:
-        window = self.config.get("sliding_window") or self.config.get("attention_chunk_size") or 0
-        types: Sequence[str] = self.config.get("layer_types") or ()
-        if not window or self.config.get("use_sliding_window") is False:
+        """(tokens, layers that look no further back)."""
+        window = self.number("sliding_window", 0) or self.number("attention_chunk_size", 0)
+        is_asked = self.config.get("use_sliding_window", self.model_type not in WINDOW_IF_ASKED)
+        types = self._list("layer_types", str)
+        if not window or not is_asked:
             return 0, 0
         if types:
-            return int(window), sum(1 for kind in types if kind in WINDOW_TYPES)
-        return int(window), layers
+            return window, sum(1 for kind in types if kind in WINDOW_TYPES)
+        if self.model_type in WINDOW_IF_ASKED:
+            return window, max(0, layers - self.number("max_window_layers", layers))
+        pattern = self.config.get("sliding_window_pattern")  # 4, or LLLG
+        default = FULL_EVERY.get(self.model_type, 0)
+        every = len(pattern) if isinstance(pattern, str) else self.number("sliding_window_pattern", default)
+        return window, layers - layers // every if every else layers
 
 
 def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -483,10 +524,10 @@ def _quantisation(config: Mapping[str, Any], dtype: str, name: str) -> tuple[flo
         return 4.25, method, dtype
     if method == "bitsandbytes":
         return (4.5 if config.get("load_in_4bit") else 8.0), method, dtype
-    group: Any = next(iter((config.get("config_groups") or {}).values()), {})
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    group = _object({"": next(iter(_object(config, "config_groups", name).values()), {})}, "", name)
+    weights, inputs = _object(group, "weights", name), _object(group, "input_activations", name)
     bits = config.get("bits") or config.get("w_bit") or weights.get("num_bits")
-    if not isinstance(bits, int | float) or not 1 <= bits <= 16:
+    if not isinstance(bits, int | float) or isinstance(bits, bool) or not 1 <= bits <= 16:
         raise PlanError(f"model {name}: quantization_config.bits is {bits!r}; give the bits of a weight, 1 to 16")
     group_size = config.get("group_size") or weights.get("group_size") or 0
     scales = 20 / group_size if isinstance(group_size, int) and group_size > 0 else 0.0  # a scale and a zero point

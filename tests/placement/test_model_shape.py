@@ -104,6 +104,19 @@ def test_a_window_bounds_what_attention_does() -> None:
     assert shape_of(mixed).num_window_layers == 16
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4", "qwen2", "qwen3", "mistral"])
+def test_windowed_layers_are_those_of_transformers_where_a_config_does_not_list_them(name: str) -> None:
+    """As hubs keep them: the configs of Gemma 2 and its like are older than the key layer_types."""
+    from transformers import AutoConfig
+
+    given = {"num_hidden_layers": 26, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 20}
+    made = AutoConfig.for_model(name, **given)
+    every_layer = ["sliding_attention"] * 26
+    kinds = list(getattr(made, "layer_types", None) or every_layer)
+    shape = shape_of(config(model_type=name, **given))
+    assert (shape.window, shape.num_window_layers) == (512, kinds.count("sliding_attention"))
+
+
 @unit
 @pytest.mark.parametrize(
     ("quantised", "bits", "dtype"),
@@ -147,6 +160,19 @@ def test_a_dtype_asked_for_changes_weights_and_kv() -> None:
         ({"is_encoder_decoder": True}, "is an encoder-decoder; give a decoder-only model"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention, which is not KV"),
         ({"model_type": "mamba"}, "has layers of a recurrent state"),
+        ({"head_dim": "wide"}, "head_dim is 'wide'; give a whole number"),
+        ({"head_dim": -128}, "head_dim is -128; give a whole number"),
+        ({"num_hidden_layers": 10**400}, "give a whole number"),
+        ({"sliding_window": "far"}, "sliding_window is 'far'; give a whole number"),
+        ({"layer_types": 5}, "layer_types is 5; give a list of names"),
+        ({"quantization_config": "gptq"}, "quantization_config is 'gptq'; give keys and values"),
+        ({"quantization_config": {"config_groups": [1]}}, r"config_groups is \[1\]; give keys and values"),
+        ({"text_config": "x"}, "text_config is 'x'; give keys and values"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 16}, "num_experts_per_tok is 16; give 1 to its 8 experts"),
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": ["last"]},
+            r"mlp_only_layers is \['last'\]; give a list of whole numbers",
+        ),
         (
             {"quantization_config": {"quant_method": "odd"}},
             "quantization_config.bits is None; give the bits of a weight",
