@@ -405,8 +405,8 @@ def _on_equal_machines(name: str, rules: Mapping[str, Any]) -> str:
         times.append(best["rate"] / base["rate"])
         shapes.append(_shape(rules[rule], "AA"))
     return (
-        f"{name}, 70 A100 machines at equal cost and power: AA serves {times[0]:.2f} times what they do "
-        f"unsplit by the published rule {shapes[0]}, {times[1]:.2f} times by the table {shapes[1]}; the headline is 2.35."
+        f"{name}, 70 A100 machines at equal cost and power: AA serves {times[0]:.2f} times what they do unsplit by the "
+        f"published rule {shapes[0]}, {times[1]:.2f} times by the table {shapes[1]}; the headline is 2.35."
     )
 
 
