@@ -341,7 +341,7 @@ def placement_search(result: Mapping[str, Any]) -> str:
         for row in result["rows"]
     ]
     found = [
-        [row["search"], row["chosen"], row["goodput"], row["best_two_pools"], row["best_colocated"]]
+        [row["search"], row["chosen"], _long(row["goodput"]), row["best_two_pools"], row["best_colocated"]]
         for row in result["rows"]
     ]
     parts = [

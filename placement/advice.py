@@ -56,6 +56,8 @@ def _on_disaggregation(found: Findings) -> str:
     if found.rate:
         ratio = f"{chosen.candidate.gpus} GPUs for {found.rate:g} requests/s, against {other.candidate.gpus} of"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
+    if sure and found.error:
+        sure = f", if the latency model, wrong by up to {found.error:.0%}, is wrong alike for both"
     if is_colocated:
         return (
             f"Do not disaggregate: {chosen.candidate.label} has {ratio} the best two pools, "

@@ -188,6 +188,8 @@ def goodput_of(seen: Sequence[Estimate], most_slack: float) -> Interval:
     low, high = crossing(slacks, knee.value - knee.low), crossing(slacks, knee.value - knee.high)
     kept = max((one.point.rate for one in seen if one.slack.low >= 0 and one.point.rate <= value), default=0.0)
     missed = min((one.point.rate for one in seen if one.slack.high < 0 and one.point.rate >= value), default=high)
+    if not any(one.is_undecided for one in seen):  # the line between two rates that are sure is a guess
+        return Interval(value, kept, missed)
     return Interval(value, min(max(low, kept), value), max(min(high, missed), value))
 
 
