@@ -82,7 +82,18 @@ def asked(request: PlanRequest) -> dict[str, Any]:
 
 
 def workload(request: PlanRequest) -> Workload:
-    """The requests whose lengths, and whose times where they are to be kept, the plan is for."""
+    """The requests whose lengths, and whose times where they are to be kept, the plan is for. Raises WorkloadError,
+    PlanError."""
+    found = _requests(request)
+    if found.output_len.max() < 2:
+        raise PlanError(
+            f"{found.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "
+            "give requests with outputs of 2 tokens or more"
+        )
+    return found
+
+
+def _requests(request: PlanRequest) -> Workload:
     if request.trace is not None:
         shapes = read_trace(request.trace, request.num_prompts)
         name = request.trace.name
@@ -174,6 +185,8 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
             raise PlanError(refusal)
     if request.rate is not None:
         _check_rate(request.rate, catalog, requests, request.slo.tpot_s)
+    else:
+        _check_workers(request, catalog)
     return planner.plan(_ask(request), catalog, requests, on_progress=on_progress)
 
 
@@ -189,6 +202,20 @@ def _check_rate(rate: float, catalog: Catalog, requests: Workload, tpot_s: float
         raise PlanError(
             f"rate is {rate:g} requests/s, which takes {prefills + decodes:,} workers of {catalog.model} on "
             f"{catalog.hardware} or more, and a plan has {MAX_WORKERS:,} at most; divide the rate over several clusters"
+        )
+
+
+def _check_workers(request: PlanRequest, catalog: Catalog) -> None:
+    """Raises PlanError for more GPUs than make as many of the smallest workers as one router can know."""
+    price = catalog.cost.usd_per_gpu_hour
+    gpus = request.num_gpus or (request.budget / price if request.budget and price else 0)
+    known = catalog.degrees(min(math.ceil(gpus), catalog.gpus_per_node * request.max_pp))
+    smallest = min((one.gpus for one in known if isinstance(catalog.offer(one), Offer)), default=0)
+    if smallest and gpus / smallest > MAX_WORKERS:
+        asked = f"num_gpus is {request.num_gpus:,}" if request.num_gpus else f"budget is {request.budget:,} USD an hour"
+        raise PlanError(
+            f"{asked}, which is for {gpus / smallest:,.0f} workers of {catalog.model} on {catalog.hardware}, and a "
+            f"plan has {MAX_WORKERS:,} at most; plan for fewer GPUs and run several clusters"
         )
 
 

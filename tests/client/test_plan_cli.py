@@ -151,8 +151,21 @@ def test_a_file_that_is_not_what_it_should_be(tmp_path: Path, flag: str) -> None
 
 
 def test_requests_longer_than_any_worker_holds() -> None:
-    told = refused(*MODEL, *GPUS, "--random-input-len", "9000000", "--random-output-len", "1", *TARGETS)
+    told = refused(*MODEL, *GPUS, "--random-input-len", "9000000", "--random-output-len", "2", *TARGETS)
     assert "tokens" in told
+
+
+def test_requests_that_end_with_their_first_token() -> None:
+    told = refused(*MODEL, *GPUS, "--random-input-len", "512", "--random-output-len", "1", *TARGETS)
+    assert "every output is 1 token, which prefill makes, so there is nothing to decode; give" in told
+
+
+def test_more_gpus_than_one_router_can_know_workers() -> None:
+    told = refused(*MODEL, "--hardware", "h100-sxm", "--num-gpus", "1000000", *LENGTHS, *TARGETS)
+    assert told.startswith("num_gpus is 1,000,000, which is for 1,000,000 workers of llama-3.1-8b on NVIDIA H100")
+    assert "a plan has 1,024 at most; plan for fewer GPUs" in told
+    told = refused(*MODEL, "--hardware", "h100-sxm", "--budget", "1e7", *LENGTHS, *TARGETS)
+    assert told.startswith("budget is 10,000,000.0 USD an hour, which is for 2,100,840 workers")
 
 
 def test_json_tells_the_error_too() -> None:
