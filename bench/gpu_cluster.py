@@ -69,9 +69,10 @@ def workers(model: str, rehearse: bool) -> dict[str, WorkerProcess]:
     options = engine_options(model, rehearse, **sizes)
     prefill = {} if rehearse else {"max_batch_tokens": 8192, "pack_tokens": 2048, "short_prompt_tokens": 1024}
     decode = {"max_batch_size": 64}
+    graphs = {"prefill": 8, "decode": decode["max_batch_size"]}  # a prefill worker seldom decodes: fewer to capture
     return {
-        "prefill-0": WorkerProcess(role="prefill", engine=options, worker=prefill),
-        "decode-0": WorkerProcess(role="decode", engine=options, worker=decode),
+        f"{role}-0": WorkerProcess(role=role, engine=options | {"max_graph_batch": graphs[role]}, worker=limits)
+        for role, limits in (("prefill", prefill), ("decode", decode))
     }
 
 

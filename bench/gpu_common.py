@@ -206,13 +206,14 @@ async def _serve(pipe: Connection, name: str, spec: WorkerProcess) -> None:
 async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
     """The endpoint of a cluster whose workers are processes of their own, and whose router is in this one.
 
-    Workers load one after the other, so that each sees what the others took of the GPU.
+    Workers load side by side, so the share of the GPU that each may take must be written in its spec.
     """
     from cluster.front import RouterOptions, RouterServer
     from cluster.worker_link import LinkState, Member
 
     context = multiprocessing.get_context("spawn")
-    started, members = [], []
+    started: list[tuple[Any, Connection]] = []
+    members: list[Member] = []
     server = RouterServer(RouterOptions(host=HOST, port=0, secret=SECRET, dead_after_s=20.0))
     try:
         for name, spec in specs.items():
@@ -221,6 +222,7 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
             process.start()
             theirs.close()
             started.append((process, ours))
+        for (name, spec), (_, ours) in zip(specs.items(), started, strict=True):
             what, value = await asyncio.to_thread(_answer, ours, name)
             if what != "ready":
                 raise WrongResult(f"{name} did not start: {value}")

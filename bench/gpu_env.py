@@ -16,6 +16,7 @@ import torch
 
 from bench import gpu_common
 from cluster import gpus
+from engine import device
 from kv_transfer.transports import nccl
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "transformers", "ray", "grpcio", "numpy")
@@ -76,6 +77,9 @@ def main() -> None:
     reason = gpus.why_no_cuda(gpus.count_gpus() or torch.cuda.device_count(), torch.version.cuda)
     if not arguments.rehearse and (reason or not torch.cuda.is_available()):
         sys.exit(f"WRONG: {reason or 'torch finds no GPU; see nvidia-smi'}")
+    missing = "" if arguments.rehearse else device.why_no_flashinfer(torch.device("cuda", 0))
+    if missing:  # the tests of its kernels would be skipped, and nothing else would say so
+        sys.exit(f"WRONG: {missing}")
     found = facts(arguments.rehearse)
     for key, value in found.items():
         shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value

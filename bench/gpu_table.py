@@ -25,14 +25,16 @@ def parts(path: Path) -> list[tuple[str, int, int]]:
     return [(name, int(code), int(seconds)) for name, code, seconds in rows]
 
 
-def result(folder: Path, name: str) -> dict[str, Any]:
+def result(folder: Path, name: str, since_s: float) -> dict[str, Any]:
+    """Of this run: what an earlier one left is not shown for a part that failed now."""
     path = folder / f"gpu_{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    is_new = path.exists() and path.stat().st_mtime >= since_s
+    return json.loads(path.read_text()) if is_new else {}
 
 
-def figures(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(what, found, wanted) of what issue and user look for first."""
-    transports, cluster = result(folder, "transports"), result(folder, "cluster")
+def figures(folder: Path, since_s: float = 0.0) -> Iterator[tuple[str, str, str]]:
+    """(what, found, wanted) of what is looked for first."""
+    transports, cluster = result(folder, "transports", since_s), result(folder, "cluster", since_s)
     for row in transports.get("bytes", []):
         if row["prompt_tokens"] >= 2048 or transports["is_rehearsal"]:
             what = f"{row['transport']}, {row['prompt_tokens']} tokens, {row['pages']} pages"
@@ -46,7 +48,7 @@ def figures(folder: Path) -> Iterator[tuple[str, str, str]]:
         yield f"greedy tokens of {tokens['requests']} requests", found, "0 wrong"
         what = f"exposed handoff of {handoff['prompt_tokens']} tokens"
         yield what, f"{handoff['exposed_ms']:.2f} ms", f"{handoff['wanted_exposed_ms']:.0f} ms"
-    engine = result(folder, "engine")
+    engine = result(folder, "engine", since_s)
     for row in engine.get("summary", []):
         yield row["what"], row["found"], row["wanted"]
 
@@ -63,7 +65,8 @@ def main() -> None:
         table.add_row(name, MEANINGS.get(code, f"exit code {code}"), str(seconds))
     console.print(table)
     table = Table("figure", "found", "wanted")
-    for row in figures(folder):
+    began = arguments.status.with_name("began")
+    for row in figures(folder, began.stat().st_mtime if began.exists() else 0.0):
         table.add_row(*row)
     console.print(table)
     if arguments.rehearse:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -152,6 +154,27 @@ def test_the_check_fails_if_any_part_did(rows: str, code: int, tmp_path: Path, m
     with pytest.raises(SystemExit) as ended:
         gpu_table.main()
     assert bool(ended.value.code) == bool(code)
+
+
+def test_a_figure_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
+    summary = [{"what": "decode", "found": "3 ms", "wanted": "2 ms"}]
+    path = tmp_path / "gpu_engine.json"
+    path.write_text(json.dumps({"summary": summary}))
+    written_s = path.stat().st_mtime
+    assert list(gpu_table.figures(tmp_path, written_s)) == [("decode", "3 ms", "2 ms")]
+    assert not list(gpu_table.figures(tmp_path, written_s + 1))
+
+
+def test_the_tests_that_the_script_leaves_out_exist() -> None:
+    """pytest says nothing of a name to deselect that it does not know."""
+    script = (ROOT / "bench" / "gpu_check.sh").read_text()
+    names = re.search(r"^for name in (.*?); do", script, flags=re.DOTALL | re.MULTILINE)
+    assert names is not None
+    source = (ROOT / "tests" / "gpu" / "test_transports.py").read_text()
+    left_out = names[1].replace("\\", " ").split()
+    assert left_out
+    assert all(f"def test_{name}(" in source for name in left_out)
+    assert (ROOT / "tests" / "gpu" / "test_cluster.py").exists()
 
 
 def test_the_script_is_shell_and_names_programs_that_exist() -> None:

@@ -60,6 +60,20 @@ def build(shapes: Iterable[Shape], capability: tuple[int, int]) -> None:
         logger.warning("FlashInfer's modules are built one by one: %s", " ".join(str(error).split())[:300])
 
 
+def not_built(shapes: Iterable[Shape], capability: tuple[int, int]) -> list[str]:
+    """What has no library on this machine, neither built here nor beforehand, and why where that is known."""
+    missing: list[str] = []
+    for name, arguments in wanted(shapes, capability):
+        try:
+            spec = _generator(name)(*arguments)
+        except Exception as error:
+            missing.append(f"{name}: {' '.join(str(error).split())[:200]}")
+            continue
+        if not spec.is_compiled:
+            missing.append(str(spec.name))
+    return missing
+
+
 def _generator(name: str) -> Any:
     for module in MODULES:
         found = getattr(importlib.import_module(module), name, None)

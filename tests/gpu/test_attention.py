@@ -48,15 +48,18 @@ def shape_of(case: Case, kv_dtype: torch.dtype) -> Shape:
     )
 
 
+def all_shapes() -> list[Shape]:
+    with_bf16 = [shape_of(case, BF16) for case in FLASHINFER_CASES.values()]
+    return with_bf16 + [shape_of(FLASHINFER_CASES[name], FP8) for name in FP8_CASES]
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[FlashInferBackend]:
     """One workspace for all tests, and every kernel built at once."""
     missing = why_no_flashinfer(torch.device(GPU))
     if missing:
         pytest.skip(missing)
-    shapes = [shape_of(case, BF16) for case in FLASHINFER_CASES.values()]
-    shapes += [shape_of(FLASHINFER_CASES[name], FP8) for name in FP8_CASES]
-    build(shapes, torch.cuda.get_device_capability(GPU))
+    build(all_shapes(), torch.cuda.get_device_capability(GPU))
     yield FlashInferBackend(torch.device(GPU))
     torch.cuda.empty_cache()
 
