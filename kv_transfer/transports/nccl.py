@@ -48,6 +48,7 @@ ONE_GPU_SETTINGS = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
+HOST_ID, HOST_ID_PREFIX = "NCCL_HOSTID", "kvrelay-"
 MULTI_RANK_VERSION = (2, 30)
 MULTI_RANK_KEY = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -56,8 +57,11 @@ def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int
     """What the environment must say before NCCL is first used: what was chosen, then what is there, then ours."""
     ours = dict(DEFAULTS)
     if environ.get(ONE_GPU_SWITCH) == "1":
-        ours |= ONE_GPU_SETTINGS | {"NCCL_HOSTID": f"kvrelay-{pid}"}
-    return ours | {key: environ[key] for key in ours if key in environ} | dict(chosen)
+        ours |= ONE_GPU_SETTINGS | {HOST_ID: f"{HOST_ID_PREFIX}{pid}"}
+    there = {key: environ[key] for key in ours if key in environ}
+    if there.get(HOST_ID, "").startswith(HOST_ID_PREFIX):  # the process that started this one took it for itself
+        del there[HOST_ID]
+    return ours | there | dict(chosen)
 
 
 def prepare(chosen: Mapping[str, str] | None = None) -> None:
@@ -107,8 +111,10 @@ def why_not_on_one_gpu(version: tuple[int, ...] | None, environ: Mapping[str, st
 
 
 def make_group(store: Any, rank: int, device: str) -> Any:
-    """A two-rank group outside any default one. Its communicator is made by the first message."""
+    """A two-rank group outside any default one. Its communicator is made by the first message, for which the receiver
+    waits at the store: not only as long as a transfer may take, for the sender may still be loading its libraries."""
     prepare()
+    store.set_timeout(timedelta(seconds=MEETING_S))
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=WATCHDOG_S)

@@ -338,6 +338,13 @@ def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
     assert (settings["NCCL_SHM_DISABLE"], settings["NCCL_P2P_DISABLE"]) == ("1", "1")
 
 
+@pytest.mark.parametrize(("there", "taken"), [("kvrelay-6", "kvrelay-7"), ("rack-3", "rack-3")])
+def test_the_host_that_a_parent_called_itself_is_not_inherited(there: str, taken: str) -> None:
+    """A child with its parent's id would be the same host on the same GPU, which NCCL refuses."""
+    settings = nccl.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1", "NCCL_HOSTID": there}, 7)
+    assert settings["NCCL_HOSTID"] == taken
+
+
 def test_a_version_is_written_as_nccl_writes_it() -> None:
     assert nccl.version_code((2, 28, 9)) == 22809
 
