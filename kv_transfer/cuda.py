@@ -83,7 +83,7 @@ def gpu_of(device: str) -> Gpu:
 class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = cuda.Stream(device)
+        self._stream: Any = cuda.Stream(device, priority=-1)  # a copy does not stand behind the engine's next kernels
         self._after: Any = None  # the last event that the stream waits for
 
     def wait_for(self, event: object | None) -> None:
