@@ -17,8 +17,9 @@ from engine.spec import Role
 from placement.catalog import Catalog, Degrees, Offer, PlanError
 from placement.colocated import ColocatedCluster, Sharing
 from placement.latency import DecodeLine
-from placement.measured import hosts_of
+from placement.measured import REPORT_GAP_S, hosts_of
 from placement.plan import Candidate, PoolPlan
+from placement.roofline_latency import narrowed
 from placement.setup import SimCluster, SimWorker
 from placement.systems import System
 from placement.workload import Workload
@@ -110,14 +111,25 @@ def assemble(
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=pool.max_batch_size,
             step_overhead_s=offer.step_overhead_s,
+            message_s=offer.message_s,
         )
     workers: list[SimWorker] = []
-    for pool in candidate.pools:
+    offers = [offer_of(pool.degrees, within_node) for pool in candidate.pools]
+    takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role == "decode"]
+    for offer, pool in zip(offers, candidate.pools, strict=True):
         assert pool.role != "colocated"
-        offer = offer_of(pool.degrees, within_node)
+        if pool.role == "prefill":
+            offer = replace(offer, latency=narrowed(offer.latency, takers))
         workers += [_worker(f"{pool.role}-{i}", pool.role, offer, pool) for i in range(pool.replicas)]
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
-    return SimCluster(workers=tuple(workers), router=router or PolicyOptions(), hosts=hosts)
+    return SimCluster(
+        workers=tuple(workers),
+        router=router or PolicyOptions(),
+        message_s=max(offer.message_s for offer in offers),
+        report_gap_s=REPORT_GAP_S,
+        handoff_s=max(offer.handoff_s for offer in offers),
+        hosts=hosts,
+    )
 
 
 def _worker(name: str, role: Role, offer: Offer, pool: PoolPlan) -> SimWorker:

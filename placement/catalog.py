@@ -55,6 +55,8 @@ class Offer:
     max_batch_tokens: int = 2048  # of a prefill step
     max_batch_size: int = 256  # of a decode step
     step_overhead_s: float = 0.0
+    message_s: float = 0.0005  # one way, between two processes
+    handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message
     error: float = 0.0
     slowdown: tuple[tuple[int, float, float], ...] = ()  # by a worker of the other phase on its host, if it shares one:
     # rows of (requests that decode, factor of a prefill step, factor of their decode step)

@@ -10,7 +10,6 @@ machine's figures, ProfileWorkers from what was measured of kvrelay's own. It de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from placement.measured import shared_hosts
 from placement.model_shape import ModelShape
 from placement.profile import Profile, ProfileLatency
 from placement.roofline import RooflineCatalog
-from placement.roofline_latency import RooflineLatency
+from placement.roofline_latency import narrowed
 from placement.setup import SimCluster, SimWorker
 from prefill_worker.policy import PrefillLimits
 
@@ -264,16 +263,9 @@ def _models(spec: ClusterSpec, source: WorkerSource) -> list[WorkerModel]:
     models = [source.worker(spec, index) for index in range(len(spec.pools))]
     decodes = [m.latency for m, pool in zip(models, spec.pools, strict=True) if pool.role == "decode"]
     return [
-        replace(model, latency=_narrowed(model.latency, decodes)) if pool.role == "prefill" else model
+        replace(model, latency=narrowed(model.latency, decodes)) if pool.role == "prefill" else model
         for pool, model in zip(spec.pools, models, strict=True)
     ]
-
-
-def _narrowed(latency: LatencyModel, peers: Sequence[LatencyModel]) -> LatencyModel:
-    for peer in peers:
-        if isinstance(latency, RooflineLatency) and isinstance(peer, RooflineLatency):
-            latency = latency.with_peer(peer)
-    return latency
 
 
 def _degrees(pool: PoolSpec) -> Degrees:

@@ -302,6 +302,8 @@ class ProfileCatalog:
             page_size=self.profile.page_size,
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
+            message_s=self.profile.message_s,
+            handoff_s=self.profile.handoff_s,
             error=max(error.prefill, error.decode),
             slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in self.profile.slowdown),
         )

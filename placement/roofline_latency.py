@@ -18,12 +18,12 @@ link is that of the sender and of the receiver: `with_peer` narrows it to the fe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from placement.catalog import Degrees
 from placement.hardware import Hardware
-from placement.latency import DecodeLine
+from placement.latency import DecodeLine, LatencyModel
 from placement.model_shape import ModelShape
 
 
@@ -113,6 +113,14 @@ class RooflineLatency:
             pairs += own
             read += length + context
         return max(pairs * self.attention_s_per_pair, read * self.read_s_per_token)
+
+
+def narrowed(latency: LatencyModel, peers: Iterable[LatencyModel]) -> LatencyModel:
+    """A worker's times where its KV goes to any of the peers: over the narrowest of their links."""
+    for peer in peers:
+        if isinstance(latency, RooflineLatency) and isinstance(peer, RooflineLatency):
+            latency = latency.with_peer(peer)
+    return latency
 
 
 def roofline_latency(

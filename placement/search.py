@@ -38,6 +38,7 @@ from placement.colocated import Sharing
 from placement.estimate import Effort
 from placement.goodput import Found, Quest, Runner, find_goodput
 from placement.plan import Candidate, Interval
+from placement.roofline_latency import narrowed
 from placement.systems import System
 from placement.targets import Targets
 from placement.traffic import Traffic
@@ -324,7 +325,8 @@ def _unlinked(prefill: Alone, decode: Alone) -> tuple[float, float]:
 
 def _linked(market: Market, prefill: Alone, decode: Alone) -> tuple[float, float]:
     """What a worker of each can be worth where KV leaves its node."""
-    link = link_bound(market.offer_of(prefill.offer.degrees, False), market.traffic.source)
+    near, far = (market.offer_of(one.offer.degrees, False) for one in (prefill, decode))
+    link = link_bound(replace(near, latency=narrowed(near.latency, [far.latency])), market.traffic.source)
     return min(link, prefill.goodput.value), min(link, decode.goodput.value)
 
 

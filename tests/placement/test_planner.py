@@ -33,7 +33,7 @@ def one_gpu(error: float = 0.0) -> ToyCatalog:
 
 @pytest.fixture(scope="module")
 def four_gpus() -> Plan:
-    return planned()
+    return planned(thoroughness=0.1)  # fewer requests leave it to chance which pool binds
 
 
 def test_a_colocated_worker_whose_steps_are_disturbed_loses(four_gpus: Plan) -> None:
@@ -63,7 +63,7 @@ def test_the_best_is_first_and_every_curve_falls(four_gpus: Plan) -> None:
 
 
 def test_a_plan_is_plain_data_and_the_same_twice(four_gpus: Plan) -> None:
-    again = planned()
+    again = planned(thoroughness=0.1)
     plain, other = to_json(four_gpus), to_json(again)
     plain["cpu_s"] = other["cpu_s"] = 0
     assert plain == other
