@@ -287,17 +287,19 @@ def check_nccl(rehearse: bool) -> dict[str, Any]:
                 raise WrongResult(f"NCCL brought other bytes than were sent ({what})")
             return {"way": what, "refused": refused, **answer}
         refused.append(f"{what}: {answer}")
+        if devices[0] != devices[1] or rehearse:  # nothing may keep two GPUs apart
+            raise WrongResult(f"process_group did not run ({refused[-1]})")
     return {"way": "", "refused": refused}
 
 
 # --- a lost peer ---
 
 
-def check_lost_peer(name: str, device: str, rehearse: bool) -> dict[str, Any]:
+def check_lost_peer(name: str, devices: tuple[str, str], rehearse: bool) -> dict[str, Any]:
     """A killed receiver is an error within the limit, and the other pair of the same sender goes on."""
     layout = layout_of(128, rehearse)
-    memory = random_memory(layout, device, seed=1)
-    lost, other = (Other(name, memory, layout, device) for _ in range(2))
+    memory = random_memory(layout, devices[0], seed=1)
+    lost, other = (Other(name, memory, layout, devices[1]) for _ in range(2))
     pages = list(range(layout.num_pages))
     segments = segments_of(layout, pages, pages)
     lost.process.kill()
@@ -339,9 +341,9 @@ def bench(rehearse: bool) -> dict[str, Any]:
         for devices in pairs
         for row in measure(one_sided, prompts, devices, rehearse, rounds)
     ]
-    lost = [check_lost_peer(one_sided, device, rehearse)]
-    if rehearse:
-        lost.append(check_lost_peer("process_group", device, rehearse))
+    lost = [check_lost_peer(one_sided, devices, rehearse) for devices in pairs]
+    if rehearse or len(pairs) > 1:  # NCCL wants two GPUs, but for a test of its bytes
+        lost.append(check_lost_peer("process_group", pairs[-1], rehearse))
     version = nccl.loaded_version()
     return {
         "nccl_version": ".".join(map(str, version)) if version else None,

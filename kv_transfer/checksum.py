@@ -66,4 +66,4 @@ class Checksummer:
     def _device_blocks(self, layers: range, pages: Sequence[int]) -> list[Rows]:
         index = torch.tensor(pages, device=self._memory.bytes.device)
         parts = [part for layer in layers for part in (self._memory.k(layer), self._memory.v(layer))]
-        return [part.index_select(0, index).view(torch.uint8).cpu().numpy() for part in parts]
+        return [part.view(torch.uint8).index_select(0, index).cpu().numpy() for part in parts]

@@ -174,7 +174,7 @@ class CudaGpu:
             _check(driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address), "find KV memory")
             _check(
                 driver.cuIpcGetMemHandle(ctypes.byref(handle), base),
-                "share KV memory with another process (take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF)",
+                "share KV memory with another process (take expandable_segments out of PYTORCH_ALLOC_CONF)",
             )
         return bytes(handle.data), memory.address - base.value
 

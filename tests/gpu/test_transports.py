@@ -125,7 +125,7 @@ def test_bytes_between_two_processes() -> None:
 def test_a_killed_process_is_noticed_and_harms_no_other_pair() -> None:
     from bench import gpu_transports
 
-    assert gpu_transports.check_lost_peer("cuda_ipc", GPU, rehearse=False)["reason"]
+    assert gpu_transports.check_lost_peer("cuda_ipc", (GPU, GPU), rehearse=False)["reason"]
 
 
 def test_nccl_brings_the_right_bytes_where_two_ranks_can_meet() -> None:
@@ -141,4 +141,5 @@ def test_nccl_brings_the_right_bytes_where_two_ranks_can_meet() -> None:
 def test_a_lost_pair_between_two_gpus(name: str) -> None:
     from bench import gpu_transports
 
-    assert gpu_transports.check_lost_peer(name, GPU, rehearse=False)["noticed_s"] < gpu_transports.KILL_LIMIT_S
+    found = gpu_transports.check_lost_peer(name, (GPU, "cuda:1"), rehearse=False)
+    assert found["noticed_s"] < gpu_transports.KILL_LIMIT_S

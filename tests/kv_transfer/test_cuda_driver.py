@@ -99,7 +99,7 @@ def test_memory_that_cannot_be_shared_is_told_with_the_mend(gpu: CudaGpu, librar
     with pytest.raises(TransferError) as caught:
         gpu.export(memory_at(ADDRESS))
     assert str(caught.value) == (
-        "CUDA cannot share KV memory with another process (take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF): "
+        "CUDA cannot share KV memory with another process (take expandable_segments out of PYTORCH_ALLOC_CONF): "
         "invalid argument (1); use another transport"
     )
 
