@@ -1,12 +1,12 @@
 """Splitwise's paper and simulator beside ours: its designs, its rows, its two headline claims, by each decode rule.
 
-    python -m bench.paper_splitwise [--quick]
+    python -m bench.paper_splitwise [--quick|--live]
 
 The rules are Splitwise's own (placement/splitwise.py), bloom-176b, two minutes of Poisson arrivals, prompt and output
 lengths of the Azure 2023 traces drawn each by itself, as Splitwise does; then its real timestamps, sped up. "published"
 reads its table for decode as its simulator does, flat in the batch; "table" as the rows were measured. The same draw is
-used for all mixes and rates. --quick: the code trace, and the mixes that Splitwise published for equal power, on one
-draw. Writes bench/results/paper_splitwise.json.
+used for all mixes and rates. --quick: only the mixes that Splitwise published for equal power, on one draw. --live:
+measures again only what the live policies make of those mixes. Writes bench/results/paper_splitwise.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.common import REPO, about, save
+from bench.common import REPO, RESULTS, about, save
 from placement.designs import Design, Mix, Resource, all_designs
 from placement.machines import SPLITWISE_GPUS, MachineType, splitwise_machines
 from placement.mix_report import interval, spoken
@@ -423,8 +423,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper_splitwise", description="Splitwise's paper beside ours."
     )
-    parser.add_argument("--quick", action="store_true", help="the code trace's published mixes only, on one draw")
-    quick = parser.parse_args().quick
+    parser.add_argument("--quick", action="store_true", help="the published mixes for equal power only")
+    parser.add_argument("--live", action="store_true", help="measure the live policies again; keep the rest as it is")
+    args = parser.parse_args()
+    if args.live:
+        again_live()
+    else:
+        measure(args.quick)
+
+
+def measure(quick: bool) -> None:
     result = about()
     result["paper"] = CASES["paper"]
     with Progress(console=Console(stderr=True), transient=True) as bar, pool_of(None) as pool:
@@ -441,6 +449,19 @@ def main() -> None:
     result["cpu_s"] = round(used.user + used.system + used.children_user + used.children_system)
     show(result)
     print(f"saved to {save('paper_splitwise', result).relative_to(REPO)}, {result['cpu_s']} CPU-s")
+
+
+def again_live() -> None:
+    """The policies have changed, and Splitwise's rules have not."""
+    path = RESULTS / "paper_splitwise.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there; run without --live first")
+    result = json.loads(path.read_text())
+    with Progress(console=Console(stderr=True), transient=True) as bar, pool_of(None) as pool:
+        result["live"] = {name: by_live_policies(pool, bar, name) for name in TRACES}
+    result["live_commit"] = about()["commit"]
+    print(*(f"{name}: {mixes}" for name, mixes in result["live"].items()), sep="\n")
+    print(f"saved to {save('paper_splitwise', result).relative_to(REPO)}")
 
 
 def show(result: Mapping[str, Any]) -> None:
