@@ -184,33 +184,35 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
         if isinstance(refusal, str):
             raise PlanError(refusal)
     if request.rate is not None:
-        _check_rate(request.rate, catalog, requests, request.slo.tpot_s)
+        _check_rate(request.rate, [catalog], requests, request.slo.tpot_s)
     else:
         _check_workers(request, catalog)
     return planner.plan(_ask(request), catalog, requests, on_progress=on_progress)
 
 
-def _check_rate(rate: float, catalog: Catalog, requests: Workload, tpot_s: float) -> None:
+def _check_rate(rate: float, kinds: Sequence[Catalog], requests: Workload, tpot_s: float) -> None:
     """Raises PlanError for a rate that asks for more workers, by arithmetic alone, than one router can know."""
-    offers = [catalog.offer(degrees) for degrees in catalog.degrees(catalog.gpus_per_node)]
+    offers = [catalog.offer(degrees) for catalog in kinds for degrees in catalog.degrees(catalog.gpus_per_node)]
     had = [offer for offer in offers if isinstance(offer, Offer)]
     if not had:
         return  # the planner says why
     prefills = min(math.ceil(rate / prefill_bound(offer, requests)) for offer in had)
     decodes = min(math.ceil(rate / decode_bound(offer, requests, tpot_s)) for offer in had)
     if prefills + decodes > MAX_WORKERS:
+        machines = " and ".join(catalog.hardware for catalog in kinds)
         raise PlanError(
-            f"rate is {rate:g} requests/s, which takes {prefills + decodes:,} workers of {catalog.model} on "
-            f"{catalog.hardware} or more, and a plan has {MAX_WORKERS:,} at most; divide the rate over several clusters"
+            f"rate is {rate:g} requests/s, which takes {prefills + decodes:,} workers of {kinds[0].model} on "
+            f"{machines} or more, and a plan has {MAX_WORKERS:,} at most; divide the rate over several clusters"
         )
 
 
-def _check_workers(request: PlanRequest, catalog: Catalog) -> None:
-    """Raises PlanError for more GPUs than make as many of the smallest workers as one router can know."""
+def _check_workers(request: PlanRequest, catalog: Catalog, smallest: int = 0) -> None:
+    """Raises PlanError for more GPUs than make as many of the smallest workers as one router can know. `smallest`: a
+    worker's GPUs; 0: those of the catalog's smallest."""
     price = catalog.cost.usd_per_gpu_hour
     gpus = request.num_gpus or (request.budget / price if request.budget and price else 0)
     known = catalog.degrees(min(math.ceil(gpus), catalog.gpus_per_node * request.max_pp))
-    smallest = min((one.gpus for one in known if isinstance(catalog.offer(one), Offer)), default=0)
+    smallest = smallest or min((one.gpus for one in known if isinstance(catalog.offer(one), Offer)), default=0)
     if smallest and gpus / smallest > MAX_WORKERS:
         asked = f"num_gpus is {request.num_gpus:,}" if request.num_gpus else f"budget is {request.budget:,} USD an hour"
         raise PlanError(
@@ -241,6 +243,10 @@ def _provisioned(
     request: PlanRequest, kinds: Sequence[Catalog], requests: Workload, on_progress: Progress | None
 ) -> Plan:
     """By the rules of the live cluster, whose machines keep their role."""
+    for catalog in kinds:  # a worker is a machine
+        _check_workers(request, catalog, request.tensor_parallel or catalog.gpus_per_node)
+    if request.rate is not None:
+        _check_rate(request.rate, kinds, requests, request.slo.tpot_s)
     machines = [machine for catalog in kinds for machine in _machines(request, catalog, [k.hardware for k in kinds])]
     return provision(_ask(request), machines, requests, options=Provisioning(rules="live"), on_progress=on_progress)
 

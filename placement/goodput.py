@@ -28,6 +28,7 @@ from placement.traffic import Traffic
 
 Progress = Callable[[str, int, int], None]
 MOST_RAISES = 6
+MOST_LEAPS = 18  # after so many raises, from a rate far below the goodput
 MOST_HALVINGS = 9
 
 
@@ -149,10 +150,10 @@ def _bracket(quest: Quest, keeps: Callable[[float], bool]) -> tuple[float, float
     """A rate that keeps the SLO (0: none does) and one that misses it."""
     if quest.bottom and keeps(quest.bottom):
         low, high = quest.bottom, quest.top
-        for _ in range(MOST_RAISES):
+        for raised in range(MOST_RAISES + MOST_LEAPS):
             if not keeps(high):
                 return low, high
-            low, high = high, 1.3 * high
+            low, high = high, high * (1.3 if raised < MOST_RAISES else 4)
         return low, low
     high = quest.bottom or quest.top
     low = high * 0.7

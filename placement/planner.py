@@ -108,7 +108,9 @@ class _Planner:
             return ask.num_gpus
         if ask.budget_usd_per_hour is not None:
             if not cost.usd_per_gpu_hour:
-                raise PlanError(f"budget needs the price of a {self.market.hardware}; give usd_per_hour in its file")
+                raise PlanError(
+                    f"budget needs the price of a {self.market.hardware}; give usd_per_gpu_hour in a hardware file"
+                )
             count = int(ask.budget_usd_per_hour / cost.usd_per_gpu_hour + 1e-9)
             if count < 1:
                 raise PlanError(

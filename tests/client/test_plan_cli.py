@@ -168,6 +168,13 @@ def test_more_gpus_than_one_router_can_know_workers() -> None:
     assert told.startswith("budget is 10,000,000.0 USD an hour, which is for 2,100,840 workers")
 
 
+@pytest.mark.parametrize(("flag", "asked"), [("--num-gpus", "num_gpus is 1,000,000"), ("--rate", "rate is 1e+06")])
+def test_more_mixed_machines_than_one_router_can_know(flag: str, asked: str) -> None:
+    told = refused(*MODEL, "--hardware", "h100-sxm,a100-80g-sxm", flag, "1000000", *LENGTHS, *TARGETS)
+    assert told.startswith(asked)
+    assert "a plan has 1,024 at most" in told
+
+
 def test_json_tells_the_error_too() -> None:
     result = run(*MODEL, *GPUS, *LENGTHS, "--ttft", "soon", "--json")
     assert result.exit_code == 2

@@ -50,6 +50,12 @@ def test_a_wrong_bound_costs_time_and_not_the_answer(top: float) -> None:
     assert find_goodput(quest(top=top)).goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
 
 
+@pytest.mark.parametrize("rate", [0.001, 0.5, 5.0])
+def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) -> None:
+    found = find_goodput(quest(bottom=rate, top=1.25 * rate)).goodput
+    assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
+
+
 def test_looser_targets_never_lower_the_goodput() -> None:
     found = [
         find_goodput(quest(targets=Targets(slo=Slo(ttft_s=ttft_s, attainment=share)))).goodput.value
