@@ -7,6 +7,7 @@ then it compares with machines of the same unit only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -106,20 +107,26 @@ def _splitwise_machine(model: str, hardware: str, rule: DecodeRule) -> MachineTy
 
 def machine_of(catalog: Catalog, degrees: Degrees | None = None, *, short: str = "") -> MachineType:
     """The machine that one worker of these degrees makes; without degrees tensor parallel over a whole node. `short`:
-    its letter in the names of designs, the first of the hardware's name when none is given. Raises PlanError."""
+    its letter in the names of designs; when none is given, what stands before the first number: H for NVIDIA H100.
+    Raises PlanError."""
     wanted = degrees or Degrees(tp=catalog.gpus_per_node)
     offer = catalog.offer(wanted)
     if isinstance(offer, str):
         raise PlanError(f"{catalog.hardware} at {wanted} cannot serve {catalog.model}: {offer}")
     return MachineType(
         name=catalog.hardware,
-        short=short or catalog.hardware[:1].upper(),
+        short=short or _letters(catalog.hardware),
         title=catalog.hardware,
         model=catalog.model,
         offer=offer,
         usd_per_hour=catalog.cost.usd_per_gpu_hour * wanted.gpus,
         power=catalog.cost.watts_per_gpu * wanted.gpus,
     )
+
+
+def _letters(hardware: str) -> str:
+    found = re.search(r"([A-Za-z]+)[0-9]", hardware)
+    return (found[1] if found else hardware[:1]).upper()
 
 
 def capped(machine: MachineType, cap: PowerCap) -> MachineType:

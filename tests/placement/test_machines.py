@@ -110,6 +110,11 @@ def test_a_later_chunk_takes_what_it_adds_to_the_prompt() -> None:
 def test_a_catalogue_s_worker_is_a_machine() -> None:
     machine = machine_of(Shop())
     assert (machine.short, machine.gpus, machine.usd_per_hour, machine.power) == ("B", 4, 12.0, 4000.0)
+    shop = Shop()
+    for hardware, short in (("NVIDIA H100 80 GB SXM5", "H"), ("L40S", "L"), ("cpu", "C")):
+        shop.hardware = hardware
+        assert machine_of(shop).short == short
+    assert machine_of(shop, short="X").short == "X"
     with pytest.raises(PlanError, match="b200 at TP 3 cannot serve a-model: its 6 heads"):
         machine_of(Shop(), Degrees(tp=3))
 
