@@ -217,7 +217,7 @@ def _on_baselines(ask: Ask, tried: Sequence[Tried], resource: Resource) -> str:
     if ask.rate:
         share = best.mix.total(resource) / other.mix.total(resource) - 1
         if share > -0.005:
-            return f"{best.mix} {SAID[resource]} as much as {other.mix} at the same rate, and has more to spare."
+            return f"{best.mix} {SAID[resource]} as much as {other.mix} at the same rate."
         return f"{kind}: {best.mix} {SAID[resource]} {-share:.0%} less than {other.mix} at the same rate."
     ratio = (sum(best.rates) / len(best.rates)) / max(1e-9, sum(other.rates) / len(other.rates))
     return f"{kind}: {best.mix} serves {ratio:.2f} times what {other.mix} does within the same budget."
