@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 2e-2  # of the output's norm: a half-precision output against one accumulated in float32
 DECODE = (32, 1024)  # sequences, keys of each
 PREFILL = (2, 2048)  # the second is shorter, and ends within a page
+LONGER_THAN_WINDOW = 1.25  # a trial's sequences, at least
 REPEATS = 10
 
 
@@ -105,11 +106,12 @@ def measured(backend: FlashInferBackend, shapes: Sequence[Shape], remembered: Pa
 
 def _measure(backend: FlashInferBackend, shape: Shape, capability: tuple[int, int]) -> dict[str, str]:
     names: dict[str, str] = {}
-    for kind, candidates, (sequences, keys) in (
+    for kind, candidates, size in (
         ("prefill", prefill_candidates(shape, capability), PREFILL),
         ("decode", decode_candidates(shape, capability), DECODE),
     ):
-        problem = make_problem(shape, sequences, keys, 1 if kind == "decode" else keys, backend.device)
+        sequences, keys = past_window(size, shape.window)
+        problem = make_problem(shape, sequences, keys, 1 if kind == "decode" else size[1], backend.device)
         wanted = answer(TorchBackend(), problem)
 
         def trial(name: str, kind: str = kind, problem: Problem = problem, wanted: torch.Tensor = wanted) -> Trial:
@@ -117,6 +119,14 @@ def _measure(backend: FlashInferBackend, shape: Shape, capability: tuple[int, in
 
         names[kind] = choose(f"{kind} of {_text(shape)}", candidates, trial)
     return names
+
+
+def past_window(size: tuple[int, int], window: int) -> tuple[int, int]:
+    """(sequences, keys): about as many keys in all, but each sequence well longer than the window. In shorter ones a
+    kernel that ignores the window would look right."""
+    sequences, keys = size
+    longer = int(window * LONGER_THAN_WINDOW)
+    return (sequences, keys) if longer <= keys else (max(min(sequences, 2), sequences * keys // longer), longer)
 
 
 def make_problem(shape: Shape, sequences: int, keys: int, rows: int, device: torch.device) -> Problem:

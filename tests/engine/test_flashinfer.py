@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,24 @@ def test_a_trial_s_pages_hold_nothing_but_the_sequences_own() -> None:
     problem = flashinfer_choice.make_problem(shape, 3, 70, 1, CPU)
     assert torch.isnan(problem.k_pages.float()).any()
     assert torch.isfinite(flashinfer_choice.answer(TorchBackend(), problem).float()).all()
+
+
+@pytest.mark.parametrize("size", [(3, 70), (1, 40)])
+@pytest.mark.parametrize("window", [9, 60, 400])
+def test_a_kernel_that_ignores_the_window_fails_its_trial(size: tuple[int, int], window: int) -> None:
+    shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, scaling=0.125, window=window)
+    sequences, keys = flashinfer_choice.past_window(size, window)
+    problem = flashinfer_choice.make_problem(shape, sequences, keys, 1, CPU)
+    blind = replace(problem, call=replace(problem.call, window=0))
+    wanted, got = (flashinfer_choice.answer(TorchBackend(), each).float() for each in (problem, blind))
+    assert (got - wanted).norm() > 2 * flashinfer_choice.TOLERANCE * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("window", "size"), [(0, (32, 1024)), (512, (32, 1024)), (4096, (6, 5120)), (1 << 17, (2, 163840))]
+)
+def test_a_trial_is_as_large_as_the_window_wants(window: int, size: tuple[int, int]) -> None:
+    assert flashinfer_choice.past_window((32, 1024), window) == size
 
 
 def test_flashinfer_on_a_cpu_is_refused_in_a_sentence() -> None:
