@@ -75,10 +75,7 @@ def spec_text(plan: Plan, found: Goodput, data: Mapping[str, Any], command: str)
             f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve yet. "
             "This is the best placement with two pools."
         )
-    lines.append(
-        f"Meets {words.targets(plan.slo)} for {words.percent(plan.slo.attainment)} of requests up to "
-        f"{words.between(found.goodput)} requests/s."
-    )
+    lines.append(f"Meets {words.goal(plan)} up to {words.between(found.goodput)} requests/s.")
     kinds = dict.fromkeys((pool.role, pool.hardware) for pool in found.candidate.pools)
     if len({hardware for _, hardware in kinds}) > 1:
         lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]

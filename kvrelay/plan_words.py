@@ -85,6 +85,14 @@ def targets(slo: Slo) -> str:
     return " and ".join(parts) or "no target"
 
 
+def goal(plan: Plan) -> str:
+    """TTFT of 250 ms and TPOT of 25 ms for 90% of requests; of classes, that each has its own met."""
+    names = [one["name"] if isinstance(one, Mapping) else one.name for one in plan.asked.get("classes") or ()]
+    if names:
+        return f"the targets of {' and '.join(names)} for as many of each as asked"
+    return f"{targets(plan.slo)} for {percent(plan.slo.attainment)} of requests"
+
+
 # Sentences
 
 
@@ -126,8 +134,7 @@ def answer(plan: Plan) -> list[str]:
     chosen = plan.chosen
     first = "Run" if plan.is_disaggregated else "Do not disaggregate: run"
     rate = plan.at_rate.rate
-    share = percent(plan.slo.attainment)
-    kept = f"This meets {targets(plan.slo)} for {share} of requests up to {between(chosen.goodput)} requests/s"
+    kept = f"This meets {goal(plan)} up to {between(chosen.goodput)} requests/s"
     sentences = [
         f"{first} {placement_words(chosen.candidate)}.",
         f"{kept}, which is {num(chosen.per_gpu)} per GPU.",

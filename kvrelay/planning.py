@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -312,6 +313,15 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
         written["cluster.yaml"] = spec
     written |= {f"{name}.png": plan_plots.png(figure) for name, figure in wide.items()}
     return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises PlanError where nothing can be written, before a search that would be in vain."""
+    at = folder.resolve()
+    while not at.exists():
+        at = at.parent
+    if not at.is_dir() or not os.access(at, os.W_OK | os.X_OK):
+        raise PlanError(f"--out is {folder}, and {at} is no folder that can be written to; give another")
 
 
 def _write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -118,11 +118,13 @@ def plan(
 
 def _plan(path: Path | None, flags: dict[str, Any], out: Path | None, *, as_json: bool, show: bool) -> None:
     from kvrelay.plan_request import build_request, parse_class
-    from kvrelay.planning import ASKED_WRONGLY, make_plan, plan_object, save
+    from kvrelay.planning import ASKED_WRONGLY, check_folder, make_plan, plan_object, save
 
     try:
         flags["classes"] = [parse_class(text) for text in flags["classes"] or ()] or None
         wanted = build_request(path, flags)
+        if out is not None:
+            check_folder(out)
         with progress(show=show) as on_progress:
             found = make_plan(wanted, on_progress)
         saved = save(found, wanted, out) if out is not None else None

@@ -175,6 +175,13 @@ def test_more_mixed_machines_than_one_router_can_know(flag: str, asked: str) -> 
     assert "a plan has 1,024 at most" in told
 
 
+def test_a_folder_that_cannot_be_is_told_before_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("placement.planner.plan", lambda *_, **__: pytest.fail("searched in vain"))
+    (tmp_path / "file").write_text("")
+    told = refused(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--out", str(tmp_path / "file" / "plan"))
+    assert told.startswith(f"--out is {tmp_path / 'file' / 'plan'}, and {tmp_path / 'file'} is no folder")
+
+
 def test_json_tells_the_error_too() -> None:
     result = run(*MODEL, *GPUS, *LENGTHS, "--ttft", "soon", "--json")
     assert result.exit_code == 2

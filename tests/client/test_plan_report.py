@@ -17,7 +17,7 @@ from kvrelay import plan_words
 from kvrelay.plan_request import build_request
 from kvrelay.plan_tables import tables
 from kvrelay.planning import save
-from placement.plan import Interval, Plan, to_json
+from placement.plan import Interval, Plan, Slo, to_json
 from tests.client.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput
 
 pytestmark = pytest.mark.unit
@@ -101,6 +101,16 @@ def test_where_only_colocated_works_there_is_no_spec(tmp_path: Path) -> None:
     save(only, REQUEST, tmp_path)
     assert not (tmp_path / "cluster.yaml").exists()
     assert "only colocated workers meet the targets" in (tmp_path / "report.html").read_text()
+
+
+def test_classes_have_targets_of_their_own() -> None:
+    classes = [{"name": "people", "share": 0.7}, {"name": "jobs", "share": 0.3}]
+    asked = replace(PLAN, asked={**PLAN.asked, "classes": classes}, slo=Slo())
+    told = plan_words.answer(asked)[1]
+    assert told.startswith("This meets the targets of people and jobs for as many of each as asked up to ")
+    assert plan_words.answer(PLAN)[1].startswith(
+        "This meets TTFT of 250 ms and TPOT of 25 ms for 90% of requests up to "
+    )
 
 
 @pytest.mark.parametrize("plan", [PLAN, COLOCATED, SERVED], ids=["two pools", "colocated", "tp 1"])
