@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -63,12 +64,30 @@ def why_no_flashinfer(device: torch.device) -> str:
         return "the package flashinfer-python is not installed; install kvrelay[gpu]"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Ampere, which FlashInfer's kernels need"
+    has_ninja = ninja_is_found()
+    if not has_ninja and not _has_prebuilt():
+        return (
+            "FlashInfer compiles its kernels with ninja, and there is none on PATH or beside this Python; install ninja, "
+            "or the package flashinfer-jit-cache"
+        )
     if _nvcc() is None and not _has_prebuilt():
         return (
             "FlashInfer compiles its kernels with nvcc, and there is none (looked for $CUDA_HOME/bin/nvcc and nvcc on "
             "PATH); install the CUDA toolkit, or the package flashinfer-jit-cache"
         )
     return ""
+
+
+def ninja_is_found() -> bool:
+    """Whether FlashInfer, which calls it by its name, finds ninja. In a venv that is not activated it stands beside
+    this Python and not on PATH: then PATH is told."""
+    if shutil.which("ninja") is not None:
+        return True
+    beside = Path(sys.executable).parent
+    if not (beside / "ninja").is_file():
+        return False
+    os.environ["PATH"] = os.pathsep.join(filter(None, (str(beside), os.environ.get("PATH"))))
+    return True
 
 
 def _nvcc() -> str | None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine import device
 from engine.attention import flashinfer_choice
 from engine.attention.base import AttentionCall
 from engine.attention.flashinfer import (
@@ -249,6 +251,20 @@ def test_a_kernel_that_ignores_the_window_fails_its_trial(size: tuple[int, int],
 )
 def test_a_trial_is_as_large_as_the_window_wants(window: int, size: tuple[int, int]) -> None:
     assert flashinfer_choice.past_window((32, 1024), window) == size
+
+
+@pytest.mark.parametrize(("beside", "found"), [(True, True), (False, False)])
+def test_ninja_beside_a_python_that_was_not_activated_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool, found: bool
+) -> None:
+    """FlashInfer calls it by its name."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    if beside:
+        (tmp_path / "ninja").touch(mode=0o755)
+    assert device.ninja_is_found() == found
+    assert (shutil.which("ninja") is not None) == found
 
 
 def test_flashinfer_on_a_cpu_is_refused_in_a_sentence() -> None:
