@@ -197,8 +197,7 @@ class PrefillPolicy:
     @property
     def waiting_tokens(self) -> int:
         """Tokens still to compute, those in flight counted."""
-        unfinished = [*self._waiting.values(), *self._running.values()]
-        return sum(request.num_tokens - request.computed_len for request in unfinished)
+        return sum(r.num_tokens - r.computed_len for r in self._requests.values() if not r.is_over)
 
     def _queue(self) -> list[_Request]:
         """Requests with something left to schedule, the oldest first."""

@@ -50,6 +50,20 @@ def test_a_long_prompt_is_cut_and_its_last_chunk_says_so() -> None:
     ]
 
 
+def test_what_is_being_computed_is_still_to_compute() -> None:
+    """A router that took a worker for idle while it computes a prompt's last chunk would send it the next one."""
+    policy = make()
+    policy.add("a", 30, [])
+    policy.add("b", 100, [])
+    batch = policy.next_batch()
+    assert batch is not None
+    assert policy.waiting_tokens == 130
+    policy.on_batch_done(batch)
+    assert policy.waiting_tokens == 66
+    policy.on_cancelled("b")
+    assert policy.waiting_tokens == 0
+
+
 def test_short_prompts_pass_a_long_one_but_leave_it_its_share() -> None:
     policy = make()
     policy.add("long", 1000, [])
