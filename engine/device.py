@@ -67,8 +67,8 @@ def why_no_flashinfer(device: torch.device) -> str:
     has_ninja = ninja_is_found()
     if not has_ninja and not _has_prebuilt():
         return (
-            "FlashInfer compiles its kernels with ninja, and there is none on PATH or beside this Python; install ninja, "
-            "or the package flashinfer-jit-cache"
+            "FlashInfer compiles its kernels with ninja, and there is none on PATH or beside this Python; install "
+            "ninja, or the package flashinfer-jit-cache"
         )
     if _nvcc() is None and not _has_prebuilt():
         return (
