@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -52,6 +53,15 @@ class Sizes:
 
 
 TINY = Sizes(batches=(1, 4), context=40, prompts=(64, 128), steps=4, idle_batch=4)
+
+
+def what_is_missing(engine: Engine) -> str:
+    """What the engine does without, which its log says and its figures would not; empty when nothing."""
+    if engine.backend.name != "flashinfer":
+        return f"attention runs on the {engine.backend.name} backend, not on FlashInfer; the log says why"
+    if engine._steps is None or engine._steps._graphs is None:
+        return "decode steps run without CUDA graphs; the log says why"
+    return ""
 
 
 class Driver:
@@ -267,6 +277,8 @@ def main() -> None:
     began_s = time.monotonic()
     engine = Engine.load(EngineOptions(**(options | {"parity_check": True})))
     load_s = time.monotonic() - began_s
+    if not rehearse and (reason := what_is_missing(engine)):
+        sys.exit(f"WRONG: {reason}")
     top = ceilings(device, is_small=rehearse)
     work = Work.of(engine, engine._model.config)
     result: dict[str, Any] = gpu_common.about(rehearse) | {

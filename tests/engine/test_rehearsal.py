@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from bench.gpu_engine import what_is_missing
 from engine.engine import Engine, EngineOptions, UnsupportedModel
 from engine.types import PENDING, Chunk, SampledToken, SampleSpec, SamplingParams, Step
 from tests.engine.rehearsal import rehearse
@@ -64,6 +65,15 @@ def test_every_way_gives_the_tokens_of_the_cpu_engine(
     lengths, new = SOME
     wanted = greedy(wanted_of, prompts(lengths), new, chunk=64)
     assert greedy(engine, prompts(lengths), new, chunk=64) == wanted
+
+
+@pytest.mark.parametrize(("graphs", "missing"), [(True, ""), (False, "without CUDA graphs")])
+def test_the_benchmark_says_what_an_engine_does_without(
+    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], graphs: bool, missing: str
+) -> None:
+    found = what_is_missing(rehearse(monkeypatch, directories["llama"], cuda_graphs=graphs))
+    assert missing in found
+    assert bool(found) == bool(missing)
 
 
 def counted_replays(engine: Engine) -> list[int]:
