@@ -96,7 +96,7 @@ class PlanRequest(_Keys):
     random_input_len: Count | None = None
     random_output_len: Count | None = None
     random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
-    burstiness: Above0 = 1.0
+    burstiness: float = Field(default=1.0, ge=0.001)
 
     ttft: Duration | None = None  # seconds, once parsed
     tpot: Duration | None = None
@@ -111,6 +111,14 @@ class PlanRequest(_Keys):
     max_batch_size: Count | None = None
     seed: int = Field(default=0, ge=0)
     processes: int | None = Field(default=None, ge=0)  # None: one a core; 0: none besides this one
+
+    @field_validator("hardware", mode="after")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in value or ():
+            if (value or ()).count(name) > 1:
+                raise ValueError(f"{name} is there twice; give each kind of machine once")
+        return value
 
     @field_validator("classes", mode="after")
     @classmethod

@@ -182,6 +182,14 @@ def test_a_folder_that_cannot_be_is_told_before_the_search(monkeypatch: pytest.M
     assert told.startswith(f"--out is {tmp_path / 'file' / 'plan'}, and {tmp_path / 'file'} is no folder")
 
 
+def test_the_same_machine_twice_and_bursts_without_measure() -> None:
+    told = refused(*MODEL, "--hardware", "h100-sxm,h100-sxm", "--num-gpus", "8", *LENGTHS, *TARGETS)
+    assert "--hardware" in told
+    assert "h100-sxm is there twice; give each kind of machine once" in told
+    told = refused(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--burstiness", "1e-9")
+    assert told.startswith("--burstiness is 1e-09; give a number of 0.001 or more")
+
+
 def test_json_tells_the_error_too() -> None:
     result = run(*MODEL, *GPUS, *LENGTHS, "--ttft", "soon", "--json")
     assert result.exit_code == 2

@@ -79,7 +79,7 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             {"classes": [{"name": "a", "ttft": "1s"}]},
             "--ttft does not go with --class; give each class its own targets",
         ),
-        ({"burstiness": 0.0}, "--burstiness is 0.0; give a number above 0.0"),
+        ({"burstiness": 0.0}, "--burstiness is 0.0; give a number of 0.001 or more"),
         ({"max_pp": 0}, "--max-pp is 0; give a number of 1 or more"),
     ],
 )
