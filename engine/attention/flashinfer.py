@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -124,7 +125,7 @@ class FlashInferBackend:
         workspace: torch.Tensor | None = None,
     ) -> None:
         self.device = device
-        self.library = importlib.import_module("flashinfer") if library is None else library
+        self.library = _imported() if library is None else library
         self.kernels = dict(kernels or {})
         if workspace is None:
             size = WORKSPACE_BYTES if device.type == "cuda" else 1
@@ -206,6 +207,12 @@ class FlashInferBackend:
             size = XQA_WORKSPACE_BYTES if self.device.type == "cuda" else 16 << 20
             self._xqa_workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._xqa_workspace
+
+
+def _imported() -> Any:
+    """FlashInfer, whose norms are to be those in CUDA: built once and kept, where CuTe's are compiled at every start."""
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")  # read at import
+    return importlib.import_module("flashinfer")
 
 
 class _Prefill:
