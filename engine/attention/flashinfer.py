@@ -210,7 +210,7 @@ class FlashInferBackend:
 
 
 def _imported() -> Any:
-    """FlashInfer, whose norms are to be those in CUDA: built once and kept, where CuTe's are compiled at every start."""
+    """FlashInfer with its norms in CUDA: built once and kept, where those in CuTe are compiled at every start."""
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")  # read at import
     return importlib.import_module("flashinfer")
 
