@@ -33,7 +33,7 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-bench: $(STAMP)  ## every benchmark, results in bench/results (half an hour)
+bench: $(STAMP)  ## every benchmark, results in bench/results (an hour and a half)
 	$(BIN)/python -m bench
 
 clean:  ## remove what was made

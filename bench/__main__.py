@@ -24,6 +24,7 @@ NAMES = (
     "paper_splitwise",
     "placement_search",
     "paper_distserve",
+    "verify_live",
 )
 
 

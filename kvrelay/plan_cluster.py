@@ -62,8 +62,9 @@ def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpu
         data["num_gpus"] = pool.degrees.gpus
     if kv_bytes_per_token:
         data["kv_memory"] = pool.num_pages * pool.page_size * kv_bytes_per_token
-    if pool.role == "prefill":  # steps were simulated filled to the brim
-        return data | {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pool.max_batch_tokens}
+    if pool.role == "prefill":
+        pack_tokens = pool.pack_tokens or pool.max_batch_tokens  # steps were simulated filled to the brim
+        return data | {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pack_tokens}
     return data | {"max_batch_size": pool.max_batch_size}
 
 

@@ -32,7 +32,7 @@ def tables(plan: Plan) -> Iterator[RenderableType]:
 def _table(title: str, *columns: str, first: int = 0) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=bool(columns))
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", min_width=first if not i else None, no_wrap=True)
+        table.add_column(column, justify="right" if i else "left", min_width=first if not i else None, overflow="fold")
     return table
 
 

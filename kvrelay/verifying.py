@@ -131,7 +131,8 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"{path} is no plan of this version ({error!r}); make one with kvrelay plan --out") from None
+        why = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{path} is no plan of this version: {why}; make one with kvrelay plan --out") from None
     if candidate.is_colocated:
         raise PlanError(
             f"{path} chose colocated workers, which kvrelay does not serve; plan with --no-colocated for two pools"

@@ -82,6 +82,7 @@ def pool_of(
         page_size=offer.page_size,
         max_batch_tokens=max_batch_tokens or offer.max_batch_tokens,
         max_batch_size=offer.max_batch_size,
+        pack_tokens=offer.pack_tokens if role == "prefill" else None,
     )
 
 
@@ -139,7 +140,7 @@ def _worker(name: str, role: Role, offer: Offer, pool: PoolPlan) -> SimWorker:
         latency=offer.latency,
         num_pages=pool.num_pages,
         page_size=pool.page_size,
-        prefill=PrefillLimits(max_batch_tokens=pool.max_batch_tokens),
+        prefill=PrefillLimits(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens),
         decode=DecodeLimits(max_batch_size=pool.max_batch_size),
         step_overhead_s=offer.step_overhead_s,
     )

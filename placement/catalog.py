@@ -53,6 +53,7 @@ class Offer:
     num_pages: int
     page_size: int = 16
     max_batch_tokens: int = 2048  # of a prefill step
+    pack_tokens: int | None = None  # no prompt joins a prefill step that has so many; None: max_batch_tokens
     max_batch_size: int = 256  # of a decode step
     step_overhead_s: float = 0.0
     message_s: float = 0.0005  # one way, between two processes

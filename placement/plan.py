@@ -60,6 +60,7 @@ class PoolPlan:
     max_batch_tokens: int
     max_batch_size: int
     power_cap: float = 1.0  # of a machine's power
+    pack_tokens: int | None = None  # no prompt joins a prefill step that has so many; None: max_batch_tokens
 
     @property
     def gpus(self) -> int:

@@ -51,6 +51,7 @@ LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decid
 JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
+BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
 MANY = 100  # requests, whose arrivals say something
 CURVES = 4  # candidates that get them
 CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
@@ -323,10 +324,13 @@ class _Planner:
         at_rate, knee = self._estimates(
             [
                 (chosen.candidate, rate, self._error_of(chosen.candidate)),
-                (chosen.candidate, 1.1 * chosen.goodput.value, 0),
+                (chosen.candidate, BEYOND[0] * chosen.goodput.value, 0),
             ],
             FINAL,
         )
+        for factor in BEYOND[1:]:
+            if knee.keeps_slo:  # what binds shows only where something is late
+                (knee,) = self._estimates([(chosen.candidate, factor * chosen.goodput.value, 0)], FINAL)
         binding, relief = self._relieved(chosen, knee)
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
         return Plan(

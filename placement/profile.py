@@ -294,13 +294,14 @@ class ProfileCatalog:
         if degrees != self._degrees:
             return f"{degrees} was not measured, only {self._degrees}; calibrate a cluster that runs it"
         prefill, decode = self.profile.prefill_pool, self.profile.decode_pool
-        error = self.profile.error
+        error, pack_tokens = self.profile.error, prefill.options.get("pack_tokens")
         return Offer(
             degrees=degrees,
             latency=self._latency,
             num_pages=min(prefill.num_pages, decode.num_pages),
             page_size=self.profile.page_size,
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
+            pack_tokens=None if pack_tokens in (None, "None") else int(pack_tokens),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
             message_s=self.profile.message_s,
             handoff_s=self.profile.handoff_s,

@@ -140,6 +140,15 @@ class DistServeCatalog:
     max_batch_size: int = 512
     has_link: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises LatencyError for a model that DistServe published nothing of."""
+        known = sorted(_published()[self.engine])
+        if _full_name(self.name) not in known:
+            raise LatencyError(
+                f"model is {self.name!r}; DistServe published coefficients of {', '.join(known)} only, so give one of "
+                "them, or plan with --hardware and a roofline"
+            )
+
     @property
     def model(self) -> str:
         return _full_name(self.name)

@@ -50,3 +50,14 @@ def test_messages_and_handoffs_take_what_was_measured() -> None:
     system = assemble(pair_of((offer, 1), (offer, 1), "toy"), lambda degrees, near: offer, within_node=True)
     assert isinstance(system, SimCluster)
     assert (system.message_s, system.handoff_s) == (0.003, 0.02)
+
+
+def test_steps_are_packed_as_measured_in_plan_and_spec() -> None:
+    offer = replace(toy_offer(), pack_tokens=128)
+    candidate = pair_of((offer, 1), (offer, 1), "toy")
+    system = assemble(candidate, lambda degrees, near: offer, within_node=True)
+    assert isinstance(system, SimCluster)
+    assert system.workers[0].prefill.pack_tokens == 128
+    found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
+    prefill, decode = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
+    assert (prefill.pack_tokens, "pack_tokens" in decode.model_fields_set) == (128, False)

@@ -16,8 +16,6 @@ from placement.results import Outcome, percentiles
 from placement.traces import WorkloadError
 from placement.workload import Workload, from_rows, read_request_list
 
-pytestmark = pytest.mark.unit
-
 DATA = Path(__file__).parent / "data"
 CASES: list[dict[str, Any]] = json.loads((DATA / "distserve-cases.json").read_text())["cases"]
 RUNS = [case for case in CASES if case["kind"] == "simdistserve run"]

@@ -20,8 +20,6 @@ from placement.targets import Targets
 from placement.traffic import Traffic, with_classes
 from tests.placement.toys import Toy, alike, toy_offer
 
-pytestmark = pytest.mark.unit
-
 SERVICE_S = 0.1
 QUICK = Effort(first_requests=2000, max_requests=8000, half_width=0.02)
 

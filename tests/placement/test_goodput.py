@@ -17,8 +17,6 @@ from placement.traffic import Traffic
 from tests.placement.test_estimate import waits_at_most
 from tests.placement.toys import alike, toy_offer
 
-pytestmark = pytest.mark.unit
-
 QUICK = Effort(first_requests=800, max_requests=3200, half_width=0.015, decides=True)
 TARGETS = Targets(slo=Slo(ttft_s=0.25, attainment=0.9))
 

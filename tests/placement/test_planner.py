@@ -13,8 +13,6 @@ from placement.planner import Ask, plan
 from placement.workload import Workload
 from tests.placement.toys import PROMPT, ToyCatalog, alike
 
-pytestmark = pytest.mark.unit
-
 SLO = Slo(ttft_s=0.4, tpot_s=0.012)
 DISTURBED = Slo(ttft_s=0.4, tpot_s=0.0125)  # any step with a prompt in it takes ten decode steps
 

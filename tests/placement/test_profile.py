@@ -203,7 +203,7 @@ def test_the_catalogue_offers_the_degrees_that_were_measured_and_says_why_no_oth
     offer = catalog.offer(Degrees(1, 1))
     assert not isinstance(offer, str)
     assert (offer.num_pages, offer.page_size, offer.max_batch_tokens, offer.max_batch_size) == (200, 16, 400, 32)
-    assert offer.error == 0.05
+    assert (offer.error, offer.pack_tokens) == (0.05, 100)
     assert "TP 2 was not measured, only TP 1" in str(catalog.offer(Degrees(2, 1)))
 
 

@@ -22,8 +22,6 @@ from placement.slowdowns import SlowdownSlo
 from placement.workload import Workload, from_rows
 from tests.placement.test_machines import Lines
 
-pytestmark = pytest.mark.unit
-
 Oracle = Callable[[Question], bool]
 
 

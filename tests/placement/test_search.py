@@ -28,8 +28,6 @@ from placement.targets import Targets
 from placement.traffic import Traffic
 from tests.placement.toys import ToyCatalog, alike, toy_offer
 
-pytestmark = pytest.mark.unit
-
 SLO = Slo(ttft_s=0.3, tpot_s=0.02)
 
 

@@ -18,8 +18,6 @@ from placement.results import Outcome, percentiles
 from placement.splitwise import SplitwiseCluster, simulate, slowdowns, violations
 from placement.workload import Workload, from_rows
 
-pytestmark = pytest.mark.unit
-
 DATA = Path(__file__).parent / "data"
 CASES: dict[str, Any] = json.loads((DATA / "splitwise-cases.json").read_text())
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}
