@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.attention.hooks import UnsupportedModel
 from engine.types import ModelInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
 SAMPLED_BYTES = 64  # of each tensor's two ends, for the fingerprint
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
@@ -122,15 +124,16 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     """transformers' own class with its weights on `device`, in eager attention. Raises UnsupportedModel."""
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # straight to the GPU, file by file
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            model,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            output_loading_info=True,
-            **placed,
-        )
+        with LOADING:
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                model,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                output_loading_info=True,
+                **placed,
+            )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {_first_sentence(error)}") from error
     missing = sorted(report["missing_keys"])
