@@ -21,6 +21,7 @@ import numpy as np
 
 from kvrelay.benchmark import Settings, run, timed_shapes
 from kvrelay.metrics import Outcome
+from kvrelay.plan_request import request_of
 from kvrelay.types import ClusterStatus
 from placement.catalog import PlanError
 from placement.margin import MarginRun
@@ -125,7 +126,7 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
     """`changed`: settings that differ from the plan's. Raises PlanError naming the file and what it lacks."""
     plan = _read_plan(path)
     try:
-        request, candidate = _request(plan["asked"]), _candidate(plan["chosen"]["candidate"])
+        request, candidate = request_of(plan["asked"]), _candidate(plan["chosen"]["candidate"])
         slo = Slo(**{key: math.inf if value is None else value for key, value in plan["slo"].items()})
         rate = float(plan["at_rate"]["rate"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -156,14 +157,6 @@ def _read_plan(path: Path) -> Mapping[str, Any]:
     if not isinstance(plan, Mapping):
         raise PlanError(f"{path} is no plan; give the plan.json that kvrelay plan --out wrote")
     return plan
-
-
-def _request(asked: Mapping[str, Any]) -> Any:
-    from kvrelay.plan_request import PlanRequest
-
-    known = {key: value for key, value in asked.items() if key in PlanRequest.model_fields and key != "classes"}
-    times = {key: f"{known[key]}s" for key in ("ttft", "tpot") if known.get(key) is not None}  # kept in seconds
-    return PlanRequest(**known | times)
 
 
 def _candidate(plain: Mapping[str, Any]) -> Candidate:
