@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.blocks import PagePool, pages_for
+from engine.pages.pool import PagePool, pages_for
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
-from kvrelay.metrics import Outcome
+from kvrelay.bench.metrics import Outcome
 
 IDLE_S = 0.0005
 

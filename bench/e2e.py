@@ -36,8 +36,8 @@ from rich.table import Table
 
 from bench.common import CpuWatch, about, demo_model, other_cores, save, wait_quiet
 from bench.peers import NOTE, PEERS
-from kvrelay.benchmark import Settings, run
-from kvrelay.metrics import METRICS, Outcome, summarise
+from kvrelay.bench.metrics import METRICS, Outcome, summarise
+from kvrelay.bench.run import Settings, run
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 SECONDS, QUICK_SECONDS = 30.0, 10.0  # of arrivals at each rate

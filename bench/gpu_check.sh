@@ -56,7 +56,7 @@ export python rehearse model out
 
 if [ -n "$rehearse" ]; then
     export KVRELAY_TEST_DEVICE=cpu
-    contract="tests/kv_transfer/test_gpu_transports.py tests/kv_transfer/test_page_table.py tests/test_gpu_programs.py"
+    contract="tests/kv_transfer/test_gpu_transports.py tests/engine/pages/test_page_table.py tests/bench/test_gpu_programs.py"
 else
     export KVRELAY_TEST_DEVICE=cuda:0
     contract="tests/kv_transfer/test_transports.py"
@@ -81,4 +81,4 @@ part cluster 160 bash -c 'bench gpu_cluster'
 [ -z "$comparison" ] || part comparison 300 bash -c 'bench gpu_one_gpu'
 
 printf '\n== all but the environment and the building of kernels, %s s\n' "$((SECONDS - began))"
-"$python" -m bench.gpu_table "$status" $rehearse --out "$out"
+"$python" -m bench.gpu.table "$status" $rehearse --out "$out"

@@ -38,12 +38,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from engine.pages.layout import KvLayout, LayerKv
+from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferOptions
 from kv_transfer.checksum import Checksummer, RunningDigest
-from kv_transfer.layout import KvLayout, LayerKv
-from kv_transfer.memory import KvMemory
 from kv_transfer.plan import layer_groups
-from kv_transfer.sending import cut_job
+from kv_transfer.prefill_side.thread import cut_job
 from kv_transfer.transports import process_group
 from kv_transfer.transports.registry import load_transport
 
@@ -233,7 +233,7 @@ class FreeHost:
     num_pages: int
 
     def reserve(self, request: Any) -> Any:
-        from kv_transfer.receiver import Granted
+        from kv_transfer.decode_side.servicer import Granted
 
         return Granted(tuple(range(-(-len(request.prompt_ids) // PAGE_SIZE))))
 
@@ -250,9 +250,9 @@ def decode_process(pipe: Connection, layout: KvLayout, options: TransferOptions)
 
 
 async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOptions) -> None:
-    from engine.rpc import bind, make_server
-    from kv_transfer.receiver import HandoffServicer
+    from kv_transfer.decode_side.servicer import HandoffServicer
     from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+    from worker.rpc import bind, make_server
 
     memory = KvMemory(layout)
     memory.bytes.zero_()
@@ -276,7 +276,7 @@ async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOpti
 
 
 async def connect_peer(pipe: Connection, memory: KvMemory, options: TransferOptions) -> Any:
-    from kv_transfer.sender import HandoffPeer
+    from kv_transfer.prefill_side.pair import HandoffPeer
     from kvrelay.v1 import worker_pb2
 
     return await HandoffPeer.connect(

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import common, gpu_common
+from bench import common
+from bench.gpu import common as gpu_common
 from engine.engine import Engine, EngineOptions
 from engine.types import Chunk
 

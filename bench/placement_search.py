@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import REPO, about, save
-from placement.catalog import Catalog
-from placement.compiled import compiled_path
+from placement.catalogs.base import Catalog
+from placement.catalogs.roofline import open_catalog
+from placement.papers.distserve.coefficients import DistServeCatalog
 from placement.plan import Plan, Slo
-from placement.planner import Ask, plan
-from placement.published_distserve import DistServeCatalog
-from placement.roofline import open_catalog
-from placement.workload import Workload, from_trace, read_request_list
+from placement.search.planner import Ask, plan
+from placement.simulator.compiled import compiled_path
+from placement.workload.requests import Workload, from_trace, read_request_list
 
 SHAREGPT = REPO / "tests" / "placement" / "data" / "sharegpt_synth_N1000.json"
 TRACES = (REPO / "configs" / "workloads", REPO.parent / "shared" / "data" / "azure")

@@ -27,13 +27,13 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.common import about, save
-from placement.catalog import Degrees
-from placement.hardware import Hardware, load_hardware
-from placement.latency import decode_s
-from placement.model_shape import ModelShape, load_shape
-from placement.published_distserve import distserve_degrees, distserve_latency
-from placement.published_splitwise import TABLE
-from placement.roofline_latency import roofline_latency
+from placement.catalogs.base import Degrees
+from placement.latency.base import decode_s
+from placement.latency.hardware import Hardware, load_hardware
+from placement.latency.model_shape import ModelShape, load_shape
+from placement.latency.roofline import roofline_latency
+from placement.papers.distserve.coefficients import distserve_degrees, distserve_latency
+from placement.papers.splitwise.table import TABLE
 
 QUANTILE = 0.9
 LONGEST_PROMPT = 8192

@@ -25,8 +25,8 @@ from typing import Any
 
 import grpc.aio
 
-from engine.rpc import bind, make_server, open_channel
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
+from worker.rpc import bind, make_server, open_channel
 
 RESULTS = Path(__file__).parent / "results" / "router.json"
 PROMPT = list(range(3, 259))
@@ -49,8 +49,8 @@ async def serve_workers(step_s: float) -> None:
 
 
 async def serve_router(members: str) -> None:
-    from cluster.front import RouterOptions, RouterServer
-    from cluster.worker_link import Member
+    from cluster.front.server import RouterOptions, RouterServer
+    from cluster.router.worker_link import Member
 
     server = RouterServer(RouterOptions(port=0))
     port = await server.start()

@@ -2,12 +2,11 @@
 
     python -m bench.simulator [--quick]
 
-Each case is a run of one of those simulators whose CPU time is known (tests/placement/data), on the same requests:
-once by its own rules (the named variant), once by the live policies with the same latency model. Then 1,000 to a
-million requests, and a thousand workers. Compiled, in a process of its own, and uncompiled. CPU time, which other work
-disturbs less than wall time, but it still shares caches and cores: trust the ratios. The known CPU times are from a
-machine with two such cores, loaded.
-Writes bench/results/simulator.json.
+Each case is a run of one of those simulators whose CPU time is known (tests/placement/papers/data), on the same
+requests: once by its own rules (the named variant), once by the live policies with the same latency model. Then 1,000
+to a million requests, and a thousand workers. Compiled, in a process of its own, and uncompiled. CPU time, which other
+work disturbs less than wall time, but it still shares caches and cores: trust the ratios. The known CPU times are from
+a machine with two such cores, loaded. Writes bench/results/simulator.json.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from bench.common import REPO, about, save
-from cluster.policy import PolicyOptions
+from cluster.router.policy import PolicyOptions
 from decode_worker.policy import DecodeLimits
-from engine.spec import Role
-from placement import distserve, splitwise
-from placement.compiled import simulation_pool
-from placement.latency import LatencyModel
-from placement.published_distserve import distserve_latency
-from placement.published_splitwise import splitwise_latency
-from placement.results import Outcome
-from placement.setup import SimCluster, SimWorker
-from placement.simulator import simulate
-from placement.workload import Workload, from_rows, read_request_list
+from placement.latency.base import LatencyModel
+from placement.papers.distserve import rules as distserve
+from placement.papers.distserve.coefficients import distserve_latency
+from placement.papers.splitwise import rules as splitwise
+from placement.papers.splitwise.table import splitwise_latency
+from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.compiled import simulation_pool
+from placement.simulator.outcome import Outcome
+from placement.simulator.simulate import simulate
+from placement.workload.requests import Workload, from_rows, read_request_list
 from prefill_worker.policy import PrefillLimits
+from worker.options import Role
 
 DATA = REPO / "tests" / "placement" / "data"
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}

@@ -29,7 +29,7 @@ IDLE_S = 10.0
 SETTLE_S = 2.0
 RAY_ALONE = """
 import time; began = time.monotonic()
-from cluster.ray_local import LocalRay
+from cluster.deploy.local_ray import LocalRay
 ray = LocalRay(); ray.start("bench", {"CPU": 2})
 print(time.monotonic() - began)
 ray.stop()

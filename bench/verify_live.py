@@ -32,21 +32,21 @@ from rich.table import Table
 
 from bench.common import MODELS, REPO, CpuWatch, about, demo_model, other_cores, save
 from bench.e2e import Cluster, cluster, spec
-from kvrelay.benchmark import Settings
-from kvrelay.calibration import QUICK, CalibrationError, Effort, calibrate
-from kvrelay.client import AsyncClient
-from kvrelay.metrics import Outcome
-from kvrelay.probes import ProbeError, Prober
-from kvrelay.types import KvrelayError
-from kvrelay.verifying import Question, foretell, judge, play, workload_of
-from placement.measured import sim_cluster
+from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.run import Settings
+from kvrelay.calibrate.calibration import QUICK, CalibrationError, Effort, calibrate
+from kvrelay.calibrate.probes import ProbeError, Prober
+from kvrelay.calibrate.verifying import Question, foretell, judge, play, workload_of
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import KvrelayError
+from placement.build.from_profile import sim_cluster
+from placement.checks.verification import Verification
+from placement.latency.profile import Profile, ProfileLatency
+from placement.latency.profile_file import profile_object, write_profile
 from placement.plan import Slo, to_json
-from placement.profile import Profile, ProfileLatency
-from placement.profile_file import profile_object, write_profile
-from placement.setup import SimCluster
-from placement.simulator import simulate
-from placement.verification import Verification
-from placement.workload import Workload
+from placement.simulator.cluster import SimCluster
+from placement.simulator.simulate import simulate
+from placement.workload.requests import Workload
 
 TRACE = REPO / "configs" / "workloads" / "azure-conv-2023.csv"
 SCALE, MAX_INPUT, MAX_OUTPUT = 0.25, 800, 200  # of 1024 tokens that a sequence may have

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from engine.service_thread import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
-from engine.spec import WorkerOptions
+from worker.options import WorkerOptions
+from worker.process import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
 
 
 class DecodeActor:
@@ -24,7 +24,7 @@ class DecodeActor:
         set_thread_counts(engine["threads"])
 
         def build(incarnation: str, progress: Progress) -> Service:
-            from decode_worker.worker import DecodeWorker
+            from decode_worker.driver import DecodeWorker
             from engine.engine import Engine, EngineOptions
 
             loaded = Engine.load(EngineOptions(**engine), progress=progress)

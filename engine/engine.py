@@ -18,20 +18,23 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from engine import device, kv_fp8, loader, parity, prepare
+from engine import device, parity
+from engine import loading as prepare
 from engine.attention import hooks
 from engine.attention.base import AttentionBackend, StepMeta, build_meta
-from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.hooks import UnsupportedModel
-from engine.gpu_steps import Flight, GpuSteps, Landed
-from engine.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
-from engine.kv_fp8 import KvScale
+from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
+from engine.gpu.staging import on_device
+from engine.gpu.steps import Flight, GpuSteps, Landed
+from engine.pages import fp8 as kv_fp8
+from engine.pages.fp8 import KvScale
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
 from engine.parallel.leader import Ranks
-from engine.sampling import NonFiniteLogits, sample
-from engine.staging import on_device
+from engine.sampling.host import NonFiniteLogits, sample
 from engine.types import PENDING, Chunk, ModelInfo, SampledToken, SampleSpec, Step
-from kv_transfer.layout import KvLayout
-from kv_transfer.memory import KvMemory
+from engine.weights import loader
 
 __all__ = ["Engine", "EngineOptions", "UnsupportedModel"]
 

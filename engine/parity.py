@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.hooks import UnsupportedModel
-from engine.loader import set_attention
 from engine.types import Chunk
+from engine.weights.loader import set_attention
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of a row's centred logits, relative to their norm
 NOISE_FACTOR = (

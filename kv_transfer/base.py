@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.spec import WorkerOptions
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import Seen
+from engine.pages.memory import KvMemory
+from engine.pages.rows import Seen
+from worker.options import WorkerOptions
 
 
 class TransferError(Exception):

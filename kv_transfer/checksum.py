@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows, Rows, Seen
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows, Rows, Seen
 
 
 class RunningDigest:
@@ -40,7 +40,7 @@ def device_checksummer(memory: KvMemory) -> SegmentChecksummer | None:
     """Digests where the pages are, for a GPU's; None for the CPU's, whose bytes a transport shows as it copies."""
     if not memory.is_on_gpu:
         return None
-    from kv_transfer.cuda import DeviceChecksummer, gpu_of
+    from kv_transfer.transports.gpu.cuda import DeviceChecksummer, gpu_of
 
     return DeviceChecksummer(memory, gpu_of(memory.device))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.layout import KvLayout
+from engine.pages.layout import KvLayout
 
 GROUP_BYTES = 1 << 20  # about what a segment should weigh: below it the cost of a message shows
 MAX_GROUPS = 8  # more of them hide no more of the transfer: only the last is exposed

@@ -25,11 +25,12 @@ from typing import NoReturn
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from kvrelay import benchmark, metrics, workload
-from kvrelay.client import Client
-from kvrelay.metrics import Outcome
-from kvrelay.report import tables
-from kvrelay.types import KvrelayError
+from kvrelay.bench import metrics, workload
+from kvrelay.bench import run as benchmark
+from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.report import tables
+from kvrelay.client.client import Client
+from kvrelay.client.types import KvrelayError
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "configs/workloads/azure-conv-2023.csv"

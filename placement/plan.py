@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from placement.catalog import Degrees
+from placement.catalogs.base import Degrees
 
 Objective = Literal["goodput", "cost", "power"]
 Pool = Literal["prefill", "decode", "link", "router", "none"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from engine.service_thread import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
-from engine.spec import WorkerOptions
+from worker.options import WorkerOptions
+from worker.process import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
 
 
 class PrefillActor:
@@ -25,7 +25,7 @@ class PrefillActor:
 
         def build(incarnation: str, progress: Progress) -> Service:
             from engine.engine import Engine, EngineOptions
-            from prefill_worker.worker import PrefillWorker
+            from prefill_worker.driver import PrefillWorker
 
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)

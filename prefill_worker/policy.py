@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.blocks import PageHash, PagePool, pages_for
+from engine.pages.pool import PageHash, PagePool, pages_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from cluster.worker_link import Member
-from engine.blocks import pages_for
-from engine.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
-from engine.rpc import bind, make_server
-from engine.spec import Role
+from cluster.router.worker_link import Member
+from engine.pages.pool import pages_for
 from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
+from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
+from worker.options import Role
+from worker.rpc import bind, make_server
 
 VOCAB = 1000
 EOS = 2

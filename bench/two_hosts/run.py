@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
-from kvrelay.client import Client
+from kvrelay.client.client import Client
+from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
-from kvrelay.types import KvrelayError
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).with_name("hosts.sh")

@@ -17,9 +17,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention import op
 from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
-from engine.kv_fp8 import KvScale, quantise
-from kv_transfer.layout import LayerKv
-from kv_transfer.memory import KvMemory
+from engine.pages.fp8 import KvScale, quantise
+from engine.pages.layout import LayerKv
+from engine.pages.memory import KvMemory
 
 SERVE = "kvrelay"
 PROBE = "kvrelay_probe"

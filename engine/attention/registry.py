@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.device import why_no_flashinfer
-from engine.native import NativeUnavailable
+from engine.kernels.native import NativeUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _on_gpu(name: str, device: torch.device) -> AttentionBackend:
     if missing:
         logger.warning("attention runs on the torch backend, many times slower: %s", missing)
         return _torch()
-    from engine.attention.flashinfer import FlashInferBackend
+    from engine.attention.flashinfer.backend import FlashInferBackend
 
     return FlashInferBackend(device)
 
@@ -61,7 +61,7 @@ def _torch() -> AttentionBackend:
 
 
 def _native(dtype: torch.dtype) -> AttentionBackend:
-    from engine.attention.cpu_backend import DTYPE_CODE, NativeBackend
+    from engine.attention.native_backend import DTYPE_CODE, NativeBackend
 
     if dtype not in DTYPE_CODE:
         raise NativeUnavailable(f"the native backend has no kernels for {dtype}")

@@ -1,4 +1,4 @@
-"""The C++ kernels of engine/csrc/fused.cpp, and oneDNN's packed products."""
+"""The C++ kernels of engine/kernels/csrc/fused.cpp, and oneDNN's packed products."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ctypes
 
 import torch
 
-from engine import native
-from engine.attention.cpu_backend import DTYPE_CODE
 from engine.attention.hooks import Forward
+from engine.attention.native_backend import DTYPE_CODE
+from engine.kernels import native
 from engine.kernels.base import Heads, NormWeight, Rotation
-from engine.linear import PackedLinear
+from engine.weights.linear import PackedLinear
 
 
 class _Rotary(ctypes.Structure):

@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 
 from engine.attention import hooks
 from engine.attention.base import StepMeta
-from engine.loader import load_config, set_attention
+from engine.pages.memory import KvMemory
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import Frame
 from engine.parallel.processes import Processes
 from engine.parallel.sharding import HeadSlice, Shard
 from engine.parallel.steps import memory_frame, step_frame
-from kv_transfer.memory import KvMemory
+from engine.weights.loader import load_config, set_attention
 
 if TYPE_CHECKING:
     from engine.engine import EngineOptions

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from engine.attention.hooks import UnsupportedModel
 from engine.execution import EngineBroken
 from engine.parallel.frames import BadFrame, Channel, Frame
-from engine.service_thread import THREAD_KEYS
+from worker.process import THREAD_KEYS
 
 if TYPE_CHECKING:
     from engine.engine import EngineOptions

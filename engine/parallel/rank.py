@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine import loader, prepare
+from engine import loading as prepare
 from engine.attention import hooks
 from engine.engine import EngineOptions
 from engine.parallel import sharding
@@ -26,7 +26,8 @@ from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.sharding import Cut, HeadSlice, Shard
 from engine.parallel.steps import memory_of, step_of
-from engine.service_thread import LOG_FORMAT, pin_process, sentence_of
+from engine.weights import loader
+from worker.process import LOG_FORMAT, pin_process, sentence_of
 
 PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine import fuse
 from engine.attention import hooks
 from engine.attention.hooks import UnsupportedModel
-from engine.loader import probe_model
-from kv_transfer.layout import KvLayout
-from kv_transfer.memory import KvMemory
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
+from engine.weights import fuse
+from engine.weights.loader import probe_model
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "sequence_parallel")  # right when not cut, too

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from engine.attention.base import StepMeta
+from engine.pages.layout import KvLayout, LayerKv
+from engine.pages.memory import KvMemory
 from engine.parallel.frames import Frame
-from kv_transfer.layout import KvLayout, LayerKv
-from kv_transfer.memory import KvMemory
 
 
 def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from engine.pages.memory import KvMemory
+from engine.pages.rows import Seen
 from kv_transfer.base import Faults, Segment, SendEnd, TransferError
 from kv_transfer.checksum import Checksummer
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import Seen
 
 
 class FaultySendEnd:

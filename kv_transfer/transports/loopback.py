@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows, Seen
 
 _offers: WeakValueDictionary[str, LoopbackReceiveEnd] = WeakValueDictionary()  # by token, while the receiver lives
 

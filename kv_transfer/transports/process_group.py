@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
-from kv_transfer.layout import KvLayout
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows, Seen
 from kv_transfer.transports.wire import RECEIVER, SENDER, GlooWire, Wire, first_line
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
@@ -114,8 +114,8 @@ class Gloo:
 def kind_of(memory: KvMemory, host: str) -> Kind:
     if not memory.is_on_gpu:
         return Gloo(host)
-    from kv_transfer.cuda import gpu_of
-    from kv_transfer.transports.nccl import Nccl
+    from kv_transfer.transports.gpu.cuda import gpu_of
+    from kv_transfer.transports.gpu.nccl import Nccl
 
     return Nccl(gpu_of(memory.device))
 

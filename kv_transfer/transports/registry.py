@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
+from engine.pages.memory import KvMemory
 from kv_transfer.base import Transport
-from kv_transfer.memory import KvMemory
 
 MODULES = {
-    "cuda_ipc": "kv_transfer.transports.cuda_ipc",
+    "cuda_ipc": "kv_transfer.transports.gpu.cuda_ipc",
     "loopback": "kv_transfer.transports.loopback",
     "process_group": "kv_transfer.transports.process_group",
     "shared_memory": "kv_transfer.transports.shared_memory",
@@ -27,7 +27,7 @@ def nccl_counters(settings: Mapping[str, str], memory: KvMemory) -> dict[str, in
     """Sets up NCCL for a worker on a GPU; its version, for the worker's counters. Nothing on CPU."""
     if not memory.is_on_gpu:
         return {}
-    from kv_transfer.transports import nccl
+    from kv_transfer.transports.gpu import nccl
 
     return nccl.set_up(settings)
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
-from kv_transfer.memory import KvMemory
-from kv_transfer.rows import PageRows, Seen
 from kv_transfer.transports.fence import ReceiverFence, SenderFence, map_file
 
 

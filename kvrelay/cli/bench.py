@@ -26,14 +26,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvrelay import metrics, workload
-from kvrelay.benchmark import Settings, run
+from kvrelay.bench import metrics, workload
+from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.report import tables
+from kvrelay.bench.run import Settings, run
 from kvrelay.cli.console import INTERRUPTED, USAGE, JsonOption
 from kvrelay.cli.generate import EndpointOption, SecretOption, report_error
-from kvrelay.client import DEFAULT_ENDPOINT
-from kvrelay.metrics import Outcome
-from kvrelay.report import tables
-from kvrelay.types import KvrelayError
+from kvrelay.client.client import DEFAULT_ENDPOINT
+from kvrelay.client.types import KvrelayError
 
 _PROGRESS_PER_S = 2  # drawing takes time from the server on a small machine
 

@@ -1,4 +1,4 @@
-"""`kvrelay calibrate`: measures a running cluster and writes its profile. What is measured: kvrelay/calibration.py.
+"""`kvrelay calibrate`: measures a running cluster and writes its profile. What is measured: kvrelay/calibrate/.
 
 Tables go to stdout and the bar to stderr; with --json stdout is the profile.
 Exit codes: 0 done; 1 the cluster cannot be reached or measured; 2 wrong usage; 130 interrupted.
@@ -19,15 +19,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.calibration import QUICK, CalibrationError, Effort, calibrate
+from kvrelay.calibrate.calibration import QUICK, CalibrationError, Effort, calibrate
+from kvrelay.calibrate.probes import ProbeError
 from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError, JsonOption, note, print_json, report
 from kvrelay.cli.generate import EndpointOption, SecretOption, report_error
 from kvrelay.cli.plan import progress
-from kvrelay.client import DEFAULT_ENDPOINT, AsyncClient
-from kvrelay.probes import ProbeError
-from kvrelay.types import KvrelayError
-from placement.profile import Profile, ProfileLatency
-from placement.profile_file import profile_object, write_profile
+from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvrelay.client.types import KvrelayError
+from placement.latency.profile import Profile, ProfileLatency
+from placement.latency.profile_file import profile_object, write_profile
 
 HELP = """Measure a running cluster: how long prefill, decode and handoff take.
 

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from kvrelay.cli.console import INTERRUPTED, USAGE, JsonOption
-from kvrelay.client import DEFAULT_ENDPOINT, Client
-from kvrelay.streams import Stream
-from kvrelay.types import Choice, Completion, GenerateOptions, KvrelayError
+from kvrelay.client.client import DEFAULT_ENDPOINT, Client
+from kvrelay.client.streams import Stream
+from kvrelay.client.types import Choice, Completion, GenerateOptions, KvrelayError
 
 ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
 SECRET_VARIABLE = "KVRELAY_SECRET"

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from kvrelay.cli import state
+from kvrelay.cli.cluster import state
 from kvrelay.cli.console import INTERRUPTED, CliError, report
 
 ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
@@ -44,7 +44,8 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, calibrate, down, generate, make_model, plan, simulate, status, up, verify
+    from kvrelay.cli import bench, calibrate, generate, make_model, plan, simulate, verify
+    from kvrelay.cli.cluster import down, status, up
 
     modules: list[Any] = [up, down, status, generate, bench, plan, simulate, calibrate, verify, make_model]
     for module in modules:

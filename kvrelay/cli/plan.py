@@ -117,8 +117,8 @@ def plan(
 
 
 def _plan(path: Path | None, flags: dict[str, Any], out: Path | None, *, as_json: bool, show: bool) -> None:
-    from kvrelay.plan_request import build_request, parse_class
-    from kvrelay.planning import ASKED_WRONGLY, check_folder, make_plan, plan_object, save
+    from kvrelay.plan.planning import ASKED_WRONGLY, check_folder, make_plan, plan_object, save
+    from kvrelay.plan.request import build_request, parse_class
 
     try:
         flags["classes"] = [parse_class(text) for text in flags["classes"] or ()] or None
@@ -143,7 +143,7 @@ def _plan(path: Path | None, flags: dict[str, Any], out: Path | None, *, as_json
 def _show(found: Any) -> None:
     from rich.console import Console
 
-    from kvrelay.plan_tables import tables
+    from kvrelay.plan.tables import tables
 
     console = Console()
     for table in tables(found):

@@ -17,7 +17,7 @@ import typer
 from kvrelay.cli.console import INTERRUPTED, USAGE, CliError, JsonOption, note, print_json, report
 
 if TYPE_CHECKING:
-    from kvrelay.simulation import Found, Question
+    from kvrelay.simulate.simulation import Found, Question
 
 PARAGRAPHS = (
     "Simulate a cluster spec under a load: attainment, TTFT and TPOT at each rate, where the time goes, what binds.",
@@ -78,7 +78,7 @@ def simulate(
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Draw no progress bar.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    from kvrelay.simulation import ASKED_WRONGLY, Load, found_object, simulate_spec, source_of, traffic_of
+    from kvrelay.simulate.simulation import ASKED_WRONGLY, Load, found_object, simulate_spec, source_of, traffic_of
 
     load = Load(
         trace=trace,
@@ -92,7 +92,7 @@ def simulate(
         burstiness=burstiness,
     )
     try:
-        from cluster.spec import load_spec
+        from cluster.spec.model import load_spec
 
         question = _question(rate, rates, (ttft, tpot), attainment, num_requests, seeds, seed, colocated)
         spec = load_spec(cluster)
@@ -123,8 +123,8 @@ def _question(
     colocated: str | None,
 ) -> Question:
     """Raises PlanError naming the flag."""
-    from kvrelay.simulation import Question
-    from placement.catalog import PlanError
+    from kvrelay.simulate.simulation import Question
+    from placement.catalogs.base import PlanError
     from placement.plan import Slo
 
     if not 0 < attainment < 1:
@@ -147,8 +147,8 @@ def _question(
 def _duration(flag: str, text: str | None) -> float:
     import math
 
-    from kvrelay.plan_request import parse_duration
-    from placement.catalog import PlanError
+    from kvrelay.plan.request import parse_duration
+    from placement.catalogs.base import PlanError
 
     try:
         seconds: Any = parse_duration(text)
@@ -160,7 +160,7 @@ def _duration(flag: str, text: str | None) -> float:
 def _rates(rate: float | None, rates: str | None) -> tuple[float, ...]:
     import math
 
-    from placement.catalog import PlanError
+    from placement.catalogs.base import PlanError
 
     if rate is not None and rates is not None:
         raise PlanError("--rate and --rates do not go together; give one of the two")
@@ -187,7 +187,7 @@ def _progress(*, show: bool) -> Any:
 def _show(found: Found, question: Question) -> None:
     from rich.console import Console
 
-    from kvrelay.simulation_tables import summary, tables
+    from kvrelay.simulate.tables import summary, tables
 
     console = Console()
     for line in summary(found, question):

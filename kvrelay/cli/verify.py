@@ -1,6 +1,6 @@
 """`kvrelay verify`: plays a plan's workload against a live cluster and shows predicted against measured.
 
-Tables go to stdout and the bar to stderr; with --json stdout is one object. See placement/verification.py.
+Tables go to stdout and the bar to stderr; with --json stdout is one object. See placement/checks/verification.py.
 Exit codes: 0 done, however far off the prediction was; 1 the cluster cannot be reached, or a request failed; 2 wrong
 usage, or the cluster is not the one that is predicted; 130 interrupted.
 """
@@ -20,21 +20,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay import verifying
-from kvrelay.benchmark import Settings
+from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.run import Settings
+from kvrelay.calibrate import verifying
 from kvrelay.cli.console import INTERRUPTED, USAGE, CliError, JsonOption, print_json, report
 from kvrelay.cli.generate import EndpointOption, SecretOption, report_error
 from kvrelay.cli.plan import progress
-from kvrelay.client import DEFAULT_ENDPOINT, AsyncClient
-from kvrelay.metrics import Outcome
-from kvrelay.types import KvrelayError
-from placement.catalog import PlanError
-from placement.latency import LatencyError
-from placement.margin import Margin, load_margin, save_margin
+from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient
+from kvrelay.client.types import KvrelayError
+from placement.catalogs.base import PlanError
+from placement.checks.margin import Margin, load_margin, save_margin
+from placement.checks.verification import Row, Verification
+from placement.latency.base import LatencyError
 from placement.plan import Slo
-from placement.setup import SetupError
-from placement.traces import WorkloadError
-from placement.verification import Row, Verification
+from placement.simulator.cluster import SetupError
+from placement.workload.traces import WorkloadError
 
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
 NAMES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}
@@ -141,7 +141,7 @@ def _question(
 
 
 def _target(key: str, text: str | None) -> float | None:
-    from kvrelay.plan_request import parse_duration
+    from kvrelay.plan.request import parse_duration
 
     if text is None:
         return None

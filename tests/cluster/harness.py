@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.front import RouterOptions, RouterServer
-from cluster.tokenizer import TextCodec
-from engine.rpc import open_channel
+from cluster.front.server import RouterOptions, RouterServer
+from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from tests.fakes import FakeDecodeWorker, FakePrefillWorker, FakeWorker
+from worker.rpc import open_channel
 
 WAIT_S = 20.0
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.client import Client
+from kvrelay.client.client import Client
+from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
-from kvrelay.types import KvrelayError
 from tests.deploy.running import Running, gone, kvrelay, until
 
 READY_TIMEOUT_S = 120.0

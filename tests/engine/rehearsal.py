@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import prepare
+from engine import loading as prepare
 from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import FlashInferBackend, Kernels
+from engine.attention.flashinfer.backend import FlashInferBackend, Kernels
 from engine.engine import Engine, EngineOptions
-from tests.engine import fake_flashinfer
+from tests.engine.attention import fake_flashinfer
 
 
 def run_again(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:

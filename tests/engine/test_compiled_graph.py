@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import loader
 from engine.attention import hooks, op
 from engine.attention.base import build_meta
 from engine.attention.torch_backend import TorchBackend
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
 from engine.types import Chunk
-from kv_transfer.layout import KvLayout
-from kv_transfer.memory import KvMemory
+from engine.weights import loader
 from tests.engine.test_engine import save
 
 CHUNKS = (

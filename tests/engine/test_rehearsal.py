@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from bench.gpu_engine import what_is_missing
+from bench.gpu.engine import what_is_missing
 from engine.engine import Engine, EngineOptions, UnsupportedModel
 from engine.types import PENDING, Chunk, SampledToken, SampleSpec, SamplingParams, Step
 from tests.engine.rehearsal import rehearse
@@ -230,7 +230,7 @@ def test_fp8_through_the_native_backend_is_refused(directories: dict[str, str]) 
 def test_a_model_that_fp8_spoils_is_refused(
     monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], tmp_path: Path
 ) -> None:
-    from engine import kv_fp8
+    from engine.pages import fp8 as kv_fp8
 
     monkeypatch.setattr(kv_fp8, "scale_for", lambda largest: 2.0**40)  # everything underflows
     with pytest.raises(UnsupportedModel, match=r"kv_dtype is 'fp8_e4m3', but .* give kv_dtype: auto"):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.blocks import pages_for
 from engine.engine import Engine, EngineOptions, UnsupportedModel
-from engine.native import NativeUnavailable
+from engine.kernels.native import NativeUnavailable
+from engine.pages.pool import pages_for
 from engine.types import Chunk, SampleSpec, SamplingParams, Step, banned_token_ids
 from tests.zoo import EXTRA, TEN, UNSUPPORTED, VOCAB, make_tiny_model
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from engine.attention import flashinfer_build
+from engine.attention.flashinfer import build as flashinfer_build
 from engine.device import why_no_flashinfer
 from tests.gpu.test_attention import all_shapes
 

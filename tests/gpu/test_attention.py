@@ -1,6 +1,6 @@
-"""FlashInfer's kernels keep the contract of tests/engine/contract.py on the GPU: every option, in poisoned pages.
+"""FlashInfer's kernels keep the contract of tests/engine/attention/contract.py on the GPU, in poisoned pages.
 
-The engine takes a kernel only after a trial of its own at load (engine/attention/flashinfer_choice.py). So a kernel
+The engine takes a kernel only after a trial of its own at load (engine/attention/flashinfer/choice.py). So a kernel
 that is wrong for an option is an expected failure here if that trial refuses it, and fails the test if it is taken.
 """
 
@@ -14,12 +14,19 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall
-from engine.attention.flashinfer import FP8, FlashInferBackend, Kernels, Shape, decode_candidates, prefill_candidates
-from engine.attention.flashinfer_build import build
-from engine.attention.flashinfer_choice import measured
+from engine.attention.flashinfer.backend import (
+    FP8,
+    FlashInferBackend,
+    Kernels,
+    Shape,
+    decode_candidates,
+    prefill_candidates,
+)
+from engine.attention.flashinfer.build import build
+from engine.attention.flashinfer.choice import measured
 from engine.attention.torch_backend import TorchBackend
 from engine.device import why_no_flashinfer
-from tests.engine.contract import (
+from tests.engine.attention.contract import (
     CHUNKED_LENGTHS,
     FLASHINFER_CASES,
     FP8_CASES,

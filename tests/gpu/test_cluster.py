@@ -20,7 +20,7 @@ pytestmark = [
 def test_the_two_process_cluster_gives_the_tokens_of_one_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    from bench import gpu_cluster
+    from bench.gpu import cluster as gpu_cluster
 
     model: Path = make_demo_model(tmp_path_factory.mktemp("model") / "m", size="125m")
     wanted = gpu_cluster.asks(24, 4000, 600, rehearse=False)

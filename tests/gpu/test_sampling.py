@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from engine.rng import uniform
-from engine.sampling import sample
-from engine.sampling_device import SamplingPlan, draw, results, uniforms
+from engine.sampling.device import SamplingPlan, draw, results, uniforms
+from engine.sampling.host import sample
+from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec
-from tests.engine.test_sampling_device import EDGES, WAYS, logits_of, spec
+from tests.engine.sampling.test_device import EDGES, WAYS, logits_of, spec
 
 
 def on_gpu(logits: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:

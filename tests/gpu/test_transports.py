@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.pages.layout import LayerKv
 from kv_transfer.base import Faults, Segment, TransferOptions
 from kv_transfer.checksum import device_checksummer
-from kv_transfer.layout import LayerKv
 from kv_transfer.transports.registry import load_transport
 from tests.kv_transfer import sides
 from tests.kv_transfer.sides import LAYERS, assert_pages_moved, random_memory, snapshot
@@ -116,20 +116,20 @@ async def test_a_handoff_brings_the_right_pages_and_finds_damaged_ones(corrupt: 
 
 
 def test_bytes_between_two_processes() -> None:
-    from bench import gpu_transports
+    from bench.gpu import transports as gpu_transports
 
     rows = gpu_transports.measure("cuda_ipc", (128, 512), (GPU, GPU), rehearse=False, rounds=2)  # raises on wrong bytes
     assert {row["pages"] for row in rows} == {"consecutive", "scattered"}
 
 
 def test_a_killed_process_is_noticed_and_harms_no_other_pair() -> None:
-    from bench import gpu_transports
+    from bench.gpu import transports as gpu_transports
 
     assert gpu_transports.check_lost_peer("cuda_ipc", (GPU, GPU), rehearse=False)["reason"]
 
 
 def test_nccl_brings_the_right_bytes_where_two_ranks_can_meet() -> None:
-    from bench import gpu_transports
+    from bench.gpu import transports as gpu_transports
 
     found = gpu_transports.check_nccl(rehearse=False)  # raises on wrong bytes
     if not found["way"]:
@@ -139,7 +139,7 @@ def test_nccl_brings_the_right_bytes_where_two_ranks_can_meet() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this needs two GPUs")
 @pytest.mark.parametrize("name", ["cuda_ipc", "process_group"])
 def test_a_lost_pair_between_two_gpus(name: str) -> None:
-    from bench import gpu_transports
+    from bench.gpu import transports as gpu_transports
 
     found = gpu_transports.check_lost_peer(name, (GPU, "cuda:1"), rehearse=False)
     assert found["noticed_s"] < gpu_transports.KILL_LIMIT_S

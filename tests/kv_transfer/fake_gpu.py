@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.pages.memory import KvMemory
+from engine.pages.page_table import Int64s, PartTable
 from kv_transfer.base import TransferError
-from kv_transfer.memory import KvMemory
-from kv_transfer.page_table import Int64s, PartTable
-from kv_transfer.transports.cuda_ipc import CudaIpcTransport
-from kv_transfer.transports.nccl import Nccl
+from kv_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from kv_transfer.transports.gpu.nccl import Nccl
 from kv_transfer.transports.process_group import ProcessGroupTransport
 
 HANDLE_BYTES = 64

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import grpc.aio
 import torch
 
-from engine.rpc import bind, make_server
+from engine.pages.layout import KvLayout, LayerKv
+from engine.pages.memory import KvMemory
 from kv_transfer.base import TransferOptions
-from kv_transfer.layout import KvLayout, LayerKv
-from kv_transfer.memory import KvMemory
-from kv_transfer.receiver import Denied, Granted, HandoffServicer, Queued
-from kv_transfer.sender import Handoff, HandoffPeer
+from kv_transfer.decode_side.servicer import Denied, Granted, HandoffServicer, Queued
+from kv_transfer.prefill_side.pair import Handoff, HandoffPeer
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
+from worker.rpc import bind, make_server
 
 SECRET = "open sesame"
 PAGE_SIZE = 4

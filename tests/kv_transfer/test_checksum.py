@@ -7,8 +7,8 @@ import random
 import pytest
 import xxhash
 
+from engine.pages.layout import LayerKv
 from kv_transfer.checksum import Checksummer
-from kv_transfer.layout import LayerKv
 from tests.kv_transfer.sides import LAYERS, random_memory
 
 WIDE = (LayerKv(16, 80, 64), LayerKv(16, 64, 80))

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import cuda
 from kv_transfer.base import TransferError
-from kv_transfer.cuda import CudaGpu
+from kv_transfer.transports.gpu import cuda
+from kv_transfer.transports.gpu.cuda import CudaGpu
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the stand-in for libcuda needs g++")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, TransferError
-from kv_transfer.memory import KvMemory
-from kv_transfer.transports import nccl
-from kv_transfer.transports.cuda_ipc import EVENTS, CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
 from kv_transfer.transports.fence import SenderFence
+from kv_transfer.transports.gpu import nccl
+from kv_transfer.transports.gpu.cuda_ipc import EVENTS, CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
 from kv_transfer.transports.process_group import (
     Gloo,
     ProcessGroupReceiveEnd,

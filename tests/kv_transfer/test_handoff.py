@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from engine.pages.layout import LayerKv
 from kv_transfer.base import Faults, TransferOptions
-from kv_transfer.layout import LayerKv
-from kv_transfer.receiver import Denied, Queued
-from kv_transfer.sender import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer, HandoffRefused
+from kv_transfer.decode_side.servicer import Denied, Queued
+from kv_transfer.prefill_side.pair import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer, HandoffRefused
 from kv_transfer.transports import shared_memory
 from tests.kv_transfer.sides import (
     PAGE_SIZE,

@@ -18,12 +18,12 @@ import grpc.aio
 import pytest
 import torch
 
-from engine.rpc import PROTOCOL_VERSION, host_id, open_channel, secret_metadata
 from kv_transfer.base import Faults, TransferOptions
-from kv_transfer.receiver import Granted, Queued
-from kv_transfer.sender import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer
+from kv_transfer.decode_side.servicer import Granted, Queued
+from kv_transfer.prefill_side.pair import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from tests.kv_transfer.sides import SECRET, DecodeSide, connect, decode_side, random_memory, request, send_all, snapshot
+from worker.rpc import PROTOCOL_VERSION, host_id, open_channel, secret_metadata
 
 NUM_PAGES = 37
 

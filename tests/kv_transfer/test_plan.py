@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kv_transfer.layout import KvLayout, LayerKv
+from engine.pages.layout import KvLayout, LayerKv
 from kv_transfer.plan import Parallel, heads_of, layer_groups, layers_of, plan_transfer
 
 pytestmark = pytest.mark.unit

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from engine.pages.layout import LayerKv
+from engine.pages.memory import KvMemory
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Transport
 from kv_transfer.checksum import Checksummer, RunningDigest
-from kv_transfer.layout import LayerKv
-from kv_transfer.memory import KvMemory
 from kv_transfer.transports.registry import load_transport
 from tests.kv_transfer import fake_gpu
 from tests.kv_transfer.gpu_here import SECOND_GPU, why_no_nccl

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from placement.catalog import Degrees, MachineCost, Offer
-from placement.latency import DecodeLine
-from placement.workload import Workload
+from placement.catalogs.base import Degrees, MachineCost, Offer
+from placement.latency.base import DecodeLine
+from placement.workload.requests import Workload
 
 PROMPT, OUTPUT = 100, 11
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from decode_worker.policy import DecodeBatch, DecodeLimits, DecodePolicy
-from engine.blocks import PagePool, page_hashes
+from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
 
 pytestmark = pytest.mark.unit

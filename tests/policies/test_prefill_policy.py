@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.blocks import PagePool, page_hashes
+from engine.pages.pool import PagePool, page_hashes
 from prefill_worker.policy import PrefillBatch, PrefillLimits, PrefillPolicy
 
 pytestmark = pytest.mark.unit

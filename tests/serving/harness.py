@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.front import RouterOptions
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
+from cluster.front.server import RouterOptions
 from engine.engine import Engine, EngineOptions
-from engine.spec import WorkerOptions
 from engine.types import SampledToken, Step
 from tests.zoo import VOCAB
+from worker.options import WorkerOptions
 
 PAGE_SIZE = 16  # tokens
 WAIT_S = 30.0  # for what must happen soon; a test that waits so long has failed

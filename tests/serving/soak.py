@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from engine.types import FinishReason
-from kvrelay.client import AsyncClient
-from kvrelay.types import Choice, Completion, GenerateOptions, KvrelayError
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Choice, Completion, GenerateOptions, KvrelayError
 from tests.serving.harness import random_prompt
 
 PROMPT_LENS = (1, 2, 15, 16, 17, 30, 47, 48, 49, 64, 90, 120, 150)  # tokens

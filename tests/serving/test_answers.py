@@ -14,10 +14,10 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from engine.types import FinishReason
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, GenerateOptions
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, GenerateOptions
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, random_prompt, transformers_tokens
 

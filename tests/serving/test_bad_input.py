@@ -12,14 +12,14 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from cluster.local import LocalCluster
-from engine.rpc import open_channel
-from kvrelay.client import AsyncClient
-from kvrelay.types import GenerateOptions, KvrelayError
+from cluster.deploy.local import LocalCluster
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import GenerateOptions, KvrelayError
 from kvrelay.v1 import generate_pb2
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import PAGE_SIZE, ROUTER, counters, engine_with, random_prompt, worker_with
 from tests.zoo import VOCAB
+from worker.rpc import open_channel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

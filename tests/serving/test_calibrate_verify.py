@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from engine.engine import EngineOptions
-from engine.spec import WorkerOptions
-from placement.margin import load_margin
-from placement.measured import sim_cluster
-from placement.profile_file import read_profile
+from placement.build.from_profile import sim_cluster
+from placement.checks.margin import load_margin
+from placement.latency.profile_file import read_profile
 from tests.serving.conftest import ModelDir
+from worker.options import WorkerOptions
 
 MAX_LEN = 192
 LIMITS: dict[str, Any] = {"max_batch_tokens": 64, "pack_tokens": 32, "max_batch_size": 4}
@@ -135,8 +135,8 @@ def test_what_is_typed_wrong_is_one_sentence(
 async def test_a_cluster_of_another_size_is_not_verified(model_dir: ModelDir, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from placement.profile_file import write_profile
-    from tests.placement.test_profile import profile
+    from placement.latency.profile_file import write_profile
+    from tests.placement.latency.test_profile import profile
 
     made = profile()
     write_profile(replace(made, decode_pool=replace(made.decode_pool, count=3)), tmp_path / "profile.json")

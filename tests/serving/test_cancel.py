@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from kv_transfer.base import Faults, Segment
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, KvrelayError
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
     ENGINE,

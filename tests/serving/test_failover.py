@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.local import LocalCluster
-from decode_worker.worker import DecodeWorker
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, GenerateOptions, KvrelayError
-from prefill_worker.worker import PrefillWorker
+from cluster.deploy.local import LocalCluster
+from decode_worker.driver import DecodeWorker
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, GenerateOptions, KvrelayError
+from prefill_worker.driver import PrefillWorker
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, counters, random_prompt, until
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
+from engine.pages.memory import KvMemory
 from engine.types import SampledToken, Step
 from kv_transfer.base import Faults
-from kv_transfer.memory import KvMemory
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, KvrelayError
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
 

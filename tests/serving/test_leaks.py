@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from kv_transfer.base import Faults
-from kvrelay.client import AsyncClient
+from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import counters, engine_with, router_with, worker_with
 from tests.serving.soak import TIMEOUT_S, Soak, learn

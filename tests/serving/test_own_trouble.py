@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from engine.types import SampledToken, Step
 from kv_transfer.base import Faults, Segment
-from kv_transfer.sender import HandoffPeer
-from kvrelay.client import AsyncClient
-from kvrelay.types import KvrelayError
+from kv_transfer.prefill_side.pair import HandoffPeer
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import KvrelayError
 from kvrelay.v1 import worker_pb2 as pb
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from cluster.local import LocalCluster
-from kvrelay.client import AsyncClient
-from kvrelay.types import KvrelayError
+from cluster.deploy.local import LocalCluster
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, transformers_tokens, until
 

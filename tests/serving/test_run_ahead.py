@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster import local
-from cluster.local import LocalCluster
+from cluster.deploy import local
+from cluster.deploy.local import LocalCluster
 from engine.engine import Engine, EngineOptions
 from engine.types import Step
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, GenerateOptions
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, GenerateOptions
 from tests.engine.rehearsal import RehearsedEngine, rehearse
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with

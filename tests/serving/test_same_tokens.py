@@ -9,9 +9,9 @@ import asyncio
 
 import pytest
 
-from cluster.local import LocalCluster
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion, GenerateOptions
+from cluster.deploy.local import LocalCluster
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, GenerateOptions
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with
 

@@ -10,9 +10,9 @@ import signal
 
 import pytest
 
-from cluster.local import LocalCluster
+from cluster.deploy.local import LocalCluster
 from engine.execution import EngineBroken
-from kvrelay.client import AsyncClient
+from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, WAIT_S, counters, engine_with, random_prompt, transformers_tokens, worker_with
 

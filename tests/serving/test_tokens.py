@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import LocalCluster
-from kvrelay.client import AsyncClient
-from kvrelay.types import Completion
+from cluster.deploy.local import LocalCluster
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
 from tests.zoo import TEN

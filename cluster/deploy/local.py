@@ -1,0 +1,135 @@
+"""LocalCluster is a whole cluster in this process: real engines, real gRPC on loopback addresses, no Ray.
+
+For tests, notebooks and benchmarks of the serving path itself. Every worker loads the model for itself and runs its
+engine in a thread of its own. `shared_memory` works here as between processes; `loopback` only here.
+
+    async with LocalCluster(model, prefill=1, decode=2) as cluster:
+        client = AsyncClient(cluster.endpoint)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from types import TracebackType
+
+from cluster.front.server import RouterOptions, RouterServer
+from cluster.router.worker_link import LinkState, Member
+from decode_worker.driver import DecodeWorker
+from engine.engine import Engine, EngineOptions
+from kv_transfer.base import Faults
+from kvrelay.v1 import worker_pb2 as pb
+from prefill_worker.driver import PrefillWorker
+from worker.options import WorkerOptions
+
+POLL_S = 0.01
+SECRET = "local"
+
+
+class LocalCluster:
+    def __init__(
+        self,
+        model: str,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        engine: EngineOptions | None = None,
+        decode_engine: EngineOptions | None = None,
+        worker: WorkerOptions | None = None,
+        router: RouterOptions | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """`engine`, `worker` and `router` say everything but names, roles, addresses and the model.
+
+        `decode_engine` is for decode workers that differ (fewer pages, say); `faults` go into every handoff.
+        """
+        engine = engine or EngineOptions(model=model, num_pages=512)
+        self._engines = {
+            "prefill": replace(engine, model=model),
+            "decode": replace(decode_engine or engine, model=model),
+        }
+        self._worker = replace(worker or WorkerOptions(name="", role="prefill"), secret=SECRET)
+        self._router_options = replace(router or RouterOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
+        self._counts = {"prefill": prefill, "decode": decode}
+        self._faults = faults
+        self.prefill: list[PrefillWorker] = []
+        self.decode: list[DecodeWorker] = []
+        self.routers: list[RouterServer] = []
+        self.server: RouterServer | None = None  # the first router, at `endpoint`
+        self._members: list[Member] = []
+        self.endpoint = ""
+
+    async def __aenter__(self) -> LocalCluster:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Load, connect, and return when the first router has a stream with every worker."""
+        for index in range(self._counts["prefill"]):
+            engine = await asyncio.to_thread(Engine.load, self._engines["prefill"])
+            options = replace(self._worker, name=f"prefill-{index}", role="prefill")
+            self.prefill.append(PrefillWorker(options, engine, faults=self._faults))
+        for index in range(self._counts["decode"]):
+            engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
+            options = replace(self._worker, name=f"decode-{index}", role="decode")
+            self.decode.append(DecodeWorker(options, engine))
+        self._members = [_member(await w.start(), "prefill") for w in self.prefill]
+        self._members += [_member(await w.start(), "decode") for w in self.decode]
+        self.server = await self.add_router()
+        self.endpoint = f"127.0.0.1:{self.server.port}"
+
+    async def add_router(self) -> RouterServer:
+        """One router more over the same workers; returns when it has a stream with each of them."""
+        server = RouterServer(replace(self._router_options, name=f"router-{len(self.routers)}"))
+        self.routers.append(server)
+        await server.start()
+        server.set_members(self._members)
+        async with asyncio.timeout(10):
+            while not all(link.state is LinkState.READY for link, _, _ in server.router.workers()):
+                await asyncio.sleep(POLL_S)
+        return server
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        for server in self.routers:
+            await server.stop(grace_s)
+        started = [worker for worker in self.workers if worker.address.address]
+        await asyncio.gather(*(worker.stop() for worker in started))
+        for worker in self.workers:
+            worker.engine.close()
+
+    @property
+    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+        return [*self.prefill, *self.decode]
+
+    def check_invariants(self) -> None:
+        for worker in self.workers:
+            worker.check_invariants()
+        for server in self.routers:
+            server.router.check_invariants()
+
+    def held_pages(self) -> dict[str, int]:
+        """Pages that are neither free nor cached, by worker, where there are any."""
+        held = {worker.options.name: worker.policy.pool.usage.held for worker in self.workers}
+        return {name: count for name, count in held.items() if count}
+
+    async def settled(self, timeout_s: float = 10.0) -> None:
+        """Wait until every page of every worker is free or cached. Raises TimeoutError naming who holds pages."""
+        deadline = time.monotonic() + timeout_s
+        while held := self.held_pages():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"pages are still held after {timeout_s:g} s: {held}")
+            await asyncio.sleep(POLL_S)
+
+
+def _member(address: pb.WorkerAddress, role: str) -> Member:
+    return Member(name=address.name, role="prefill" if role == "prefill" else "decode", address=address.address)

@@ -1,0 +1,111 @@
+"""Checks what clients send: from a GenerateRequest to a NewRequest that can be served, or one sentence why not.
+
+Everything that a client can get wrong is refused here, before it costs a worker anything. Raises InvalidRequest
+(INVALID_ARGUMENT) or RequestFailed with another status.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from cluster.front.tokenizer import TextCodec
+from cluster.router.live_requests import NewRequest, RequestFailed
+from engine.types import SEED_BITS, InvalidRequest, SamplingParams
+from kvrelay.v1 import generate_pb2
+from worker.convert import sampling_from_proto, sampling_to_proto
+
+MAX_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    new: NewRequest
+    params: SamplingParams  # as asked for, defaults filled in, max_tokens clipped to what fits
+
+
+async def check(
+    request: generate_pb2.GenerateRequest,
+    *,
+    model: generate_pb2.GetModelInfoResponse,
+    served_name: str,
+    codec: TextCodec | None,
+    arrived_s: float,
+    deadline_s: float | None,
+) -> Checked:
+    check_model(request.model, served_name)
+    request_id = _checked_id(request.request_id)
+    params = sampling_from_proto(request.sampling)
+    params.validate(model.vocab_size)
+    if params.stop and codec is None:
+        raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
+    prompt_ids = await _prompt_ids(request, model, codec)
+    room = model.max_model_len - len(prompt_ids)
+    params = replace(
+        params,
+        max_tokens=min(params.max_tokens, room),
+        min_tokens=min(params.min_tokens, room),
+        seed=params.seed if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS),
+    )
+    new = NewRequest(
+        id=request_id,
+        prompt_ids=prompt_ids,
+        sampling=[_choice(params, i) for i in range(params.n)],
+        arrived_s=arrived_s,
+        deadline_s=deadline_s,
+    )
+    return Checked(new=new, params=params)
+
+
+def check_model(name: str, served: str) -> None:
+    if name not in ("", served):
+        raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"model is {name[:200]!r}; this router serves {served!r}")
+
+
+def _checked_id(request_id: str) -> str:
+    """The client's id, or a new one. It goes into trailing metadata, which carries printable ASCII only."""
+    if not request_id:
+        return secrets.token_hex(8)
+    if len(request_id) > MAX_ID_CHARS:
+        raise InvalidRequest(f"request_id has {len(request_id)} characters; give at most {MAX_ID_CHARS}")
+    if not request_id.isascii() or not request_id.isprintable():
+        raise InvalidRequest(f"request_id is {request_id!r}; give printable ASCII characters only")
+    return request_id
+
+
+async def _prompt_ids(
+    request: generate_pb2.GenerateRequest, model: generate_pb2.GetModelInfoResponse, codec: TextCodec | None
+) -> Sequence[int]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("the prompt is missing; give text or token_ids")
+    ids = await encode(request.text, model, codec) if kind == "text" else request.token_ids.ids
+    if not ids:
+        raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
+    if len(ids) >= model.max_model_len:
+        raise InvalidRequest(
+            f"the prompt is {len(ids)} tokens; the model takes {model.max_model_len} with the output, "
+            f"so give at most {model.max_model_len - 1}"
+        )
+    if (largest := max(ids)) >= model.vocab_size:
+        raise InvalidRequest(f"the prompt has token id {largest}; the model's ids go from 0 to {model.vocab_size - 1}")
+    return list(ids)
+
+
+async def encode(text: str, model: generate_pb2.GetModelInfoResponse, codec: TextCodec | None) -> list[int]:
+    """Token ids of a text that may fit the model. Raises InvalidRequest."""
+    if codec is None:
+        raise InvalidRequest("the prompt is text but no tokenizer is loaded; give token_ids")
+    if not text:
+        raise InvalidRequest("the prompt is empty; give text with at least one token")
+    codec.check_length(text, model.max_model_len)
+    return await codec.encode(text)
+
+
+def _choice(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:
+    """What the workers get for choice `index`: one choice, with a seed of its own. Stop strings stay at the front."""
+    seed = (params.seed + index) % 2**SEED_BITS
+    return sampling_to_proto(replace(params, seed=seed, n=1, stop=()))

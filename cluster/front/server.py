@@ -1,0 +1,147 @@
+"""RouterServer is one router process's server: the router, its public services, health, reflection, metrics.
+
+start: listen -> NOT_SERVING until a worker of each role is ready -> SERVING
+stop:  NOT_SERVING, refuse what is new -> let running requests end within the grace -> cancel the rest -> close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
+from cluster.front.tokenizer import TextCodec, load_codec
+from cluster.router.driver import Router, RoutingOptions
+from cluster.router.policy import PolicyOptions
+from cluster.router.status import gauges_of
+from cluster.router.worker_link import Member
+from worker.rpc import bind, make_server
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    name: str = "router-0"  # unique among the routers of a cluster
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: any free one
+    secret: str = ""  # shared with the workers
+    client_secret: str = ""  # what clients must send; empty: the public services are open
+    model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
+    model_name: str = ""  # the name that requests give; empty: as the workers say
+    metrics_port: int | None = None  # None: not exposed; 0: any free one
+
+    dead_after_s: float = 2.0  # a worker that says nothing for so long is lost
+    max_attempts: int = 4  # after so many failed ones a request fails
+    unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
+    max_queued_requests: int = 1024  # in the router; beyond it requests are rejected
+    max_queued_tokens: int = 1_048_576  # prompt tokens in the router's queue
+    max_backlog_tokens: int = 32_768  # prompt tokens sent to one prefill worker and not computed
+    overcommit: float = 0.25  # share of a decode worker's pages that may be promised beyond those free
+    record: str = (
+        ""  # a folder to write every call of the routing policy into, for placement/checks/replay.py; empty: none is
+    )
+
+    @property
+    def routing(self) -> RoutingOptions:
+        policy = PolicyOptions(
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            max_backlog_tokens=self.max_backlog_tokens,
+            overcommit=self.overcommit,
+        )
+        return RoutingOptions(
+            name=self.name,
+            secret=self.secret,
+            dead_after_s=self.dead_after_s,
+            max_attempts=self.max_attempts,
+            unavailable_grace_s=self.unavailable_grace_s,
+            policy=policy,
+            record=self.record,
+        )
+
+
+class RouterServer:
+    def __init__(self, options: RouterOptions, *, codec: TextCodec | None = None) -> None:
+        """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise."""
+        self.options = options
+        self.router = Router(options.routing, on_readiness=self._on_readiness)
+        self.port = 0
+        self.metrics_port: int | None = None
+        self._codec = codec
+        self._health = health.aio.HealthServicer()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._generate: GenerateService | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises OSError when it is taken, TokenizerError when the tokenizer cannot load."""
+        options = self.options
+        if self._codec is None and options.model:
+            self._codec = await asyncio.to_thread(load_codec, options.model)
+        self._generate = GenerateService(self.router, codec=self._codec, model_name=options.model_name)
+        self._server = make_server(options.client_secret, [GENERATE_SERVICE, CLUSTER_SERVICE])
+        self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (GENERATE_SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.port = bind(self._server, options.host, options.port)
+        if options.metrics_port is not None:
+            self.metrics_port = self._expose(options.host, options.metrics_port)
+        await self._set_health(is_serving=False)
+        await self._server.start()
+        log.info("%s listens on %s:%d", options.name, options.host, self.port)
+        return self.port
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """These are the cluster's workers from now on."""
+        self.router.set_members(members)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse what is new, let what runs end within `grace_s`, then cancel it and close."""
+        if self._server is None or self._generate is None:
+            return
+        self._generate.is_draining = True
+        await self._health.enter_graceful_shutdown()  # NOT_SERVING, whatever was on its way to be set
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self.router.num_submissions:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        await self.router.close()
+        await self._server.stop(0.5)  # the last messages and statuses still go out
+        self.router.metrics.close()
+        if self._codec is not None:
+            self._codec.close()
+
+    def _expose(self, host: str, port: int) -> int:
+        try:
+            return self.router.metrics.expose(
+                host,
+                port,
+                model=lambda: self._generate.model_name if self._generate is not None else "",
+                workers=lambda: gauges_of(self.router),
+            )
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
+
+    def _on_readiness(self, is_ready: bool) -> None:
+        if self._generate is None or self._generate.is_draining:
+            return
+        task = asyncio.get_running_loop().create_task(self._set_health(is_serving=is_ready))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _set_health(self, *, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for service in ("", GENERATE_SERVICE):
+            await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)

@@ -1,0 +1,194 @@
+"""What the router knows of each worker: its last report, and what was sent since that the report does not count yet.
+
+Arithmetic only: these accounts decide nothing (cluster/router/policy.py does). A report is old when it arrives, so
+prompt tokens sent to a prefill worker count from the moment they are sent, until a report that had seen their Submit
+counts them; pages promised of a decode worker count until a report lists the request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.pages.pool import PageHash
+from worker.options import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """What does not change while a worker lives."""
+
+    name: str
+    role: Role
+    total_pages: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a worker held when it made the report, at `made_s` on the router's clock."""
+
+    made_s: float
+    last_submit_seq: int = 0  # prefill: the last of this router's Submits that it had seen
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_tokens: int = 0
+    available_pages: int = 0
+    draining: bool = False
+    request_ids: frozenset[str] = frozenset()  # decode: those that hold pages or a lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """A request as routing sees it. When it is sent again, `prompt_len` counts the tokens generated so far too."""
+
+    id: str
+    prompt_len: int
+    max_tokens: int  # still to be generated at most
+    page_hashes: Sequence[PageHash] = ()
+    avoid: frozenset[str] = frozenset()  # workers that failed it; taken only when there is no other
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    shape: RequestShape
+    prefill: str = ""
+    decode: str = ""
+    work: int = 0  # prompt tokens that prefill is expected to compute
+    pages: int = 0  # that decode must hold at first
+    seq: int | None = None  # of its Submit; None until it is sent
+    is_seen: bool = False  # a report of the prefill worker counts it
+    has_first_token: bool = False
+    is_handed_off: bool = False
+
+
+@dataclass(slots=True)
+class PrefillAccount:
+    view: WorkerView
+    report: Report
+    waiting: dict[str, RoutedRequest] = field(default_factory=dict)  # ours without a first token, in the order assigned
+    seen_tokens: int = 0  # of `waiting`, counted in the report
+    unseen_tokens: int = 0  # of `waiting`, sent since
+    others_tokens: int = 0  # other routers' share of the report
+    prefixes: OrderedDict[PageHash, None] = field(default_factory=OrderedDict)  # sent there, least recent first
+    holders: dict[PageHash, set[str]] = field(default_factory=dict)  # by page, the names of all that remember it
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to compute, at most. Two bounds: what the report says, and what has not answered yet."""
+        return min(self.report.waiting_tokens, self.others_tokens + self.seen_tokens) + self.unseen_tokens
+
+    def cached_len(self, shape: RequestShape) -> int:
+        """Tokens of the prompt that were sent there before; at least one token is always computed."""
+        pages = 0
+        for page_hash in shape.page_hashes:
+            if page_hash not in self.prefixes:
+                break
+            pages += 1
+        return min(pages * self.view.page_size, shape.prompt_len - 1)
+
+    def _remember(self, hashes: Sequence[PageHash]) -> None:
+        for page_hash in hashes:
+            if page_hash in self.prefixes:
+                self.prefixes.move_to_end(page_hash)
+            else:
+                self.prefixes[page_hash] = None
+                self.holders.setdefault(page_hash, set()).add(self.view.name)
+        while len(self.prefixes) > self.view.total_pages:  # it cannot have kept more
+            self._unhold(self.prefixes.popitem(last=False)[0])
+
+    def _unhold(self, page_hash: PageHash) -> None:
+        names = self.holders[page_hash]
+        names.discard(self.view.name)
+        if not names:
+            del self.holders[page_hash]
+
+    def forget_prefixes(self) -> None:
+        """The worker is lost, and what it had cached."""
+        for page_hash in self.prefixes:
+            self._unhold(page_hash)
+        self.prefixes.clear()
+
+    def take_report(self, report: Report) -> None:
+        """Count what the report had seen as the report counts it. One older than the last is dropped."""
+        if report.made_s < self.report.made_s:
+            return
+        self.report = report
+        for request in self.waiting.values():
+            if request.is_seen or request.seq is None or request.seq > report.last_submit_seq:
+                continue
+            request.is_seen = True
+            self.seen_tokens += request.work
+            self.unseen_tokens -= request.work
+        self.others_tokens = max(0, report.waiting_tokens - self.seen_tokens)
+
+    def add(self, request: RoutedRequest) -> None:
+        self.waiting[request.shape.id] = request
+        self.unseen_tokens += request.work
+        self._remember(request.shape.page_hashes)
+
+    def drop(self, request: RoutedRequest) -> None:
+        """It needs no prefill any more: its first token is there, or it has gone."""
+        if self.waiting.pop(request.shape.id, None) is None:
+            return
+        if request.is_seen:
+            self.seen_tokens -= request.work
+        else:
+            self.unseen_tokens -= request.work
+
+    def check_invariants(self) -> None:
+        waiting = list(self.waiting.values())
+        assert self.seen_tokens == sum(r.work for r in waiting if r.is_seen), self.view.name
+        assert self.unseen_tokens == sum(r.work for r in waiting if not r.is_seen), self.view.name
+        assert len(self.prefixes) <= self.view.total_pages, f"{self.view.name}: more prefixes than pages"
+
+
+@dataclass(slots=True)
+class DecodeAccount:
+    view: WorkerView
+    report: Report
+    promised: dict[str, int] = field(default_factory=dict)  # ours that no report lists yet: pages
+    promised_pages: int = 0
+    listed: dict[str, int] = field(default_factory=dict)  # ours that the report lists: pages at least
+    ended: int = 0  # listed ones that have ended since
+    ended_pages: int = 0
+
+    @property
+    def free_pages(self) -> int:
+        return self.report.available_pages + self.ended_pages - self.promised_pages
+
+    @property
+    def batch(self) -> int:
+        return self.report.num_running + self.report.num_waiting - self.ended + len(self.promised)
+
+    def promise(self, request_id: str, pages: int) -> None:
+        self.promised[request_id] = pages
+        self.promised_pages += pages
+
+    def drop(self, request_id: str) -> None:
+        if request_id in self.promised:
+            self.promised_pages -= self.promised.pop(request_id)
+        elif request_id in self.listed:
+            self.ended += 1
+            self.ended_pages += self.listed.pop(request_id)
+
+    def take_report(self, report: Report) -> None:
+        """What the report lists is in its figures; what it does not list yet is added to them."""
+        if report.made_s < self.report.made_s:
+            return
+        is_same_list = report.request_ids is self.report.request_ids
+        self.report = report
+        self.ended = self.ended_pages = 0
+        now_listed = [i for i in self.promised if i in report.request_ids]
+        if not is_same_list and not report.request_ids.issuperset(self.listed):  # some that have not ended for us yet
+            for request_id in [i for i in self.listed if i not in report.request_ids]:
+                self.promise(request_id, self.listed.pop(request_id))
+        for request_id in now_listed:
+            self.listed[request_id] = pages = self.promised.pop(request_id)
+            self.promised_pages -= pages
+
+    def check_invariants(self) -> None:
+        assert self.promised_pages == sum(self.promised.values()), self.view.name
+        assert self.listed.keys() <= self.report.request_ids, f"{self.view.name}: listed, but not by the report"
+        assert not self.promised.keys() & self.listed.keys(), f"{self.view.name}: promised and listed at once"

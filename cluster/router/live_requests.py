@@ -1,0 +1,219 @@
+"""A request's life inside the router: what was delivered, in which attempt it is, and the client's side of it.
+
+LiveRequest is one choice. Every attempt has a wire id of its own, so that a message, a cancel or a reservation of an
+earlier attempt can never be taken for one of this attempt. Tokens are delivered exactly once and in order, by their
+index: one that is early waits for those before it (decode's second token may overtake prefill's first, which travels
+on another stream), one that is late is dropped.
+
+Submission is all choices of one call: the mailbox that the front reads. One wake-up brings all that has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.router.timeline import PHASES, Timeline
+from engine.types import FinishReason
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+
+
+class RequestFailed(Exception):
+    """A request ends without an answer: the gRPC status and one sentence."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A checked request: what the front hands to the router."""
+
+    id: str  # the client's, or made by the front
+    prompt_ids: Sequence[int]
+    sampling: Sequence[generate_pb2.SamplingParams]  # all fields set; one for each choice
+    arrived_s: float  # router's clock
+    deadline_s: float | None = None  # router's clock
+
+
+@dataclass(slots=True)
+class Update:
+    """What has come for one choice. `finish` is set with its last."""
+
+    choice: int
+    tokens: list[pb.TokenOutput]
+    finish: FinishReason | None = None
+
+
+class LiveRequest:
+    def __init__(
+        self,
+        *,
+        id: str,
+        choice: int,
+        prompt_ids: Sequence[int],
+        sampling: generate_pb2.SamplingParams,
+        arrived_s: float,
+    ) -> None:
+        self.id = id
+        self.choice = choice
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.timeline = Timeline(arrived_s)
+        self.attempt = 1
+        self.failures = 0  # attempts that failed; preemption is none
+        self.output_ids: list[int] = []
+        self.prefill = ""
+        self.decode = ""
+        self.has_first_token = False  # in this attempt
+        self.is_handed_off = False
+        self.cached_tokens = 0
+        self.recomputed_tokens = 0
+        self.receipt: generate_pb2.HandoffReceipt | None = None
+        self.finish: FinishReason | None = None
+        self.last_token_s = 0.0
+        self._computed_len = 0  # of the sequence, in earlier attempts, at most
+        self._early: dict[int, pb.TokenOutput] = {}
+
+    @property
+    def wire_id(self) -> str:
+        return self.id if self.attempt == 1 else f"{self.id}#{self.attempt}"
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.sampling.max_tokens) - len(self.output_ids)
+
+    def take(self, token: pb.TokenOutput) -> list[pb.TokenOutput]:
+        """The tokens that this one lets out, in order: none if it is early or was delivered before."""
+        expected = len(self.output_ids)
+        if token.index != expected:
+            if token.index > expected:
+                self._early[token.index] = token
+            return []
+        ready = [token]
+        while self._early and (early := self._early.pop(expected + len(ready), None)) is not None:
+            ready.append(early)
+        self.output_ids.extend(t.token_id for t in ready)
+        return ready
+
+    def on_prefill_started(self, cached_tokens: int) -> None:
+        """Count what is computed a second time: all that earlier attempts had, less what a cache still holds."""
+        if self.attempt == 1:
+            self.cached_tokens = cached_tokens
+        self.recomputed_tokens += max(0, self._computed_len - cached_tokens)
+        self._computed_len = len(self.prompt_ids) + len(self.output_ids)
+
+    def begin_attempt(self, now: float) -> None:
+        """Send it again: the tokens delivered so far stay, all else begins anew."""
+        if self._computed_len:
+            self._computed_len = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
+        self.attempt += 1
+        self.prefill = self.decode = ""
+        self.has_first_token = self.is_handed_off = False
+        self.receipt = None
+        self._early.clear()
+        self.timeline.enter("route", now)
+
+    def state(self, router_id: str) -> pb.RequestState:
+        return pb.RequestState(
+            request_id=self.wire_id,
+            router_id=router_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            sampling=self.sampling,
+            attempt=self.attempt,
+        )
+
+    def timeline_to_proto(self) -> generate_pb2.Timeline:
+        phases = self.timeline.phases()
+        return generate_pb2.Timeline(
+            phases=[generate_pb2.Phase(name=name, seconds=phases[name]) for name in PHASES if name in phases],
+            ttft_s=self.timeline.ttft_s,
+            tpot_s=self.timeline.tpot_s(len(self.output_ids)),
+            e2e_s=self.timeline.e2e_s,
+            prefill_worker=self.prefill,
+            decode_worker=self.decode if self.is_handed_off else "",
+            attempts=self.attempt,
+        )
+
+    def receipt_to_proto(self) -> generate_pb2.HandoffReceipt | None:
+        """The last attempt's, with what was recomputed over all of them; None if nothing moved and nothing was."""
+        if self.receipt is None and not self.recomputed_tokens:
+            return None
+        receipt = generate_pb2.HandoffReceipt()
+        if self.receipt is not None:
+            receipt.CopyFrom(self.receipt)
+        receipt.recomputed_tokens += self.recomputed_tokens
+        return receipt
+
+
+class Submission:
+    """All choices of one call. The router puts, the front takes; one reader."""
+
+    def __init__(self, id: str, choices: Sequence[LiveRequest], deadline_s: float | None) -> None:
+        self.id = id
+        self.choices = choices
+        self.deadline_s = deadline_s
+        self.deadline_timer: asyncio.TimerHandle | None = None
+        self.error: RequestFailed | None = None
+        self.num_running = len(choices)
+        self._updates: list[Update] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    @classmethod
+    def of(cls, request: NewRequest, router_id: str, serial: int) -> Submission:
+        """The choices of a request, each with an id that is unique in the cluster and never used again.
+
+        `serial` is the router's own: a client may use its id again while messages about the last use are on their way.
+        """
+        many = len(request.sampling) > 1
+        prefix = f"{router_id}/{serial}/{request.id}"
+        choices = [
+            LiveRequest(
+                id=f"{prefix}-{i}" if many else prefix,
+                choice=i,
+                prompt_ids=request.prompt_ids,
+                sampling=sampling,
+                arrived_s=request.arrived_s,
+            )
+            for i, sampling in enumerate(request.sampling)
+        ]
+        return cls(request.id, choices, request.deadline_s)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_running == 0 or self.error is not None
+
+    def put(self, update: Update) -> None:
+        self._updates.append(update)
+        self._wake()
+
+    def fail(self, error: RequestFailed) -> None:
+        self.error = error
+        self._wake()
+
+    async def updates(self) -> list[Update]:
+        """All that has come since the last call, waiting for something; empty when every choice has ended.
+
+        Raises RequestFailed, after what came before the failure was taken.
+        """
+        while not self._updates:
+            if self.error is not None:
+                raise self.error
+            if self.num_running == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,155 @@
+"""RouterMetrics counts what the router did. Plain integers always, for GetStatus; Prometheus only when it is exposed.
+
+Names follow vLLM's, with the prefix `kvrelay:`, so that dashboards made for it need one replacement. Histograms are
+observed when something happens; gauges and counters are read at the moment of a scrape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cluster.router.timeline import Timeline
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+PREFIX = "kvrelay:"
+LATENCY_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival at the router to first token.", LATENCY_BUCKETS),
+    "inter_token_latency_seconds": ("Gap between two tokens of a request.", TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": ("(E2E - TTFT) / (tokens - 1) of a request.", TOKEN_BUCKETS),
+    "e2e_request_latency_seconds": ("Arrival at the router to last token.", LATENCY_BUCKETS),
+    "request_queue_time_seconds": ("Waiting in the router and before prefill.", LATENCY_BUCKETS),
+}
+COUNTERS = {
+    "requests": "Requests that the router took in.",
+    "finished": "Requests answered to their end.",
+    "cancelled": "Requests cancelled by the client or past their deadline.",
+    "rejected": "Requests refused because queues were full.",
+    "failed": "Requests that ended without an answer otherwise.",
+    "retries": "Times a request was sent to prefill again.",
+    "preempted": "Times a decode worker took a request's pages for others.",
+    "reassigned": "Times a request was moved to a decode worker with free pages.",
+    "workers_lost": "Times a worker was lost.",
+    "stale_tokens": "Tokens dropped because their request had ended or was sent again.",
+    "recomputed_tokens": "Tokens whose KV was computed again.",
+    "prompt_tokens": "Prompt tokens of requests that finished.",
+    "cached_tokens": "Of those, found in a prefix cache.",
+    "generation_tokens": "Tokens delivered to clients.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGauges:
+    name: str
+    role: str
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of the pages that somebody holds
+    is_ready: bool
+
+
+class RouterMetrics:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._exposed: _Exposed | None = None
+
+    @property
+    def is_exposed(self) -> bool:
+        return self._exposed is not None
+
+    def expose(
+        self, host: str, port: int, *, model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
+    ) -> int:
+        """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken."""
+        exposed = _Exposed(self.counts, model, workers)
+        bound = exposed.serve(host, port)
+        self._exposed = exposed
+        return bound
+
+    def close(self) -> None:
+        if self._exposed is not None:
+            self._exposed.close()
+
+    def on_tokens(self, count: int, gap_s: float | None) -> None:
+        """`count` tokens of a request were delivered at once, `gap_s` after those before; None: its first ones."""
+        self.counts["generation_tokens"] += count
+        if self._exposed is None:
+            return
+        for _ in range(count if gap_s is not None else count - 1):
+            self._exposed.observe("inter_token_latency_seconds", (gap_s or 0.0) / count)
+
+    def on_finished(self, timeline: Timeline, num_tokens: int) -> None:
+        if self._exposed is None:
+            return
+        phases = timeline.phases()
+        observe = self._exposed.observe
+        observe("time_to_first_token_seconds", timeline.ttft_s)
+        observe("e2e_request_latency_seconds", timeline.e2e_s)
+        observe("request_queue_time_seconds", phases["route"] + phases.get("prefill_queue", 0.0))
+        if num_tokens > 1:
+            observe("request_time_per_output_token_seconds", timeline.tpot_s(num_tokens))
+
+
+class _Exposed:
+    """The Prometheus side, in a registry of its own: two routers in one process do not meet."""
+
+    def __init__(
+        self, counts: Counter[str], model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
+    ) -> None:
+        from prometheus_client import CollectorRegistry, Histogram
+
+        self._counts, self._model, self._workers = counts, model, workers
+        self._registry = CollectorRegistry()
+        self._histograms: dict[str, Any] = {
+            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self._registry.register(self)
+
+    def serve(self, host: str, port: int) -> int:
+        from prometheus_client import start_http_server
+
+        self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(self._model()).observe(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called at a scrape, in the metrics server's thread: reads a copy of what the event loop changes."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        model = self._model()
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
+            counter.add_metric((model,), self._counts[name])
+            yield counter
+        labels = ("model_name", "worker_type", "worker")
+        running = GaugeMetricFamily(PREFIX + "num_requests_running", "Requests that run on a worker.", labels=labels)
+        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting", "Requests that wait there.", labels=labels)
+        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of its pages in use, 0 to 1.", labels=labels)
+        ready = GaugeMetricFamily(PREFIX + "worker_ready", "1 if the router can use it.", labels=labels)
+        for worker in list(self._workers()):
+            key = (model, worker.role, worker.name)
+            running.add_metric(key, worker.num_running)
+            waiting.add_metric(key, worker.num_waiting)
+            usage.add_metric(key, worker.kv_usage)
+            ready.add_metric(key, float(worker.is_ready))
+        yield from (running, waiting, usage, ready)
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())

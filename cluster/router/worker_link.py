@@ -1,0 +1,274 @@
+"""WorkerLink is the router's side of one worker: one stream that is opened again for as long as the worker is a member.
+
+    connecting --hello--> ready --silence, a broken stream--> lost --backoff--> connecting ...
+
+It owns the stream, the heartbeat and the worker's clock; it decides nothing. What comes up is handed to the LinkHost
+(the router) in the event loop, in the order it came. A worker is lost when its stream ends or when nothing has come
+for `dead_after_s`; it answers a ping every `ping_interval_s`, so silence means that it is stopped, hung or cut off.
+Everything sent on a broken stream is lost with it: the worker drops this router's requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from worker.options import Role
+from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
+
+log = logging.getLogger(__name__)
+
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
+HELLO_TIMEOUT_S = 5.0
+CLOCK_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A worker that belongs to the cluster, as whoever deploys says."""
+
+    name: str
+    role: Role
+    address: str  # host:port
+
+
+class LinkState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+
+
+class WorkerRefused(Exception):
+    """What answers at the address cannot be used. One sentence naming what differs."""
+
+
+class LinkHost(Protocol):
+    """What the router does with what comes up. Called in the event loop; must return at once."""
+
+    def on_ready(self, link: WorkerLink) -> None:
+        """The worker has said hello (`link.hello`). Raises WorkerRefused if it does not fit the others."""
+
+    def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None: ...
+
+    def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None: ...
+
+    def on_lost(self, link: WorkerLink, reason: str) -> None: ...
+
+
+class ClockOffset:
+    """How far a worker's monotonic clock is ahead of ours, from the round trip that took least of the last 16."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, int]] = deque(maxlen=CLOCK_SAMPLES)  # (round trip, offset), ns
+        self._offset_ns: int | None = None
+
+    def add(self, sent_ns: int, worker_ns: int, received_ns: int) -> None:
+        round_trip = received_ns - sent_ns
+        self._samples.append((round_trip, worker_ns - (sent_ns + round_trip // 2)))
+        self._offset_ns = min(self._samples)[1]
+
+    def to_router_s(self, worker_ns: int, now_s: float) -> float:
+        """A worker's stamp on our clock, in seconds; `now_s` before the first round trip, and never after it."""
+        if self._offset_ns is None:
+            return now_s
+        return min((worker_ns - self._offset_ns) / 1e9, now_s)
+
+
+class WorkerLink:
+    def __init__(
+        self,
+        member: Member,
+        host: LinkHost,
+        *,
+        router_id: str,
+        secret: str = "",
+        dead_after_s: float = 2.0,
+        ping_interval_s: float = 0.2,
+    ) -> None:
+        self.member = member
+        self.state = LinkState.CONNECTING
+        self.hello: pb.WorkerHello | None = None
+        self.reason = "not connected yet"  # why it is not ready
+        self.losses = 0
+        self.clock = ClockOffset()
+        self._host = host
+        self._router_id = router_id
+        self._secret = secret
+        self._dead_after_s = dead_after_s
+        self._ping_interval_s = min(ping_interval_s, dead_after_s / 4)
+        self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
+        self._seq = 0
+        self._heard_s = 0.0
+        self._backoff_s = MIN_BACKOFF_S
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def address(self) -> pb.WorkerAddress:
+        """Where prefill workers reach it. Asserts that it has said hello."""
+        assert self.hello is not None, f"{self.name} has not said hello"
+        return self.hello.worker
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.name}")
+
+    def leave(self) -> None:
+        """The worker is no member any more: lost at once; `close` ends the stream."""
+        self._lose("it is no member any more", level=logging.INFO)
+
+    async def close(self) -> None:
+        self.leave()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    # what goes down; dropped when the link is not ready, because the router is told of the loss anyway
+
+    def submit(self, request: pb.RequestState, decode: pb.WorkerAddress) -> int:
+        """Send a request to a prefill worker; returns the Submit's number on this stream."""
+        self._seq += 1
+        self._put(pb.RouterMessage(submit=pb.Submit(seq=self._seq, request=request, decode=decode)))
+        return self._seq
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        self._put(pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, reason=reason)))
+
+    def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
+        self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
+
+    def _put(self, message: pb.RouterMessage) -> None:
+        if self.state is LinkState.READY:
+            self._outbox.put_nowait(message)
+
+    # the stream
+
+    async def _run(self) -> None:
+        while True:
+            channel = open_channel(self.member.address)
+            try:
+                await self._serve(channel)
+            except (grpc.aio.AioRpcError, WorkerRefused, TimeoutError) as error:
+                self._lose(_sentence(error))
+            except Exception as error:  # our bug: it must neither end the link nor stay unseen
+                log.exception("the link to %s failed", self.name)
+                self._lose(f"{type(error).__name__}: {error}")
+            finally:
+                await channel.close()
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        """One stream from hello to its end, which is always an exception."""
+        self._outbox = asyncio.Queue()
+        self._seq = 0
+        self.clock = ClockOffset()
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        call = stub.Connect(self._outgoing(), metadata=secret_metadata(self._secret))
+        try:
+            stream = aiter(call)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(stream, None)
+            self._greet(first)
+            heartbeat = asyncio.get_running_loop().create_task(self._beat(call))
+            try:
+                await self._read(stream)
+            except asyncio.CancelledError:
+                if heartbeat.done() and not heartbeat.cancelled():  # it cancelled the call, nobody cancelled us
+                    raise WorkerRefused(self.reason) from None
+                raise
+            finally:
+                heartbeat.cancel()
+        finally:
+            self._outbox.put_nowait(None)
+            call.cancel()
+
+    def _greet(self, first: pb.WorkerMessage | None) -> None:
+        if first is None or first.WhichOneof("kind") != "hello":
+            raise WorkerRefused("it did not answer with a hello")
+        hello = first.hello
+        if hello.role != self.member.role or hello.worker.name != self.name:
+            raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.member.address}")
+        self.hello = hello
+        self._heard_s = time.monotonic()
+        before, self.state = self.state, LinkState.READY
+        try:
+            self._host.on_ready(self)
+        except WorkerRefused:
+            self.state = before
+            raise
+        self.reason = ""
+        self._backoff_s = MIN_BACKOFF_S
+
+    async def _outgoing(self) -> AsyncIterator[pb.RouterMessage]:
+        outbox = self._outbox
+        yield pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION))
+        while (message := await outbox.get()) is not None:
+            yield message
+
+    async def _read(self, stream: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in stream:
+            self._heard_s = time.monotonic()
+            match message.WhichOneof("kind"):
+                case "outputs":
+                    self._host.on_outputs(self, message.outputs)
+                case "report":
+                    self._host.on_report(self, message.report)
+                case "pong":
+                    pong = message.pong
+                    self.clock.add(pong.router_ns, pong.worker_ns, time.monotonic_ns())
+                case other:
+                    log.warning("%s sent %s, which is not known here", self.name, other)
+        raise WorkerRefused("it closed the stream")
+
+    async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
+        """Ping, and end the stream of a worker that says nothing.
+
+        Silence counts only while this process itself was awake: after a beat that came late (a stalled event loop, a
+        suspended machine) the messages that wait in our own socket get one more interval to be read.
+        """
+        beat_s = time.monotonic()
+        while True:
+            ping = pb.Ping(router_ns=time.monotonic_ns())
+            self._outbox.put_nowait(pb.RouterMessage(ping=ping))
+            await asyncio.sleep(self._ping_interval_s)
+            now = time.monotonic()
+            if now - beat_s > 2 * self._ping_interval_s:
+                self._heard_s = max(self._heard_s, now - self._dead_after_s + self._ping_interval_s)
+            beat_s = now
+            if now - self._heard_s >= self._dead_after_s:
+                call.cancel()
+                self._lose(f"it said nothing for {self._dead_after_s:g} s")
+                return
+
+    def _lose(self, reason: str, *, level: int = logging.WARNING) -> None:
+        self.reason = reason
+        if self.state is not LinkState.READY:
+            return
+        self.state = LinkState.LOST
+        self.losses += 1
+        log.log(level, "%s is lost: %s", self.name, reason)
+        self._host.on_lost(self, reason)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details() or 'the stream broke'}"
+    if isinstance(error, TimeoutError):
+        return f"it did not say hello within {HELLO_TIMEOUT_S:g} s"
+    return str(error)

@@ -1,0 +1,255 @@
+"""Resolves a spec's "auto" once, for the machine it will run on, and says what each worker is.
+
+It looks at no machine: what there is comes as an argument, so that a test or a planner can ask about any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.spec.model import ClusterSpec, PoolSpec, SpecError, check_devices
+from worker.options import WorkerOptions
+
+AUTO_KV_SHARE = 0.4  # of the machine's memory, over all workers
+AUTO_KV_MAX_BYTES = 2 << 30
+JOINED_KV_BYTES = 1 << 30
+AUTO_GPU_SHARE = 0.9  # of the part of a GPU's memory that is a worker's; the rest is for CUDA itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The one machine on which everything will run. A joined Ray cluster has no such machine: pass None."""
+
+    cores: tuple[int, ...]  # numbers of the cores this process may use
+    memory_bytes: int
+    gpus: int = 0
+    why_no_cuda: str = "this machine has no GPU"  # empty: the GPUs can be used
+
+
+def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127.0.0.1") -> ClusterSpec:
+    """The same spec without "auto". `node_host` is where this node is reached. Raises SpecError.
+
+    On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice.
+    """
+    if why := why_not_served(spec):
+        raise SpecError(why)
+    host = spec.router.host if spec.router.host != "auto" else node_host
+    pools = _resolve_devices(spec, machine)
+    pools = _resolve_joined(pools) if machine is None else _resolve_on(pools, machine)
+    return spec.model_copy(update={"pools": pools, "router": spec.router.model_copy(update={"host": host})})
+
+
+def why_not_served(spec: ClusterSpec) -> str:
+    """What of a spec this version does not serve on any machine, in one sentence; empty if it serves all of it."""
+    for index, pool in enumerate(spec.pools):
+        if pool.pipeline_parallel > 1:
+            return (
+                f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and this version serves 1 only; "
+                "give tensor_parallel or replicas instead"
+            )
+        if pool.tensor_parallel > 1 and _device_wanted(pool) == "cuda":
+            return _tensor_parallel_on_gpus(index, pool)
+    return ""
+
+
+def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSpec, ...]:
+    """Every pool's device, and for those on GPUs how much of one each worker gets. Raises SpecError."""
+    wants = [_device_wanted(pool) for pool in spec.pools]
+    chosen = next((device for device in wants if device != "auto"), None) or _device_of(machine)
+    devices = [chosen if device == "auto" else device for device in wants]
+    for index, (pool, device) in enumerate(zip(spec.pools, devices, strict=True)):
+        if device == "cuda" and machine is not None and machine.why_no_cuda:
+            raise SpecError(f"pools[{index}] ({pool.label}) is to run on a GPU, but {machine.why_no_cuda}")
+        if device == "cuda" and pool.tensor_parallel > 1:
+            raise SpecError(_tensor_parallel_on_gpus(index, pool))
+    try:
+        check_devices(spec.pools, devices, spec.transfer)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    if "cuda" not in devices:
+        return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
+    return _share_gpus(spec.pools, machine)
+
+
+def _tensor_parallel_on_gpus(index: int, pool: PoolSpec) -> str:
+    return (
+        f"pools[{index}].tensor_parallel is {pool.tensor_parallel}, and on GPUs this version serves 1 only; "
+        "give replicas, each on a GPU of its own, or device: cpu"
+    )
+
+
+def _device_wanted(pool: PoolSpec) -> str:
+    """What the pool's other keys say of its device."""
+    if pool.device != "auto":
+        return pool.device
+    if pool.num_gpus > 0 or pool.attention == "flashinfer":
+        return "cuda"
+    return "cpu" if pool.attention == "native" else "auto"
+
+
+def _device_of(machine: Machine | None) -> str:
+    return "cuda" if machine is not None and machine.gpus and not machine.why_no_cuda else "cpu"
+
+
+def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[PoolSpec, ...]:
+    """A GPU for each worker; where there are fewer, as many workers on each as must be. Raises SpecError."""
+    num_workers = sum(pool.replicas for pool in pools)
+    each = 1.0 if machine is None else 1.0 / -(-num_workers // machine.gpus)
+    shares = [pool.num_gpus or each for pool in pools]
+    wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
+    if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:
+        raise SpecError(
+            f"the pools' num_gpus are {wanted:g} GPUs in all, and this machine has {machine.gpus}; lower num_gpus, "
+            "such as 0.5 for two workers on one GPU"
+        )
+    return tuple(
+        pool.model_copy(
+            update={
+                "device": "cuda",
+                "num_gpus": share,
+                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share, 4)
+                if pool.gpu_memory_utilization == "auto"
+                else pool.gpu_memory_utilization,
+            }
+        )
+        for share, pool in zip(shares, pools, strict=True)
+    )
+
+
+def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
+    def of(pool: PoolSpec) -> dict[str, Any]:
+        return {
+            "threads": max(1, int(pool.num_cpus) // pool.tensor_parallel) if pool.threads == "auto" else pool.threads,
+            "cpus": None if pool.cpus == "auto" else pool.cpus,
+            "kv_memory": JOINED_KV_BYTES if _wants_kv_bytes(pool) else pool.kv_memory,
+        }
+
+    return tuple(pool.model_copy(update=of(pool)) for pool in pools)
+
+
+def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, ...]:
+    num_workers = sum(pool.replicas for pool in pools)
+    num_processes = sum(pool.replicas * pool.tensor_parallel for pool in pools)
+    share = max(1, len(machine.cores) // num_processes)
+    threads = [share if pool.threads == "auto" else pool.threads for pool in pools]
+    wanted = [t * pool.replicas * pool.tensor_parallel for t, pool in zip(threads, pools, strict=True)]
+    taken = {cpu for pool in pools if isinstance(pool.cpus, tuple) for cpu in pool.cpus}
+    _check_cores(pools, machine)
+    spare = [cpu for cpu in machine.cores if cpu not in taken]
+    may_pin = sum(w for w, pool in zip(wanted, pools, strict=True) if pool.cpus == "auto") <= len(spare)
+    kv_bytes = min(AUTO_KV_MAX_BYTES, int(machine.memory_bytes * AUTO_KV_SHARE) // num_workers)
+    resolved = []
+    for pool, pool_threads, count in zip(pools, threads, wanted, strict=True):
+        cpus = pool.cpus
+        if cpus == "auto":
+            cpus = tuple(spare[:count]) if may_pin else None
+            spare = spare[count:]
+        kv = kv_bytes if _wants_kv_bytes(pool) else pool.kv_memory
+        resolved.append(pool.model_copy(update={"threads": pool_threads, "cpus": cpus, "kv_memory": kv}))
+    return tuple(resolved)
+
+
+def _wants_kv_bytes(pool: PoolSpec) -> bool:
+    """On a GPU `auto` stays: what is left of gpu_memory_utilization beside the weights, which only the worker knows."""
+    return pool.kv_memory == "auto" and pool.device == "cpu"
+
+
+def _check_cores(pools: Sequence[PoolSpec], machine: Machine) -> None:
+    for index, pool in enumerate(pools):
+        missing = [cpu for cpu in pool.cpus or () if cpu != "auto" and cpu not in machine.cores]
+        if isinstance(pool.cpus, tuple) and missing:
+            have = ", ".join(map(str, machine.cores))
+            raise SpecError(f"pools[{index}].cpus has {missing[0]}; this machine has the cores {have}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker to start: its options, its engine's options by name, its cores, and what Ray sets aside for it."""
+
+    options: WorkerOptions
+    engine: Mapping[str, Any]  # keyword arguments of engine.engine.EngineOptions
+    cpus: tuple[int, ...]  # of the worker's own process, which leads the others; empty: not pinned
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+
+def workers_of(spec: ClusterSpec, *, secret: str = "") -> list[WorkerPlan]:
+    """One plan for each worker of a resolved spec, in the order of the spec."""
+    return [_plan(spec, pool, i, secret) for pool in spec.pools for i in range(pool.replicas)]
+
+
+def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerPlan:
+    is_on_gpu = pool.device == "cuda"
+    assert "auto" not in (pool.threads, pool.cpus, pool.device), "the spec is not resolved"
+    assert is_on_gpu or pool.kv_memory != "auto", "the spec is not resolved"
+    cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
+    per_worker = len(cpus) // pool.replicas
+    ranks = _shares(cpus[index * per_worker : (index + 1) * per_worker], pool.tensor_parallel)
+    return WorkerPlan(
+        options=_options(spec, pool, index, secret),
+        engine={
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "page_size": spec.page_size,
+            "kv_bytes": None if pool.kv_memory == "auto" else pool.kv_memory,
+            "max_model_len": spec.max_model_len,
+            "attention": pool.attention,
+            "threads": pool.threads,
+            "parity_check": spec.parity_check,
+            "device": pool.device,
+            "kv_dtype": pool.kv_dtype,
+            **_gpu_options(pool, is_on_gpu),
+            **({"tensor_parallel": len(ranks), "rank_cpus": tuple(ranks) if cpus else ()} if len(ranks) > 1 else {}),
+        },
+        cpus=ranks[0],
+        num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus,
+        resources=pool.resources,
+    )
+
+
+def _shares(cpus: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
+    """A worker's cores, for each of its processes; the first is the leader."""
+    each = len(cpus) // ranks
+    return [cpus[rank * each : (rank + 1) * each] for rank in range(ranks)]
+
+
+def _gpu_options(pool: PoolSpec, is_on_gpu: bool) -> dict[str, Any]:
+    if not is_on_gpu:
+        return {}
+    graphs: dict[str, Any] = {"max_graph_batch": pool.max_batch_size} if pool.role == "decode" else {}
+    return {"gpu_memory_utilization": pool.gpu_memory_utilization, "cuda_graphs": pool.cuda_graphs, **graphs}
+
+
+def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:
+    transfer = spec.transfer
+    return WorkerOptions(
+        name=f"{pool.label}-{index}",
+        role=pool.role,
+        secret=secret,
+        max_batch_tokens=pool.max_batch_tokens,
+        max_prefill_requests=pool.max_prefill_requests,
+        pack_tokens=pool.pack_tokens,
+        short_prompt_tokens=pool.short_prompt_tokens,
+        short_share=pool.short_share,
+        max_batch_size=pool.max_batch_size,
+        admission=pool.admission,
+        watermark=pool.watermark,
+        transports=transfer.transports,
+        checksums=transfer.checksums,
+        layers_per_group=transfer.layers_per_group,
+        lease_ttl_s=transfer.lease_ttl_s,
+        transfer_timeout_s=transfer.timeout_s,
+        max_resends=transfer.max_resends,
+        nccl=transfer.nccl,
+        prefix_cache=pool.prefix_cache,
+        tensor_parallel=pool.tensor_parallel,
+    )

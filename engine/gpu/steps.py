@@ -1,0 +1,165 @@
+"""GpuSteps runs steps on a device without waiting for it: `begin` queues a step, `Flight.result` waits for its tokens.
+
+    begin   chunks -> host arrays -> one upload -> forward (a graph's replay, or layer by layer) -> draw -> copy of ids
+    result  wait for that copy's event -> tokens
+
+A step may be begun while the one before it runs: a token id that is PENDING is taken, on the device, from what that
+step draws. The host touches the device's results only in `result`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.attention.base import StepMeta, build_meta
+from engine.gpu.graphs import DecodeGraphs
+from engine.gpu.staging import Uploader, stage
+from engine.sampling.device import SamplingPlan, draw, results
+from engine.types import PENDING, Chunk, SampledToken, Step
+
+Forward = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
+
+
+class Flight(Protocol):
+    """A step that was begun."""
+
+    def result(self) -> list[SampledToken]:
+        """Wait for the step's end; a token for each chunk that has `sample`, in the chunks' order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A flight that is over."""
+
+    tokens: list[SampledToken]
+
+    def result(self) -> list[SampledToken]:
+        return self.tokens
+
+
+@dataclass(slots=True)
+class _DeviceFlight:
+    plan: SamplingPlan
+    host: Sequence[torch.Tensor]
+    done: torch.cuda.Event | None
+
+    def result(self) -> list[SampledToken]:
+        if self.done is not None:
+            self.done.synchronize()
+        return results(self.plan, self.host)
+
+
+class GpuSteps:
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        page_size: int,
+        forward: Forward,
+        with_tables: bool,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._device = device
+        self._page_size = page_size
+        self._forward = forward
+        self._with_tables = with_tables
+        self._graphs = graphs
+        self._upload = Uploader(device)
+        self._drawn_ids: torch.Tensor | None = None  # of the last step, on the device
+        self._drawn_row: dict[str, int] = {}  # request id -> row in it
+
+    def begin(self, step: Step) -> Flight:
+        """Queue the step. Raises KeyError when a PENDING token is not the last step's to draw."""
+        rows, row = [], -1
+        for chunk in step.chunks:
+            row += len(chunk.token_ids)
+            if chunk.sample is not None:
+                rows.append(row)
+        asked = [(chunk.request_id, chunk.sample) for chunk in step.chunks if chunk.sample is not None]
+        plan = SamplingPlan.of([request_id for request_id, _ in asked], [spec for _, spec in asked])
+        beside = dict(plan.arrays)
+        chunks, source = self._sources(step.chunks)
+        if source is not None:
+            beside["source"] = source
+        if self._takes_graph(step):
+            logits, placed = self._replay(chunks, beside)
+        else:
+            beside["rows"] = np.array(rows, np.int64)
+            logits, placed = self._run(chunks, beside, step.on_layer)
+        return self._draw(logits, plan, placed)
+
+    def _takes_graph(self, step: Step) -> bool:
+        if self._graphs is None or step.on_layer is not None:
+            return False
+        if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in step.chunks):
+            return False
+        return self._graphs.size_for(len(step.chunks)) is not None
+
+    def _replay(
+        self, chunks: Sequence[Chunk], beside: Mapping[str, np.ndarray]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert self._graphs is not None
+        placed = self._upload(beside) if beside else {}
+
+        def fill_in(token_ids: torch.Tensor) -> None:
+            if "source" in placed:
+                rows = token_ids[: len(chunks)]
+                rows.copy_(self._filled_in(rows, placed["source"]))
+
+        return self._graphs.replay(chunks, fill_in), placed
+
+    def _run(
+        self, chunks: Sequence[Chunk], beside: Mapping[str, np.ndarray], on_layer: Callable[[int], None] | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        meta = build_meta(chunks, self._page_size)
+        meta, placed = stage(meta, beside, self._upload, with_tables=self._with_tables)
+        if "source" in placed:
+            meta = replace(meta, token_ids=self._filled_in(meta.token_ids, placed["source"]))
+        return self._forward(meta, placed["rows"], on_layer), placed
+
+    def _sources(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], np.ndarray | None]:
+        """The chunks with 0 for each token that is only known on the device, and the last draw's row for it, or -1."""
+        if not any(PENDING in chunk.token_ids for chunk in chunks):
+            return chunks, None
+        known, source = [], []
+        for chunk in chunks:
+            row = self._drawn_row[chunk.request_id] if PENDING in chunk.token_ids else -1
+            source += [row if token == PENDING else -1 for token in chunk.token_ids]
+            known.append(replace(chunk, token_ids=[0 if token == PENDING else token for token in chunk.token_ids]))
+        return known, np.array(source, np.int64)
+
+    def _filled_in(self, token_ids: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        assert self._drawn_ids is not None, "a pending token, but nothing was drawn"
+        return torch.where(source >= 0, self._drawn_ids[source.clamp_min(0)], token_ids)
+
+    def _draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Flight:
+        self._drawn_row = {request_id: row for row, request_id in enumerate(plan.request_ids)}
+        if not plan.request_ids:
+            return self._in_flight(plan, ())
+        drawn = draw(logits, plan, placed)
+        self._drawn_ids = drawn.ids
+        return self._in_flight(plan, drawn.tensors())
+
+    def _in_flight(self, plan: SamplingPlan, drawn: Sequence[torch.Tensor]) -> Flight:
+        if self._device.type != "cuda":
+            return _DeviceFlight(plan, drawn, None) if drawn else Landed([])
+        host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in drawn]
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return _DeviceFlight(plan, host, done) if drawn else _Quiet(done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quiet:
+    """A step that draws nothing: its KV is what is waited for."""
+
+    done: torch.cuda.Event
+
+    def result(self) -> list[SampledToken]:
+        self.done.synchronize()
+        return []

@@ -1,0 +1,90 @@
+"""KvMemory owns the bytes of a worker's KV pages and shows them as tensors, layer by layer.
+
+On CPU the bytes are an anonymous shared file (memfd): another process of the same user can map it through
+/proc/PID/fd, and it vanishes with its last user, so a killed worker leaves nothing in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from engine.pages.layout import KvLayout
+
+TORCH_DTYPE = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class KvMemory:
+    """The pages described by `layout`, zeroed. `fd` and `map` are None when the bytes are not on the CPU.
+
+    With `fd`, a file that another process made for the same layout: its bytes as they are, seen by both.
+    """
+
+    def __init__(self, layout: KvLayout, device: str = "cpu", fd: int | None = None) -> None:
+        self.layout = layout
+        self.device = device
+        self.fd: int | None = None
+        self.map: mmap.mmap | None = None
+        if device == "cpu":
+            self.fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC) if fd is None else fd
+            if fd is None:
+                os.ftruncate(self.fd, layout.total_bytes)
+            self.map = mmap.mmap(self.fd, layout.total_bytes)
+            self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        else:
+            self.bytes = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
+        self._k = [self._view(layout.k_offset(i), s.kv_heads, s.k_dim) for i, s in enumerate(layout.layers)]
+        self._v = [self._view(layout.v_offset(i), s.kv_heads, s.v_dim) for i, s in enumerate(layout.layers)]
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer: [num_pages, page_size, kv_heads, k_dim]."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer: [num_pages, page_size, kv_heads, v_dim]."""
+        return self._v[layer]
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return self.bytes.data_ptr()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def mark(self) -> object | None:
+        """What must happen before pages that were written so far may be read: an event of a GPU's current stream.
+
+        None on CPU, where what was written is there. Called in the engine's thread, for KV that it has just launched.
+        """
+        if not self.is_on_gpu:
+            return None
+        cuda: Any = torch.cuda  # half typed
+        event: object = cuda.current_stream(self.bytes.device).record_event()
+        return event
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a span, without a copy. CPU only."""
+        assert self.map is not None, "only CPU memory can be viewed as bytes"
+        return memoryview(self.map)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Close the file; the bytes live as long as a tensor shows them."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _view(self, offset: int, heads: int, dim: int) -> torch.Tensor:
+        shape = (self.layout.num_pages, self.layout.page_size, heads, dim)
+        dtype = TORCH_DTYPE[self.layout.dtype]
+        nbytes = shape[0] * shape[1] * heads * dim * dtype.itemsize
+        return self.bytes[offset : offset + nbytes].view(dtype).view(shape)

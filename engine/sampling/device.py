@@ -1,0 +1,237 @@
+"""Sampling where the logits are: the same rules, the same order and the same random numbers as engine/sampling/host.py.
+
+    SamplingPlan.of(specs)      on the host, while the step before still runs: small arrays
+    draw(logits, plan, placed)  on the device, no wait: token ids, and which rows may be believed
+    results(...)                on the host, once the ids have come back
+
+Uniform numbers are bit-equal to engine/sampling/rng.py. Sums are float64, as there, but in another order, so a draw
+could differ from the host's only where the number falls within rounding of a boundary between two tokens.
+
+Shapes: R rows, V vocabulary, N the most logprobs that a row asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.sampling.host import TOP_P_SLACK, NonFiniteLogits
+from engine.types import SampledToken, SampleSpec, TokenLogprob
+
+_MASK_32 = 0xFFFFFFFF
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Philox-4x32-10 in int64: float64 in [0, 1) for each (seed, position), bit for bit what rng.uniform gives.
+
+    A product of two 32-bit words overflows int64, but two's complement keeps all 64 bits of it.
+    """
+    c0, c1 = positions & _MASK_32, positions >> 32 & _MASK_32
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seeds & _MASK_32, seeds >> 32 & _MASK_32
+    for _ in range(10):
+        product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (product_1 >> 32 & _MASK_32) ^ c1 ^ k0,
+            product_1 & _MASK_32,
+            (product_0 >> 32 & _MASK_32) ^ c3 ^ k1,
+            product_0 & _MASK_32,
+        )
+        k0, k1 = k0 + 0x9E3779B9 & _MASK_32, k1 + 0xBB67AE85 & _MASK_32
+    return ((c0 >> 5).double() * 2.0**26 + (c1 >> 6).double()) / 2.0**53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Of R rows: what the device needs (`arrays`, to be uploaded), and which parts of the work there are."""
+
+    arrays: Arrays
+    request_ids: Sequence[str]
+    has_random: bool
+    has_sorted: bool
+    has_penalties: bool
+    has_bans: bool
+    logprobs: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, request_ids: Sequence[str], specs: Sequence[SampleSpec]) -> SamplingPlan:
+        params = [spec.params for spec in specs]
+        random = [row for row, p in enumerate(params) if not p.is_greedy]
+        ordered = [at for at, row in enumerate(random) if params[row].top_k > 0 or params[row].top_p < 1.0]
+        arrays: Arrays = {}
+        if random:
+            chosen = [params[row] for row in random]
+            seeds = torch.tensor([p.seed for p in chosen], dtype=torch.int64)
+            positions = torch.tensor([specs[row].position for row in random], dtype=torch.int64)
+            arrays |= {
+                "random_rows": np.array(random, np.int64),
+                "temperature": np.array([p.temperature for p in chosen], np.float64),
+                "min_p": np.array([p.min_p for p in chosen], np.float64),
+                "uniform": uniforms(seeds, positions).numpy(),
+            }
+        if ordered:
+            chosen = [params[random[at]] for at in ordered]
+            arrays |= {
+                "ordered": np.array(ordered, np.int64),  # among the random rows
+                "top_k": np.array([p.top_k or np.iinfo(np.int64).max for p in chosen], np.int64),
+                "top_p": np.array([p.top_p if p.top_p < 1.0 else np.inf for p in chosen], np.float64),
+            }
+        penalties = _penalties(specs)
+        bans = [(row, token) for row, spec in enumerate(specs) for token in spec.banned_ids]
+        if bans:
+            arrays["bans"] = np.array(bans, np.int64)
+        return cls(
+            arrays=arrays | penalties,
+            request_ids=request_ids,
+            has_random=bool(random),
+            has_sorted=bool(ordered),
+            has_penalties=bool(penalties),
+            has_bans=bool(bans),
+            logprobs=tuple(p.logprobs for p in params),
+        )
+
+
+def _penalties(specs: Sequence[SampleSpec]) -> Arrays:
+    """(row, id) pairs, each once: those whose logits are divided or multiplied, and what is subtracted from which."""
+    pairs: list[npt.NDArray[np.int64]] = []
+    factors: list[npt.NDArray[np.float32]] = []
+    out_pairs: list[npt.NDArray[np.int64]] = []
+    subtract: list[npt.NDArray[np.float32]] = []
+    for row, spec in enumerate(specs):
+        params = spec.params
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.array([*spec.prompt_ids, *spec.output_ids], np.int64))
+            pairs.append(np.stack([np.full_like(seen, row), seen], axis=1))
+            factors.append(np.full(seen.size, params.repetition_penalty, np.float32))
+        if spec.output_ids and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+            seen, counts = np.unique(np.array(spec.output_ids, np.int64), return_counts=True)
+            out_pairs.append(np.stack([np.full_like(seen, row), seen], axis=1))
+            subtract.append((counts * params.frequency_penalty + params.presence_penalty).astype(np.float32))
+    arrays: Arrays = {}
+    if pairs:
+        arrays |= {"repeated": np.concatenate(pairs), "factor": np.concatenate(factors)}
+    if out_pairs:
+        arrays |= {"produced": np.concatenate(out_pairs), "subtract": np.concatenate(subtract)}
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """On the device. `logprob` and `top_*` are None where no row asks."""
+
+    ids: torch.Tensor  # int64 [R]; of a row that is not finite, any id of the vocabulary
+    is_finite: torch.Tensor  # bool [R]
+    logprob: torch.Tensor | None = None  # float64 [R]
+    top_ids: torch.Tensor | None = None  # int64 [R, N]
+    top_logprobs: torch.Tensor | None = None  # float64 [R, N]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        found = (self.ids, self.is_finite, self.logprob, self.top_ids, self.top_logprobs)
+        return tuple(x for x in found if x is not None)
+
+
+def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
+    """Queue the whole draw; `placed` holds the plan's arrays on the logits' device."""
+    raw_RV = logits_RV.float()
+    scores_RV = _penalised(raw_RV, placed) if plan.has_penalties or plan.has_bans else raw_RV
+    best_R = scores_RV.argmax(dim=-1)  # NaN counts as the largest, the lowest id wins a tie
+    top_R = scores_RV.gather(1, best_R[:, None]).squeeze(1)
+    ids_R = best_R
+    if plan.has_random:
+        rows = placed["random_rows"]
+        everyone = rows.shape[0] == logits_RV.shape[0]
+        chosen = _random(scores_RV if everyone else scores_RV[rows], top_R[rows], best_R[rows], placed)
+        ids_R = chosen if everyone else best_R.index_copy(0, rows, chosen)
+    drawn = Drawn(ids_R, torch.isfinite(top_R))
+    asked = [count for count in plan.logprobs if count is not None]
+    return drawn if not asked else _with_logprobs(raw_RV, drawn, max(asked))
+
+
+def _penalised(raw_RV: torch.Tensor, placed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    scores_RV = raw_RV.clone()
+    if "repeated" in placed:
+        at = placed["repeated"].unbind(1)
+        values, factor = scores_RV[at], placed["factor"]
+        scores_RV.index_put_(at, torch.where(values < 0, values * factor, values / factor))
+    if "produced" in placed:
+        scores_RV.index_put_(placed["produced"].unbind(1), -placed["subtract"], accumulate=True)
+    if "bans" in placed:
+        scores_RV.index_put_(placed["bans"].unbind(1), scores_RV.new_full((), float("-inf")))
+    return scores_RV
+
+
+def _random(
+    scores_RV: torch.Tensor, top_R: torch.Tensor, best_R: torch.Tensor, placed: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Invert each row's cumulative distribution over the kept ids, in the order of ids."""
+    top_R1, temperature_R1 = top_R.double()[:, None], placed["temperature"][:, None]
+    weights_RV = torch.exp((scores_RV.double() - top_R1) / temperature_R1)
+    if "ordered" in placed:
+        rows = placed["ordered"]
+        kept = _kept(scores_RV[rows], top_R1[rows], temperature_R1[rows], placed["top_k"], placed["top_p"])
+        weights_RV = weights_RV.index_copy(0, rows, kept)
+    weights_RV = weights_RV.masked_fill(weights_RV < placed["min_p"][:, None], 0.0)
+    reached_RV = weights_RV.cumsum(dim=-1)
+    target_R1 = placed["uniform"][:, None] * reached_RV[:, -1:]
+    found_R1 = torch.searchsorted(reached_RV, target_R1, right=True).clamp_(max=scores_RV.shape[1] - 1)
+    has_weight = weights_RV.gather(1, found_R1) > 0.0  # rounding may overshoot the last
+    return torch.where(has_weight, found_R1, best_R[:, None]).squeeze(1)
+
+
+def _kept(
+    scores_RV: torch.Tensor,
+    top_R1: torch.Tensor,
+    temperature_R1: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """The weights with those outside top-k, then outside the nucleus of what is left, at 0."""
+    ordered_RV, ids_RV = scores_RV.sort(dim=-1, descending=True, stable=True)  # among equals the lowest id first
+    weights_RV = torch.exp((ordered_RV.double() - top_R1) / temperature_R1)
+    rank_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
+    weights_RV = weights_RV.masked_fill(rank_V >= top_k[:, None], 0.0)
+    reached_RV = weights_RV.cumsum(dim=-1)
+    before_RV = torch.cat([torch.zeros_like(top_R1), reached_RV[:, :-1]], dim=-1)
+    wanted_R1 = top_p[:, None] * reached_RV[:, -1:] * (1.0 - TOP_P_SLACK)
+    weights_RV = weights_RV.masked_fill(before_RV >= wanted_R1, 0.0)
+    return torch.zeros_like(weights_RV).scatter_(1, ids_RV, weights_RV)
+
+
+def _with_logprobs(raw_RV: torch.Tensor, drawn: Drawn, count: int) -> Drawn:
+    exact_RV = raw_RV.double()
+    total_R1 = torch.logsumexp(exact_RV, dim=-1, keepdim=True)
+    logprob_R = (exact_RV.gather(1, drawn.ids[:, None]) - total_R1).squeeze(1)
+    if count == 0:
+        return Drawn(drawn.ids, drawn.is_finite, logprob_R)
+    ordered_RV, ids_RV = raw_RV.sort(dim=-1, descending=True, stable=True)
+    top_logprobs = ordered_RV[:, :count].double() - total_R1
+    return Drawn(drawn.ids, drawn.is_finite, logprob_R, ids_RV[:, :count], top_logprobs)
+
+
+def results(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[SampledToken]:
+    """A token for each row from the copies of `Drawn.tensors()`; an error for each row that is not finite."""
+    ids, is_finite = host[0].tolist(), host[1].tolist()
+    bad = [row for row, finite in enumerate(is_finite) if not finite]
+    error = str(NonFiniteLogits(bad)) if bad else ""
+    return [
+        SampledToken(request_id=request_id, token_id=-1, error=error)
+        if not is_finite[row]
+        else _token(request_id, ids[row], row, plan.logprobs[row], host)
+        for row, request_id in enumerate(plan.request_ids)
+    ]
+
+
+def _token(request_id: str, token_id: int, row: int, count: int | None, host: Sequence[torch.Tensor]) -> SampledToken:
+    if count is None:
+        return SampledToken(request_id=request_id, token_id=token_id)
+    top: tuple[TokenLogprob, ...] = ()
+    if count:
+        pairs = zip(host[3][row, :count].tolist(), host[4][row, :count].tolist(), strict=True)
+        top = tuple(TokenLogprob(token_id=i, logprob=p) for i, p in pairs)
+    chosen = TokenLogprob(token_id=token_id, logprob=float(host[2][row]))
+    return SampledToken(request_id=request_id, token_id=token_id, logprob=chosen, top_logprobs=top)

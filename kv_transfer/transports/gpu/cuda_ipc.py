@@ -1,0 +1,225 @@
+"""cuda_ipc moves KV between two processes of one host, on one GPU or on two: the sender's kernel writes the pages.
+
+One-sided, as shared_memory is, with the same fence (fence.py). The receiver exports the allocation that holds its pages
+as a CUDA IPC handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one
+launch on a stream of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
+
+    engine's stream  --event, recorded when a layer's KV was launched--> copy --the pair's events--> receiver's stream
+
+`send` returns when the copy is done: what is announced then stands in the pages, and a lease that is over is over. The
+pair's events (interprocess ones, whose handles the sender leaves as the fence's note) order the receiver's own reads
+after the copy as the device sees it; where such events cannot be had, the sender's wait alone does. There are a few,
+used in turn: with one, a receiver would wait for the sender's next layer group, which is recorded before it looks.
+
+Within one process handles cannot be opened: there the receiver is found by its nonce, as in loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from weakref import WeakValueDictionary
+
+from engine.pages.memory import KvMemory
+from engine.pages.page_table import Int64s, check_pages, pages_at
+from engine.pages.rows import Seen
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.checksum import Checksummer
+from kv_transfer.transports.fence import ReceiverFence, SenderFence
+from kv_transfer.transports.gpu.cuda import Gpu, gpu_of
+
+log = logging.getLogger(__name__)
+
+EVENTS = 8
+HANDLE_BYTES = 64  # of an event
+
+_in_process: WeakValueDictionary[str, CudaIpcReceiveEnd] = WeakValueDictionary()  # by nonce, while the receiver lives
+
+
+class CudaIpcReceiveEnd:
+    one_sided = True
+
+    def __init__(self, memory: KvMemory, gpu: Gpu, peer: str, timeout_s: float) -> None:
+        handle, offset = gpu.export(memory)
+        self.memory = memory
+        self.events: list[object] = []  # the pair's; set by a sender in this process, else opened from the note
+        self._gpu = gpu
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._queue = gpu.queue()
+        self._has_events = True
+        self._is_aborted = False
+        self._fence = ReceiverFence()
+        self._params = {
+            **self._fence.params,
+            "handle": handle.hex(),
+            "offset": str(offset),
+            "bytes": str(memory.layout.total_bytes),
+            "num_pages": str(memory.layout.num_pages),
+            "gpu": gpu.uuid,
+        }
+        _in_process[self._params["nonce"]] = self
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return self._params
+
+    @property
+    def sender_closed(self) -> bool:
+        return self._fence.sender_closed
+
+    def open(self, timeout_s: float) -> None:
+        pass
+
+    def expect(self, segment: Segment) -> None:
+        pass
+
+    def receive(self, segment: Segment) -> None:
+        if self._is_aborted:
+            raise TransferError("this end of the cuda_ipc transport is closed; open a new pair")
+        self._open_events()
+        if self.events:
+            self._queue.wait_for(self.events[segment.seq % EVENTS])
+            self._queue.finish(self._timeout_s)
+
+    def place(self, segment: Segment) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def close(self) -> None:
+        self._is_aborted = True
+        self._fence.close()
+
+    def _open_events(self) -> None:
+        """Once, and only when something was announced: by then the sender has left its note."""
+        if self.events or not self._has_events:
+            return
+        note = self._fence.note
+        try:
+            self.events = [
+                self._gpu.open_event(note[at : at + HANDLE_BYTES]) for at in range(0, len(note), HANDLE_BYTES)
+            ]
+        except (RuntimeError, TransferError) as error:
+            self._has_events = False
+            why = str(error).partition("\n")[0]
+            log.warning("%s's CUDA events cannot be opened (%s): its own wait orders the copies", self._peer, why)
+
+
+class CudaIpcSendEnd:
+    one_sided = True
+
+    def __init__(self, memory: KvMemory, params: Mapping[str, str], peer: str, gpu: Gpu, timeout_s: float) -> None:
+        self._peer = peer
+        self._gpu = gpu
+        self._timeout_s = timeout_s
+        self._source = memory
+        self._is_aborted = False
+        self._is_closed = False
+        self._target_layout = replace(memory.layout, num_pages=int(params["num_pages"]))
+        if self._target_layout.total_bytes != int(params["bytes"]):
+            theirs, ours = params["bytes"], self._target_layout.total_bytes
+            raise TransferError(f"{peer} says its KV has {theirs} bytes, but its layout has {ours}")
+        self._fence = SenderFence(params, peer)
+        self._opened: int | None = None
+        try:
+            self._open_target(params)
+        except BaseException:
+            self._fence.close()  # nothing was ever written
+            raise
+
+    def _open_target(self, params: Mapping[str, str]) -> None:
+        self._queue = self._gpu.queue()
+        made = [self._gpu.new_event() for _ in range(EVENTS)]
+        self._events = [event for event, _ in made]
+        if int(params["pid"]) == os.getpid():
+            self._target_address = self._find_here(params["nonce"])
+            return
+        self._opened = self._gpu.open(bytes.fromhex(params["handle"]))
+        self._target_address = self._opened + int(params["offset"])
+        self._fence.leave_note(b"".join(handle for _, handle in made))
+
+    def _find_here(self, nonce: str) -> int:
+        receiver = _in_process.get(nonce)
+        if receiver is None:
+            raise TransferError(f"{self._peer} is not in this process any more; open a new pair")
+        receiver.events = self._events
+        return receiver.memory.address
+
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
+        if self._is_aborted:
+            raise TransferError(f"the cuda_ipc transport to {self._peer} is closed; open a new pair")
+        if self._fence.is_peer_dead:
+            raise TransferError(f"{self._peer} is dead; hand off to another worker")
+        source, target = self._source, self._target_layout
+        self._queue.wait_for(segment.after)
+        self._queue.copy(
+            pages_at(source.layout, source.address, segment.layers),
+            pages_at(target, self._target_address, segment.layers),
+            _checked(segment.src_pages, source.layout.num_pages, "our"),
+            _checked(segment.dst_pages, target.num_pages, f"{self._peer}'s"),
+        )
+        self._queue.record(self._events[segment.seq % EVENTS])
+        self._queue.finish(self._timeout_s)
+        if seen is not None:
+            Checksummer(source).show(segment.layers, segment.src_pages, seen)
+
+    def flush(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def close(self) -> None:
+        self._is_aborted = True
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._queue.finish(self._timeout_s)
+        except TransferError as error:  # a copy may still be under way: only our end is the fence then
+            log.error("a copy into %s's pages does not end: %s", self._peer, error)
+            self._fence.close(has_stopped=False)
+            return
+        self._fence.close()
+        if self._opened is not None:
+            try:
+                self._gpu.close(self._opened)
+            except TransferError as error:
+                log.warning("%s's memory stays open here: %s", self._peer, error)
+
+
+def _checked(pages: Sequence[int], num_pages: int, whose: str) -> Int64s:
+    try:
+        return check_pages(pages, num_pages)
+    except ValueError as error:
+        raise TransferError(f"{whose} pages cannot be copied: {error}") from error
+
+
+class CudaIpcTransport:
+    name = "cuda_ipc"
+    same_host_only = True
+
+    def __init__(self, find_gpu: Callable[[str], Gpu] = gpu_of) -> None:
+        """`find_gpu` gives the GPU that a memory's device names, or raises TransferError."""
+        self._find_gpu = find_gpu
+
+    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+        try:
+            return CudaIpcReceiveEnd(memory, self._find_gpu(memory.device), peer, timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise TransferError(f"this worker's KV cannot be shared by cuda_ipc: {error}") from error
+
+    def connect(
+        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
+    ) -> SendEnd:
+        try:
+            return CudaIpcSendEnd(memory, params, peer, self._find_gpu(memory.device), timeout_s)
+        except (KeyError, ValueError, OSError, RuntimeError) as error:
+            raise TransferError(f"{peer}'s cuda_ipc cannot be used: {error}; use another transport") from error
+
+
+TRANSPORT = CudaIpcTransport()

@@ -1,0 +1,100 @@
+"""play() sends requests at their times and notes when each token came. It judges nothing: see kvrelay.bench.metrics.
+
+An open loop: a request is sent when it is due, however slow the answers are. It is due at its arrival time, or, under
+`max_concurrency`, when a place came free after that. Latencies count from then, so that a client that falls behind
+shows as latency and not as fewer requests. The client shares its cores with the server, so for each message it takes
+a time and a count, and leaves the rest for afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.bench.metrics import Outcome
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import KvrelayError
+from kvrelay.v1 import generate_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A request that is built, and when it comes, in seconds after the start."""
+
+    request: generate_pb2.GenerateRequest
+    at_s: float
+    input_len: int
+
+
+async def play(
+    client: AsyncClient,
+    plan: Sequence[Planned],
+    *,
+    max_concurrency: int | None = None,
+    timeout_s: float | None = None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+) -> tuple[list[Outcome], float]:
+    """Send all of `plan`, which is in order of time; returns what became of each, and seconds from start to last end.
+
+    Cancelling it cancels every request that is out.
+    """
+    places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    outcomes: list[Outcome] = []
+    start_s = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for index, planned in enumerate(plan):
+            due_s = planned.at_s
+            if (early_s := due_s - (time.perf_counter() - start_s)) > 0:
+                await asyncio.sleep(early_s)
+            if places is not None:
+                if places.locked():
+                    await places.acquire()
+                    due_s = time.perf_counter() - start_s
+                else:
+                    await places.acquire()
+            outcome = Outcome(index=index, due_s=due_s, input_len=planned.input_len)
+            outcomes.append(outcome)
+            tasks.create_task(_send(client, planned, outcome, start_s, timeout_s, places, on_end))
+    return outcomes, max((outcome.ended_s for outcome in outcomes), default=0.0)
+
+
+async def _send(
+    client: AsyncClient,
+    planned: Planned,
+    outcome: Outcome,
+    start_s: float,
+    timeout_s: float | None,
+    places: asyncio.Semaphore | None,
+    on_end: Callable[[Outcome], None],
+) -> None:
+    try:
+        await _follow(client, planned.request, outcome, start_s, timeout_s)
+    except KvrelayError as error:
+        outcome.code, outcome.message = error.code, error.message
+    finally:
+        if places is not None:
+            places.release()
+    outcome.ended_s = time.perf_counter() - start_s
+    on_end(outcome)
+
+
+async def _follow(
+    client: AsyncClient,
+    request: generate_pb2.GenerateRequest,
+    outcome: Outcome,
+    start_s: float,
+    timeout_s: float | None,
+) -> None:
+    stream = client.send(request, timeout_s=timeout_s)
+    clock, times = time.perf_counter, outcome.token_times_s
+    while (message := await stream.read()) is not None:
+        if message.token_ids:
+            times.append(clock() - start_s)
+            outcome.output_len += len(message.token_ids)
+    if not times:
+        raise KvrelayError("INTERNAL", "the answer ended without a token")
+    answer = stream.completion()
+    outcome.request_id = answer.request_id
+    outcome.usage, outcome.timeline, outcome.receipt = answer.usage, answer.timeline, answer.receipt

@@ -1,0 +1,197 @@
+"""Probes ask a running cluster single questions by its ordinary API: how long a prefill step, a decode step, a handoff.
+
+Each sends a few requests and reads when tokens came and what the server's timelines say. They neither repeat nor judge:
+kvrelay/calibrate/calibration.py does. Prompts are random tokens that no prefix cache has, unless a probe says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.bench.load import Planned, play
+from kvrelay.bench.metrics import Outcome
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import KvrelayError, ServedModel
+from kvrelay.client.wire import build_request
+
+WAIT_S = 120.0  # for any one probe
+LEAST_STEPS = 6  # in a window, or it says nothing
+
+
+class ProbeError(Exception):
+    """The cluster answered in a way that nothing can be read from: one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSeen:
+    """`seconds`: from the first chunk's begin to the sampled token."""
+
+    worker: str
+    prompt_len: int
+    cached: int
+    seconds: float
+    queue_s: float
+    route_s: float
+    answer_s: float  # from the sampled token to the router's sending it on
+    outside_s: float  # of what the client waited for the first token, not in the server's account
+    first_token_s: float  # when, on the client's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSeen:
+    tokens: int
+    bytes: int
+    pages: int
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSeen:
+    """The mean step while all of the batch ran; `context_tokens` in the window's middle."""
+
+    batch_size: int
+    context_tokens: int
+    seconds: float
+    steps: int
+    begun_s: float
+    ended_s: float
+
+
+class Prober:
+    def __init__(self, client: AsyncClient, model: ServedModel, seed: int) -> None:
+        self._client = client
+        self.model = model
+        self._rng = np.random.default_rng(seed)
+        self._zero_s = time.perf_counter()
+        ends = set(model.eos_token_ids)
+        self._ids = np.array([i for i in range(model.vocab_size) if i not in ends], dtype=np.int64)
+
+    def prompt(self, length: int) -> list[int]:
+        return self._rng.choice(self._ids, size=length).tolist()  # type: ignore[no-any-return]
+
+    async def send(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Outcome]:
+        """All at once: (prompt, tokens to make). All probes have one clock. Raises KvrelayError if one fails."""
+        plan = [self._planned(prompt, num_tokens) for prompt, num_tokens in requests]
+        begun_s = time.perf_counter() - self._zero_s
+        outcomes, _ = await play(self._client, plan, timeout_s=WAIT_S)
+        for outcome in outcomes:
+            outcome.due_s += begun_s
+            outcome.token_times_s = [at + begun_s for at in outcome.token_times_s]
+        return [_good(outcome) for outcome in outcomes]
+
+    def _planned(self, prompt: Sequence[int], num_tokens: int) -> Planned:
+        options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "seed": 0}
+        return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
+
+    async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSeen], list[HandoffSeen]]:
+        """Prompts sent at once, each of which makes a token here and one at the decode worker."""
+        outcomes = await self.send([(prompt, 2) for prompt in prompts])
+        return [_prefill_seen(outcome) for outcome in outcomes], _handoffs(outcomes)
+
+    async def remember(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Compute prompts so that the prefill worker has them cached, where it caches."""
+        await self.send([(prompt, 1) for prompt in prompts])
+
+    async def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[DecodeSeen]:
+        """Decode `prompts` together: one for each decode worker that had all of its share running for long enough."""
+        return _decodes(await self.send([(prompt, steps + 2) for prompt in prompts]))
+
+    async def decode_beside_prefill(
+        self, prompts: Sequence[Sequence[int]], steps: int, prompt_len: int, feeders: int
+    ) -> tuple[list[DecodeSeen], list[PrefillSeen]]:
+        """The same while `feeders` keep prefill busy with prompts of `prompt_len`; and what prefill took meanwhile."""
+        running = asyncio.ensure_future(self.send([(prompt, steps + 2) for prompt in prompts]))
+        feeding = [asyncio.ensure_future(self._feed(running, prompt_len)) for _ in range(feeders)]
+        try:
+            seen = _decodes(await running)
+            fed = [one for found in await asyncio.gather(*feeding) for one in found]
+        finally:
+            for task in (running, *feeding):
+                task.cancel()
+        begun_s = max((one.begun_s for one in seen), default=0.0)
+        ended_s = min((one.ended_s for one in seen), default=0.0)
+        return seen, [one for one in fed if begun_s <= one.first_token_s - one.seconds <= one.first_token_s <= ended_s]
+
+    async def _feed(self, until: asyncio.Future[list[Outcome]], prompt_len: int) -> list[PrefillSeen]:
+        seen: list[PrefillSeen] = []
+        while not until.done():
+            seen += (await self.prefill([self.prompt(prompt_len)]))[0]
+        return seen
+
+
+def _good(outcome: Outcome) -> Outcome:
+    if not outcome.succeeded:
+        raise KvrelayError(outcome.code, outcome.message)
+    if outcome.timeline is None or outcome.usage is None:
+        raise ProbeError("an answer came without its timeline; the server is no kvrelay router of this version")
+    return outcome
+
+
+def _prefill_seen(outcome: Outcome) -> PrefillSeen:
+    assert outcome.timeline is not None
+    assert outcome.usage is not None
+    phases = outcome.timeline.phases_s
+    until_token_s = sum(phases.get(name, 0.0) for name in ("route", "prefill_queue", "prefill"))
+    return PrefillSeen(
+        worker=outcome.timeline.prefill_worker,
+        prompt_len=outcome.usage.prompt_tokens,
+        cached=outcome.usage.cached_tokens,
+        seconds=phases.get("prefill", 0.0),
+        queue_s=phases.get("prefill_queue", 0.0),
+        route_s=phases.get("route", 0.0),
+        answer_s=max(0.0, outcome.timeline.ttft_s - until_token_s),
+        outside_s=outcome.ttft_s - outcome.timeline.ttft_s,
+        first_token_s=outcome.token_times_s[0],
+    )
+
+
+def _handoffs(outcomes: Sequence[Outcome]) -> list[HandoffSeen]:
+    return [
+        HandoffSeen(
+            tokens=outcome.usage.prompt_tokens,
+            bytes=outcome.receipt.bytes,
+            pages=outcome.receipt.pages,
+            seconds=outcome.receipt.transfer_s,
+            exposed_s=outcome.receipt.exposed_s,
+        )
+        for outcome in outcomes
+        if outcome.receipt is not None and outcome.usage is not None and outcome.receipt.bytes
+    ]
+
+
+def _decodes(outcomes: Sequence[Outcome]) -> list[DecodeSeen]:
+    by_worker: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        assert outcome.timeline is not None
+        by_worker.setdefault(outcome.timeline.decode_worker, []).append(outcome)
+    seen = [_decode_seen(group) for group in by_worker.values()]
+    return [one for one in seen if one is not None]
+
+
+def _decode_seen(outcomes: Sequence[Outcome]) -> DecodeSeen | None:
+    """Between the last first token of the decode worker and the first end, by the client's clock."""
+    begun_s = max((outcome.token_times_s[1] for outcome in outcomes if outcome.output_len > 1), default=0.0)
+    ended_s = min(outcome.token_times_s[-1] for outcome in outcomes)
+    inside = [[at for at in outcome.token_times_s if begun_s <= at <= ended_s] for outcome in outcomes]
+    steps = min(len(times) for times in inside) - 1
+    if steps < LEAST_STEPS:
+        return None
+    middle_s = (begun_s + ended_s) / 2
+    made = [sum(at <= middle_s for at in outcome.token_times_s) for outcome in outcomes]
+    context = sum(outcome.input_len + count for outcome, count in zip(outcomes, made, strict=True))
+    return DecodeSeen(
+        batch_size=len(outcomes),
+        context_tokens=context,
+        seconds=statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in inside),
+        steps=steps,
+        begun_s=begun_s,
+        ended_s=ended_s,
+    )

@@ -1,0 +1,94 @@
+"""`kvrelay down`: ends a cluster that `kvrelay up` started. It signals the one process that started it, or ends the
+named actors in a Ray that was joined. It never stops a Ray that kvrelay did not start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Annotated
+
+import typer
+
+from kvrelay.cli.cluster import state
+from kvrelay.cli.console import CliError, JsonOption, note, print_json
+
+HELP = """End a cluster in good order: running requests may finish, then every process that belongs to it is gone.
+
+Examples:
+
+  kvrelay down
+
+  kvrelay down chat
+
+  kvrelay down chat --address auto
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(down)
+
+
+def down(
+    name: Annotated[str | None, typer.Argument(help="Which cluster; not needed while there is only one.")] = None,
+    address: Annotated[str | None, typer.Option(help="The Ray it was put on: auto, or HOST:PORT.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until it is gone.")] = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    cluster = _in_ray(name, address) if address is not None else _pick(name)
+    if cluster.mode == "joined":
+        _end_joined(cluster)
+    else:
+        _end_process(cluster, timeout)
+    if as_json:
+        print_json({"name": cluster.name, "ended": True})
+    else:
+        note(f"{cluster.name} is down")
+
+
+def _in_ray(name: str | None, address: str) -> state.ClusterState:
+    return state.ClusterState(name=name or "kvrelay", mode="joined", pid=0, pid_created_s=0.0, address=address)
+
+
+def _pick(name: str | None) -> state.ClusterState:
+    clusters = {cluster.name: cluster for cluster in state.alive()}
+    if name is not None:
+        stale = state.read(name)
+        if stale is not None and not stale.is_alive:
+            state.remove(name)
+            raise CliError(f"{name} was gone already: process {stale.pid} ended without `kvrelay down`")
+        if name not in clusters:
+            known = f"there are {', '.join(clusters)}" if clusters else "none runs"
+            raise CliError(f"no cluster named {name} was started from here; {known}")
+        return clusters[name]
+    if len(clusters) != 1:
+        known = f"give one of the names {', '.join(clusters)}" if clusters else "none runs"
+        raise CliError(f"{len(clusters)} clusters were started from here; {known}")
+    return next(iter(clusters.values()))
+
+
+def _end_process(cluster: state.ClusterState, timeout_s: float) -> None:
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        process = psutil.Process(cluster.pid)
+        if state.is_process(cluster.pid, cluster.pid_created_s):
+            os.kill(cluster.pid, signal.SIGTERM)
+        process.wait(timeout_s)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        pass
+    except psutil.TimeoutExpired:
+        raise CliError(f"{cluster.name} (process {cluster.pid}) has not ended after {timeout_s:g} s") from None
+    state.remove(cluster.name)
+
+
+def _end_joined(cluster: state.ClusterState) -> None:
+    from cluster.deploy.ray import DeployError, end_joined, quiet_stdout
+
+    try:
+        with quiet_stdout():
+            end_joined(cluster.address, cluster.name)
+    except DeployError as error:
+        raise CliError(str(error)) from None
+    finally:
+        state.remove(cluster.name)

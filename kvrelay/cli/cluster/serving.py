@@ -1,0 +1,172 @@
+"""One run of `kvrelay up` in this process: start, tell how it goes, serve, and end everything whatever happens.
+
+It owns the signals: the first SIGINT or SIGTERM ends the run in good order wherever it stands; later ones are ignored
+while that goes on, so that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.cli.cluster import state
+from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError
+
+if TYPE_CHECKING:
+    from cluster.deploy.ray import Deployment
+    from cluster.spec.model import ClusterSpec
+    from kvrelay.cli.cluster.views import View
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WATCH_S = 30.0  # how long a quiet cluster is left alone: a change wakes us at once
+SERVING_TIMEOUT_S = 30.0
+
+
+class Stopped(BaseException):
+    """A signal asked us to end. Raised while Ray's own code runs it may come out as another: see `_asked_to_stop`."""
+
+
+_asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
+
+
+def serve(spec: ClusterSpec, *, address: str | None, secret: str, mode: state.Mode, view: View) -> int:
+    """Returns the exit code: see kvrelay/cli/cluster/up.py."""
+    began_s = time.monotonic()
+    _raise_on_signals()
+    try:
+        check_ports(spec, is_local=address is None)
+        return _serve(spec, address, secret, mode, view, began_s)
+    except CliError as error:
+        return view.failed(error)
+    except BaseException:
+        if not _asked_to_stop:
+            raise
+        return INTERRUPTED if _asked_to_stop[0] == signal.SIGINT else 0
+
+
+def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
+    """Ask before Ray is started: some seconds sooner. The router's own bind is what counts."""
+    if not is_local or spec.router.port == 0:
+        return
+    host = "127.0.0.1" if spec.router.host == "auto" else spec.router.host
+    for port in range(spec.router.port, spec.router.port + spec.router.replicas):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                why = (error.strerror or str(error)).lower()
+                raise CliError(f"router cannot listen on {host}:{port}: {why}; give another --port, or 0") from None
+
+
+def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode, view: View, began_s: float) -> int:
+    from cluster.deploy.ray import DeployError, Deployment, quiet_stdout
+    from cluster.spec.model import SpecError
+
+    state.make_directory()
+    own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)
+    deployment = Deployment(spec, address=address, secret=secret)
+    keep = keep_logs = False
+    with quiet_stdout():
+        try:
+            state.write(own_state)
+            _start(deployment, view)
+            snapshot = _until_ready(deployment, view)
+            ready_s = time.monotonic() - began_s
+            endpoints = tuple(_endpoints(snapshot))
+            own_state = replace(own_state, endpoints=endpoints, pid=0 if mode == "joined" else own_state.pid)
+            state.write(own_state)
+            view.ready(summary(deployment.spec, snapshot, ready_s) | {"detached": mode == "joined"})
+            if mode == "joined":
+                keep = True
+                return 0
+            _watch(deployment, view)
+            return 0
+        except SpecError as error:
+            raise CliError(str(error), USAGE) from None
+        except DeployError as error:
+            keep_logs = error.is_a_crash
+            where = f"\nthe logs are in {deployment.logs}" if keep_logs else ""
+            raise CliError(f"{error}{where}", FAILURE) from None
+        finally:
+            _ignore_signals()
+            if keep:
+                deployment.leave()
+            else:
+                view.stopping()
+                deployment.stop(keep_logs=keep_logs)
+                state.remove(spec.name)
+
+
+def _start(deployment: Deployment, view: View) -> None:
+    view.starting()
+    deployment.start()
+    _raise_on_signals()  # ray.init has set a handler of its own
+
+
+def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
+    from cluster.deploy.ray import follow
+
+    snapshot: dict[str, Any] = {}
+    for snapshot in follow(deployment):
+        view.progress(snapshot)
+    for endpoint in _endpoints(snapshot):
+        wait_serving(endpoint)
+    return snapshot
+
+
+def wait_serving(endpoint: str) -> None:
+    """Until the router says SERVING: it has reached the workers by then."""
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import KvrelayError
+
+    try:
+        with Client(endpoint) as client:
+            client.wait_ready(SERVING_TIMEOUT_S)
+    except KvrelayError as error:
+        raise CliError(str(error)) from None
+
+
+def _watch(deployment: Deployment, view: View) -> None:
+    """Until a signal. Ray restarts what ends; here it is only told."""
+    while True:
+        view.progress(deployment.next_snapshot(WATCH_S))
+
+
+def summary(spec: ClusterSpec, snapshot: dict[str, Any], ready_s: float) -> dict[str, Any]:
+    """What --json prints when the cluster is ready."""
+    keys = ("name", "role", "address", "pid", "host")
+    return {
+        "name": spec.name,
+        "model": spec.model,
+        "served_model_name": spec.model_name,
+        "endpoints": _endpoints(snapshot),
+        "ready_s": round(ready_s, 3),
+        "members": [{key: member[key] for key in keys} for member in snapshot["members"]],
+    }
+
+
+def _endpoints(snapshot: dict[str, Any]) -> list[str]:
+    from cluster.deploy.ray import endpoints_of
+
+    return endpoints_of(snapshot)
+
+
+def _raise_on_signals() -> None:
+    def stop(signum: int, _: FrameType | None) -> None:
+        _ignore_signals()
+        _asked_to_stop.append(signum)
+        raise Stopped
+
+    for signum in SIGNALS:
+        signal.signal(signum, stop)
+
+
+def _ignore_signals() -> None:
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)

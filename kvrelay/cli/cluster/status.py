@@ -1,0 +1,113 @@
+"""`kvrelay status`: asks a router what it knows of itself and of the workers, and shows it."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.cli.cluster import state
+from kvrelay.cli.console import CliError, JsonOption, print_json
+from kvrelay.client.client import DEFAULT_ENDPOINT
+
+TIMEOUT_S = 5.0
+PIPED_WIDTH = 160  # columns; a program or a file cuts nothing
+
+HELP = """Show what a router knows: its requests, and every worker's state, queue and pages.
+
+Without --endpoint it asks the routers of the clusters that were started from here. Exit code 1: one did not answer.
+
+Examples:
+
+  kvrelay status
+
+  kvrelay status --endpoint 10.0.0.5:50051 --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(status)
+
+
+def status(
+    endpoint: Annotated[str | None, typer.Option(envvar="KVRELAY_ENDPOINT", help="host:port of a router.")] = None,
+    secret: Annotated[str, typer.Option(envvar="KVRELAY_SECRET", help="Where clients need one.", hidden=True)] = "",
+    as_json: JsonOption = False,
+) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
+    answers = [_ask(where, secret) for where in ([endpoint] if endpoint else _endpoints())]
+    if as_json:
+        print_json(answers[0] if len(answers) == 1 else {"routers": answers})
+        return
+    for answer in answers:
+        _show(answer)
+
+
+def _endpoints() -> list[str]:
+    return [where for cluster in state.alive() for where in cluster.endpoints] or [DEFAULT_ENDPOINT]
+
+
+def _ask(endpoint: str, secret: str) -> dict[str, Any]:
+    import grpc
+    from google.protobuf.json_format import MessageToDict
+
+    from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc
+    from worker.rpc import CHANNEL_OPTIONS, secret_metadata
+
+    try:
+        with grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
+            answer = cluster_pb2_grpc.ClusterStub(channel).GetStatus(
+                cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=secret_metadata(secret)
+            )
+    except grpc.RpcError as error:
+        why = "nothing answers" if error.code() == grpc.StatusCode.UNAVAILABLE else str(error.details())
+        raise CliError(f"no status from {endpoint}: {why}; is the cluster up? (kvrelay up)") from None
+    values: dict[str, Any] = MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {"endpoint": endpoint, **_with_numbers(values)}
+
+
+def _with_numbers(value: Any) -> Any:
+    """protobuf writes 64-bit numbers as text in JSON; here they are counts and fit."""
+    if isinstance(value, dict):
+        is_count = {"counters", "waiting_tokens"}
+        return {key: _counts(item) if key in is_count else _with_numbers(item) for key, item in value.items()}
+    return [_with_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _name(worker: dict[str, Any]) -> str:
+    """With its degree, where it runs in several processes."""
+    degree = worker["limits"].get("tensor_parallel", "1")
+    return str(worker["name"]) if degree == "1" else f"{worker['name']} (TP {degree})"
+
+
+def _counts(value: Any) -> Any:
+    return {key: int(count) for key, count in value.items()} if isinstance(value, dict) else int(value)
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    heading = (
+        f"{answer['router_id']} at {answer['endpoint']}: {answer['model'] or 'no model yet'}, up "
+        f"{answer['uptime_s']:.0f} s, {answer['num_queued']} queued, {answer['num_in_flight']} in flight"
+    )
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("worker", "state", "address"):
+        table.add_column(column, no_wrap=True)
+    for column in ("wait", "run", "free", "cached", "all", "lost"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for worker in answer["workers"]:
+        numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
+        numbers += [worker["cached_pages"], worker["total_pages"], worker["losses"]]
+        table.add_row(_name(worker), worker["state"], worker["address"], *map(str, numbers))
+    console = Console()
+    console = console if console.is_terminal else Console(width=PIPED_WIDTH)
+    console.print(table)
+    for worker in answer["workers"]:
+        if worker["reason"]:
+            console.print(f"{worker['name']} is {worker['state']}: {worker['reason']}", soft_wrap=True)

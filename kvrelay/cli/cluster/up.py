@@ -1,0 +1,144 @@
+"""`kvrelay up`: from a spec, or from flags, to a cluster that serves. It owns the flags and which process does what.
+
+    foreground   this process starts Ray (or joins one), shows progress, serves until Ctrl-C, ends all it started
+    --detach     the same in a background process of its own session, whose progress is relayed here until it is ready
+    --detach --address   the actors are left in the Ray that was joined; no process of ours stays
+
+Exit codes: 0 stopped when asked (`down`, SIGTERM); 1 it could not start or serve; 2 the spec or a flag is wrong;
+130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.cli.console import USAGE, CliError, JsonOption
+
+HELP = """Start a cluster and serve until Ctrl-C.
+
+Give a spec file, or --model with how many workers of each kind. Without --address kvrelay starts a Ray of its own on
+this machine and ends it afterwards; with --address it joins one that runs, on as many machines as that has.
+
+Examples:
+
+  kvrelay up --model ./model --prefill 1 --decode 1
+
+  kvrelay up configs/local-2p2d.yaml --port 50052
+
+  kvrelay up --model Qwen/Qwen3-0.6B --detach && kvrelay generate "Hello" && kvrelay down
+
+  kvrelay up cluster.yaml --address auto --detach
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(up)
+
+
+def up(
+    spec: Annotated[Path | None, typer.Argument(help="A cluster spec, YAML. See configs/.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face directory or hub id.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name. Default: the spec's, or kvrelay.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on. Default: loopback only.")] = None,
+    port: Annotated[int | None, typer.Option(help="Where to listen; 0: any free one. Default: 50051.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What requests call the model.")] = None,
+    address: Annotated[str | None, typer.Option(help="Join this Ray: auto, or HOST:PORT.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; end it with kvrelay down.")
+    ] = False,
+    as_json: JsonOption = False,
+    report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    from cluster.spec.model import SpecError
+    from cluster.spec.resolve import why_not_served
+
+    flags = {
+        "model": model,
+        "name": name,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "served_model_name": served_model_name,
+    }
+    pool_flags = {"kv_memory": kv_memory}
+    try:
+        wanted = build_spec(spec, flags, {"host": host, "port": port}, pool_flags, prefill, decode)
+        if why := why_not_served(wanted):
+            raise SpecError(why)
+    except SpecError as error:
+        raise CliError(str(error), USAGE) from None
+    wanted = with_found_model(wanted, must_be_here=address is None)
+    check_name(wanted.name)
+    if detach and address is None and report_fd is None:
+        from kvrelay.cli.cluster import daemon
+
+        raise typer.Exit(daemon.start_and_wait(wanted.name, as_json))
+    from kvrelay.cli.cluster import serving, views
+
+    view = views.choose(as_json=as_json, report_fd=report_fd)
+    secret = os.environ.get("KVRELAY_SECRET") or secrets.token_hex(16)
+    mode = "daemon" if report_fd is not None else "joined" if address and detach else "foreground"
+    raise typer.Exit(serving.serve(wanted, address=address, secret=secret, mode=mode, view=view))  # type: ignore[arg-type]
+
+
+def build_spec(
+    path: Path | None,
+    flags: dict[str, Any],
+    router_flags: dict[str, Any],
+    pool_flags: dict[str, Any],
+    prefill: int | None,
+    decode: int | None,
+) -> Any:
+    """The spec that file and flags make together: a flag wins over the file. Raises SpecError, CliError."""
+    from cluster.spec.model import load_spec, parse_spec
+
+    given = _given(flags)
+    if path is None and "model" not in given:
+        raise CliError("nothing to serve; give a spec file, or --model DIR", USAGE)
+    if path is not None and (prefill is not None or decode is not None):
+        raise CliError("--prefill and --decode do not go with a spec; change replicas in its pools", USAGE)
+    if path is None:
+        pools = [("prefill", prefill), ("decode", decode)]
+        data: dict[str, Any] = {"pools": [{"role": role, "replicas": 1 if n is None else n} for role, n in pools]}
+    else:
+        data = load_spec(path).model_dump(exclude_unset=True)
+    data |= given
+    data["router"] = data.get("router", {}) | _given(router_flags)
+    data["pools"] = [dict(pool) | _given(pool_flags) for pool in data["pools"]]
+    return parse_spec(data)
+
+
+def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
+    """A model directory by its full path, for workers stand elsewhere. That it is not there is better told now than by
+    a worker in some seconds; on other hosts only they can tell."""
+    path = Path(spec.model).expanduser()
+    if path.is_dir():
+        return spec.model_copy(update={"model": str(path.absolute())})
+    looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
+    if looks_like_path and must_be_here:
+        raise CliError(f"model is {spec.model!r}; there is no such directory, give another or a hub id", USAGE)
+    return spec
+
+
+def check_name(name: str) -> None:
+    from kvrelay.cli.cluster import state
+
+    running = state.read(name)
+    if running is not None and running.mode != "joined" and running.is_alive and running.pid != os.getpid():
+        raise CliError(
+            f"a cluster named {name} runs already (process {running.pid}); end it with `kvrelay down {name}`, "
+            "or give another --name"
+        )
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flags.items() if value is not None}

@@ -1,0 +1,228 @@
+"""The Python client: `Client` for plain code, `AsyncClient` for asyncio. Both speak gRPC to one router.
+
+    client = Client("127.0.0.1:50051")
+    client.wait_ready(timeout_s=60)
+    print(client.generate("Once upon a time", max_tokens=32).text)
+
+    with client.stream("Once upon a time", max_tokens=32, temperature=0.7, seed=1) as deltas:
+        for delta in deltas:
+            print(delta.text, end="", flush=True)
+    print(deltas.completion().usage)
+
+Owns one channel. No gRPC type leaves it, and `KvrelayError` is the only exception. It never retries a request: the
+server does that inside, and what the server gives up on is for the caller to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvrelay.client.failures import raise_kvrelay
+from kvrelay.client.streams import AsyncStream, Stream
+from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
+from kvrelay.client.wire import build_request, completion_from, model_from, status_from
+from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
+from worker.rpc import CHANNEL_OPTIONS, open_channel, secret_metadata
+
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+SERVICE = "kvrelay.v1.Generate"
+_RETRY_WAIT_S = 0.1  # between two Watch calls that ended at once
+_CALL_TIMEOUT_S = 30.0  # of the small questions: tokenize, model_info, status
+
+
+class Client:
+    """A router's client. Safe to share between threads. Raises KvrelayError for everything that goes wrong.
+
+    endpoint: "host:port". secret: the cluster's, where its operator asks clients for one.
+    """
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, secret: str = "") -> None:
+        self.endpoint = _checked(endpoint)
+        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._metadata = secret_metadata(secret)
+        self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """The whole answer at once. `prompt` is text or token ids; options as in GenerateOptions.
+
+        timeout_s: the request's deadline. When it passes, the server drops the request and gives its memory back.
+        """
+        request = build_request(prompt, options)
+        return completion_from(self._call(self._stub.GenerateOnce, request, timeout_s))
+
+    def stream(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """The answer as it is generated: iterate over the deltas. Same arguments as `generate`."""
+        return self.send(build_request(prompt, options), timeout_s=timeout_s)
+
+    def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Stream:
+        """`stream` for a request that was built before, with kvrelay.client.wire.build_request."""
+        opened_s = time.perf_counter()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return Stream(call, self.endpoint, opened_s)
+
+    def tokenize(self, text: str, *, model: str = "") -> list[int]:
+        """The token ids that the server would make of `text`."""
+        request = generate_pb2.TokenizeRequest(model=model, text=text)
+        return list(self._call(self._stub.Tokenize, request, _CALL_TIMEOUT_S).ids)
+
+    def model_info(self, model: str = "") -> ServedModel:
+        """What is served: name, vocabulary, longest sequence."""
+        request = generate_pb2.GetModelInfoRequest(model=model)
+        return model_from(self._call(self._stub.GetModelInfo, request, _CALL_TIMEOUT_S))
+
+    def status(self) -> ClusterStatus:
+        """The router's view of itself and of every worker."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return status_from(self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), _CALL_TIMEOUT_S))
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once the server says that it can serve; it may be started after this call.
+
+        Raises KvrelayError DEADLINE_EXCEEDED when it does not within `timeout_s`.
+        """
+        stub = _stub(health_pb2_grpc.HealthStub, self._channel)
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=left_s, wait_for_ready=True)
+            try:
+                for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.RpcError as error:
+                if not _may_become_ready(error):
+                    raise_kvrelay(error, self.endpoint)
+            finally:
+                watch.cancel()
+            time.sleep(min(_RETRY_WAIT_S, max(0.0, deadline_s - time.monotonic())))
+        raise _not_ready(self.endpoint, timeout_s)
+
+    def close(self) -> None:
+        """Cancels what runs and closes the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise_kvrelay(error, self.endpoint)
+
+
+class AsyncClient:
+    """The same for asyncio. Make and use it inside one running event loop.
+
+    Cancelling a task that awaits an answer cancels the request at the server.
+    """
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, secret: str = "") -> None:
+        self.endpoint = _checked(endpoint)
+        self._channel = open_channel(endpoint)
+        self._metadata = secret_metadata(secret)
+        self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """See Client.generate."""
+        request = build_request(prompt, options)
+        return completion_from(await self._call(self._stub.GenerateOnce, request, timeout_s))
+
+    def stream(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """See Client.stream; not awaited itself: `async for delta in client.stream(...)`."""
+        return self.send(build_request(prompt, options), timeout_s=timeout_s)
+
+    def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
+        """`stream` for a request that was built before, with kvrelay.client.wire.build_request."""
+        opened_s = time.perf_counter()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return AsyncStream(call, self.endpoint, opened_s)
+
+    async def tokenize(self, text: str, *, model: str = "") -> list[int]:
+        """See Client.tokenize."""
+        request = generate_pb2.TokenizeRequest(model=model, text=text)
+        return list((await self._call(self._stub.Tokenize, request, _CALL_TIMEOUT_S)).ids)
+
+    async def model_info(self, model: str = "") -> ServedModel:
+        """See Client.model_info."""
+        request = generate_pb2.GetModelInfoRequest(model=model)
+        return model_from(await self._call(self._stub.GetModelInfo, request, _CALL_TIMEOUT_S))
+
+    async def status(self) -> ClusterStatus:
+        """See Client.status."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return status_from(await self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), _CALL_TIMEOUT_S))
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """See Client.wait_ready."""
+        stub = _stub(health_pb2_grpc.HealthStub, self._channel)
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=left_s, wait_for_ready=True)
+            try:
+                async for answer in watch:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.RpcError as error:
+                if not _may_become_ready(error):
+                    raise_kvrelay(error, self.endpoint)
+            finally:
+                watch.cancel()
+            await asyncio.sleep(min(_RETRY_WAIT_S, max(0.0, deadline_s - time.monotonic())))
+        raise _not_ready(self.endpoint, timeout_s)
+
+    async def close(self) -> None:
+        """Cancels what runs and closes the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise_kvrelay(error, self.endpoint)
+
+
+def _stub(kind: Any, channel: Any) -> Any:
+    """Generated stubs are untyped; this is where they enter."""
+    return kind(channel)
+
+
+def _checked(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give host:port, such as {DEFAULT_ENDPOINT}")
+    return endpoint
+
+
+def _may_become_ready(error: grpc.RpcError) -> bool:
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+def _not_ready(endpoint: str, timeout_s: float) -> KvrelayError:
+    return KvrelayError("DEADLINE_EXCEEDED", f"{endpoint} was not ready within {timeout_s:g} s")

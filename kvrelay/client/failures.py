@@ -1,0 +1,43 @@
+"""What gRPC raises, told as KvrelayError: one code, one sentence, and how long to wait where the server says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import grpc
+
+from kvrelay.client.types import KvrelayError
+
+# How grpc-core words a connection that could not be made, or broke; a server's own UNAVAILABLE never begins so.
+_UNREACHED = ("failed to connect", "connections to all backends failing", "dns resolution failed")
+_BROKEN = ("socket closed", "recvmsg:", "connection reset", "broken pipe", "ping timeout", "keepalive watchdog")
+
+
+def raise_kvrelay(error: grpc.RpcError, endpoint: str) -> NoReturn:
+    raise kvrelay_error(error.code(), error.details(), error.trailing_metadata(), endpoint) from None
+
+
+def kvrelay_error(
+    code: grpc.StatusCode, details: str | None, trailers: Iterable[Any] | None, endpoint: str
+) -> KvrelayError:
+    message = details or code.name.lower().replace("_", " ")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        lowered = message.lower()
+        if lowered.startswith(_UNREACHED):
+            message = f"nothing answers at {endpoint}; is `kvrelay up` running there?"
+        elif lowered.startswith(_BROKEN):
+            message = f"the connection to {endpoint} was lost"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():
+        message = "the deadline passed before the answer was complete"
+    return KvrelayError(code.name, message, _retry_after_s(trailers))
+
+
+def _retry_after_s(trailers: Iterable[Any] | None) -> float | None:
+    for key, value in trailers or ():
+        if key == "retry-after-ms":
+            try:
+                return float(value) / 1000.0
+            except ValueError:
+                return None
+    return None

@@ -1,0 +1,201 @@
+"""Translates between the public values (kvrelay.client.types) and the wire's messages (kvrelay.v1).
+
+It opens no socket and knows no gRPC, only protobuf. What the wire cannot carry becomes INVALID_ARGUMENT here; whether
+a value makes sense is for the server to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from engine.types import FinishReason, TokenLogprob
+from kvrelay.client.types import (
+    Choice,
+    ClusterStatus,
+    Completion,
+    Delta,
+    GenerateOptions,
+    KvrelayError,
+    PositionLogprobs,
+    Receipt,
+    ServedModel,
+    Timeline,
+    Usage,
+    WorkerState,
+)
+from kvrelay.v1 import cluster_pb2, generate_pb2
+
+_REPEATED = ("stop", "stop_token_ids")
+
+
+def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generate_pb2.GenerateRequest:
+    """The wire's form. Raises KvrelayError for an unknown option or a value that the wire cannot carry."""
+    values: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    request = generate_pb2.GenerateRequest()
+    for key in ("model", "request_id"):
+        _set(request, key, values.pop(key, ""))
+    if isinstance(prompt, str):
+        _set(request, "text", prompt, "prompt")
+    else:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, "prompt token ids", prompt)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    request.sampling.SetInParent()
+    for key, value in values.items():
+        if key not in GenerateOptions.__annotations__:
+            known = ", ".join(GenerateOptions.__annotations__)
+            raise KvrelayError("INVALID_ARGUMENT", f"{key} is no option of generate; there are {known}")
+        if key in _REPEATED:
+            _extend(getattr(request.sampling, key), key, value)
+        else:
+            _set(request.sampling, key, value)
+    return request
+
+
+def _set(message: Any, key: str, value: Any, name: str | None = None) -> None:
+    try:
+        setattr(message, key, value)
+    except (TypeError, ValueError) as error:
+        raise _cannot_carry(name or key, value, error) from error
+
+
+def _extend(target: Any, name: str, values: Any) -> None:
+    try:
+        target.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _cannot_carry(name, values, error) from error
+
+
+def _cannot_carry(name: str, value: Any, error: Exception) -> KvrelayError:
+    """Python's and protobuf's reasons name the value or its type; a long one is cut."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    return KvrelayError("INVALID_ARGUMENT", f"{name} is {shown}, which cannot be sent: {error}")
+
+
+class Fold:
+    """Gathers a stream's messages into one Completion. Cheap for each message; the work is done in `completion`."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._parts: dict[int, list[generate_pb2.GenerateResponse]] = {}
+        self._last: generate_pb2.GenerateResponse | None = None
+
+    def add(self, message: generate_pb2.GenerateResponse) -> None:
+        self._request_id = message.request_id or self._request_id
+        self._parts.setdefault(message.index, []).append(message)
+        if message.HasField("usage") or message.HasField("timeline"):
+            self._last = message
+
+    def completion(self) -> Completion:
+        """All that has come so far."""
+        end = self._last
+        return Completion(
+            request_id=self._request_id,
+            choices=tuple(_join(index, parts) for index, parts in sorted(self._parts.items())),
+            usage=usage_from(end.usage) if end is not None and end.HasField("usage") else None,
+            timeline=timeline_from(end.timeline) if end is not None and end.HasField("timeline") else None,
+            receipt=receipt_from(end.receipt) if end is not None and end.HasField("receipt") else None,
+        )
+
+
+def _join(index: int, parts: Sequence[generate_pb2.GenerateResponse]) -> Choice:
+    reasons = [reason for part in parts if (reason := finish_reason_from(part.finish_reason)) is not None]
+    return Choice(
+        index=index,
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        logprobs=tuple(logprobs for part in parts for logprobs in logprobs_from(part.logprobs)),
+        finish_reason=reasons[-1] if reasons else None,
+        stop_string=next((part.stop_string for part in parts if part.stop_string), ""),
+    )
+
+
+def delta_from(message: generate_pb2.GenerateResponse) -> Delta:
+    return Delta(
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs_from(message.logprobs) if message.logprobs else (),
+        finish_reason=finish_reason_from(message.finish_reason),
+        stop_string=message.stop_string,
+    )
+
+
+def completion_from(answer: generate_pb2.GenerateOnceResponse) -> Completion:
+    choices = tuple(
+        Choice(
+            index=choice.index,
+            text=choice.text,
+            token_ids=tuple(choice.token_ids),
+            logprobs=logprobs_from(choice.logprobs),
+            finish_reason=finish_reason_from(choice.finish_reason),
+            stop_string=choice.stop_string,
+        )
+        for choice in answer.choices
+    )
+    return Completion(
+        request_id=answer.request_id,
+        choices=choices,
+        usage=usage_from(answer.usage) if answer.HasField("usage") else None,
+        timeline=timeline_from(answer.timeline) if answer.HasField("timeline") else None,
+        receipt=receipt_from(answer.receipt) if answer.HasField("receipt") else None,
+    )
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    int(generate_pb2.FINISH_REASON_STOP): FinishReason.STOP,
+    int(generate_pb2.FINISH_REASON_LENGTH): FinishReason.LENGTH,
+    int(generate_pb2.FINISH_REASON_ABORT): FinishReason.ABORT,
+}
+
+
+def finish_reason_from(value: int) -> FinishReason | None:
+    return _FINISH_REASONS.get(value)
+
+
+def logprobs_from(positions: Sequence[generate_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+    return tuple(
+        PositionLogprobs(chosen=_logprob(position.chosen), top=tuple(_logprob(token) for token in position.top))
+        for position in positions
+    )
+
+
+def _logprob(token: generate_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token_id=token.token_id, logprob=token.logprob)
+
+
+def usage_from(usage: generate_pb2.Usage) -> Usage:
+    return _copy(Usage, usage)
+
+
+def timeline_from(timeline: generate_pb2.Timeline) -> Timeline:
+    return _copy(Timeline, timeline, phases_s={phase.name: phase.seconds for phase in timeline.phases})
+
+
+def receipt_from(receipt: generate_pb2.HandoffReceipt) -> Receipt:
+    return _copy(Receipt, receipt)
+
+
+def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
+    return _copy(ServedModel, info, eos_token_ids=tuple(info.eos_token_ids))
+
+
+def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
+    workers = tuple(
+        _copy(WorkerState, worker, counters=dict(worker.counters), limits=dict(worker.limits))
+        for worker in status.workers
+    )
+    return _copy(ClusterStatus, status, workers=workers, counters=dict(status.counters), limits=dict(status.limits))
+
+
+T = TypeVar("T")
+
+
+def _copy(kind: type[T], message: Any, **others: Any) -> T:
+    """A value of `kind` from the message's fields of the same names, and from `others`."""
+    names = (field.name for field in fields(kind) if field.name not in others)  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **others)

@@ -1,0 +1,106 @@
+"""Writes the cluster's spec of a plan, for `kvrelay up`: the pools that were chosen, with the limits they were
+simulated with. It goes through cluster.spec.model's own classes and chooses nothing.
+
+Where the plan's answer is colocation, which kvrelay does not serve yet, the best placement with two pools is written.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from cluster.spec.model import ClusterSpec, SpecError, parse_spec
+from cluster.spec.resolve import why_not_served
+from kvrelay.plan import words
+from placement.plan import Goodput, Plan, PoolPlan
+
+RULE = 100  # a comment line's length
+
+
+def to_run(plan: Plan) -> Goodput | None:
+    """What kvrelay can serve: the chosen placement, or the best one with two pools; None where there is none."""
+    if plan.is_disaggregated:
+        return plan.chosen
+    return words.best_of(plan.tried, is_colocated=False)
+
+
+def spec_data(
+    found: Goodput, model: str, kv_bytes_per_token: Mapping[str, int] | None, *, has_gpus: bool, name: str = "planned"
+) -> dict[str, Any]:
+    """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default."""
+    pools = found.candidate.pools
+    page_sizes = {pool.page_size for pool in pools}
+    assert len(page_sizes) == 1, "workers that exchange KV have one page size"
+    labels = _labels(pools)
+    return {
+        "name": name,
+        "model": model,
+        "page_size": page_sizes.pop(),
+        "pools": [
+            _pool(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
+            for pool, label in zip(pools, labels, strict=True)
+        ],
+    }
+
+
+def _labels(pools: Sequence[PoolPlan]) -> list[str]:
+    """A pool's name where its role alone does not tell it from another: prefill-h100."""
+    roles = [pool.role for pool in pools]
+    return ["" if roles.count(pool.role) == 1 else f"{pool.role}-{i}" for i, pool in enumerate(pools)]
+
+
+def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpus: bool) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": label} if label else {}
+    data |= {"role": pool.role, "replicas": pool.replicas}
+    data |= {"tensor_parallel": pool.degrees.tp} if pool.degrees.tp > 1 else {}
+    data |= {"pipeline_parallel": pool.degrees.pp} if pool.degrees.pp > 1 else {}
+    if has_gpus:
+        data["num_gpus"] = pool.degrees.gpus
+    if kv_bytes_per_token:
+        data["kv_memory"] = pool.num_pages * pool.page_size * kv_bytes_per_token
+    if pool.role == "prefill":
+        pack_tokens = pool.pack_tokens or pool.max_batch_tokens  # steps were simulated filled to the brim
+        return data | {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pack_tokens}
+    return data | {"max_batch_size": pool.max_batch_size}
+
+
+def spec_text(plan: Plan, found: Goodput, data: Mapping[str, Any], command: str) -> str:
+    """The YAML with how it came about above it."""
+    lines = [f"Planned by kvrelay: {words.placement_words(found.candidate)}."]
+    if found is not plan.chosen:
+        lines.append(
+            f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve yet. "
+            "This is the best placement with two pools."
+        )
+    lines.append(f"Meets {words.goal(plan)} up to {words.between(found.goodput)} requests/s.")
+    kinds = dict.fromkeys((pool.role, pool.hardware) for pool in found.candidate.pools)
+    if len({hardware for _, hardware in kinds}) > 1:
+        lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]
+    lines += [f"From {key}: {text}." for key, text in plan.sources.items()]
+    comment = "\n".join(f"# {part}" for line in lines for part in _wrapped(line.replace("..", ".")))
+    again = "\n".join(f"#   {line}" for line in command.splitlines())
+    body = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, width=RULE)
+    return f"{comment}\n# Asked by:\n{again}\n{body}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), RULE, break_long_words=False, break_on_hyphens=False)
+
+
+def checked(data: Mapping[str, Any]) -> ClusterSpec | str:
+    """The spec as `kvrelay up` would read it, or the sentence with which this version refuses it."""
+    try:
+        spec = parse_spec(data)
+    except SpecError as error:
+        return error.sentences[0]
+    return why_not_served(spec) or spec
+
+
+def cluster_name(model: str) -> str:
+    """What a cluster of this model may be called: small letters, digits and -."""
+    short = re.sub(r"[^a-z0-9]+", "-", model.rpartition("/")[2].lower()).strip("-")[:40].strip("-")
+    return short or "planned"

@@ -1,0 +1,352 @@
+"""PlanRequest is what a person asks the planner: a file, flags, or both. It checks; it plans nothing.
+
+    file --read_request--> keys --with flags, which win--> PlanRequest --kvrelay.plan.planning--> Plan
+
+Every mistake is one sentence (PlanError) that names the key as it was written, the value and the mend. Latency targets
+are written with their unit (250ms, 0.25s); a bare number is milliseconds, as in `kvrelay bench --goodput`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.spec.errors import sentences_of, show
+from placement.catalogs.base import PlanError
+from placement.plan import RequestClass, Slo
+
+DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)\s*", re.IGNORECASE)
+SIZES = ("num_gpus", "rate", "budget")
+RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
+OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
+CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
+PATHS = ("trace", "profile", "margin")
+
+
+def parse_duration(value: object) -> object:
+    """250ms, 0.25s, 250 (ms) -> seconds; what is no duration is refused."""
+    if isinstance(value, bool) or value is None:
+        return value
+    match = DURATION.fullmatch(str(value))
+    if match is None:
+        raise ValueError("give a time above 0 such as 250ms or 0.25s; a bare number is milliseconds")
+    seconds = float(match[1]) * (1.0 if match[2].lower() == "s" else 1e-3)
+    if not seconds > 0:
+        raise ValueError("give a time above 0 such as 250ms or 0.25s; a bare number is milliseconds")
+    return seconds
+
+
+def _listed(value: object) -> object:
+    """h100,a100 and [h100, a100] are one."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=86_400)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Above0 = Annotated[float, Field(gt=0)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class PlanClass(_Keys):
+    """Requests with targets of their own; `share` of all, in any unit: shares are made to sum to 1."""
+
+    name: str = Field(min_length=1)
+    share: Above0 = 1.0
+    ttft: Duration | None = None
+    tpot: Duration | None = None
+    attainment: Share | None = None  # None: as the request's
+
+    @model_validator(mode="after")
+    def _has_a_target(self) -> PlanClass:
+        if self.ttft is None and self.tpot is None:
+            raise ValueError(f"class {self.name} has no target; give it ttft, tpot or both")
+        return self
+
+
+class PlanRequest(_Keys):
+    model: str | None = Field(default=None, min_length=1)  # a directory, a config.json, a name under configs/models
+    hardware: Names | None = None  # files, or names under configs/hardware
+    latency: Literal["auto", "roofline", "profile", "distserve"] = "auto"
+    profile: Path | None = None  # what `kvrelay calibrate` measured
+    margin: Path | None = None  # what `kvrelay verify` found
+
+    num_gpus: Count | None = None
+    rate: Above0 | None = None  # requests/s
+    budget: Above0 | None = None  # USD an hour
+    objective: Literal["goodput", "cost", "power"] | None = None  # None: cost with rate, else goodput
+
+    trace: Path | None = None
+    trace_scale: Above0 = 1.0
+    trace_timestamps: bool = False  # the trace's own bursts and lulls, instead of gamma gaps
+    num_prompts: Count | None = None  # of the trace, the first so many
+    max_input_len: Count | None = None
+    max_output_len: Count | None = None
+    random_input_len: Count | None = None
+    random_output_len: Count | None = None
+    random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
+    burstiness: float = Field(default=1.0, ge=0.001)
+
+    ttft: Duration | None = None  # seconds, once parsed
+    tpot: Duration | None = None
+    attainment: Share = 0.9
+    classes: tuple[PlanClass, ...] = ()
+
+    max_pp: Count = 1
+    tensor_parallel: Count | None = None  # this degree alone; with several kinds of hardware None is a whole node
+    colocated: bool = True  # try it, so that the answer can be "do not disaggregate"
+    algorithm: Literal["auto", "high", "low"] = "auto"
+    max_batch_tokens: Count | None = None
+    max_batch_size: Count | None = None
+    seed: int = Field(default=0, ge=0)
+    processes: int | None = Field(default=None, ge=0)  # None: one a core; 0: none besides this one
+
+    @field_validator("hardware", mode="after")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in value or ():
+            if (value or ()).count(name) > 1:
+                raise ValueError(f"{name} is there twice; give each kind of machine once")
+        return value
+
+    @field_validator("classes", mode="after")
+    @classmethod
+    def _own_names(cls, value: tuple[PlanClass, ...]) -> tuple[PlanClass, ...]:
+        names = [one.name for one in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the name {name} is there twice; give each class its own")
+        return value
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> PlanRequest:
+        self._check_size()
+        self._check_targets()
+        self._check_workload()
+        self._check_machines()
+        return self
+
+    # In these sentences `key` is a key; it is shown as it was written, in a file or as a flag.
+
+    def _check_size(self) -> None:
+        given = [key for key in SIZES if getattr(self, key) is not None]
+        if not given:
+            raise ValueError("nothing says how much; give one of `num_gpus`, `rate` or `budget`")
+        if len(given) > 1:
+            values = " and ".join(f"`{key}` {getattr(self, key):g}" for key in given)
+            raise ValueError(f"{values} do not go together; give one of them")
+        if self.rate is not None and self.objective == "goodput":
+            raise ValueError("`objective` is goodput, but `rate` fixes it; give `objective` cost or power")
+
+    def _check_targets(self) -> None:
+        own = [key for key in ("ttft", "tpot") if getattr(self, key) is not None]
+        if self.classes and own:
+            raise ValueError(f"`{own[0]}` does not go with `classes`; give each class its own targets")
+        if not self.classes and not own:
+            raise ValueError("no target is given; give `ttft`, `tpot` or both, or `classes` with targets")
+
+    def _check_workload(self) -> None:
+        random = self._changed(RANDOM)
+        if self.trace is not None and random:
+            raise ValueError(f"`{random[0]}` does not go with `trace`; give one of the two")
+        if self.trace is None and (self.random_input_len is None or self.random_output_len is None):
+            raise ValueError("no requests are given; give `trace`, or `random_input_len` and `random_output_len`")
+        if self.trace is None and (foreign := self._changed(OF_TRACES)):
+            raise ValueError(f"`{foreign[0]}` is of a trace and there is none; give `trace`, or take it out")
+        if self.trace_timestamps and self.burstiness != 1:
+            raise ValueError("`burstiness` does not go with `trace_timestamps`; the trace has its own bursts")
+
+    def _changed(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+
+    def _check_machines(self) -> None:
+        kind = self.latency_kind
+        if kind == "profile" and self.profile is None:
+            raise ValueError("`latency` is profile and there is none; give `profile`")
+        if kind != "profile" and self.profile is not None:
+            raise ValueError(f"`latency` is {self.latency}, but `profile` is given; take one of them out")
+        if kind != "profile" and self.model is None:
+            raise ValueError("`model` is missing; give a model directory, or a name of configs/models")
+        if kind == "roofline" and not self.hardware:
+            raise ValueError("`hardware` is missing; give a file, or a name of configs/hardware")
+        if kind != "roofline" and len(self.hardware or ()) > 1:
+            names = ", ".join(self.hardware or ())
+            raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
+
+    @property
+    def wanted(self) -> Literal["goodput", "cost", "power"]:
+        """The objective: a rate is served at the least cost, anything else used for the most goodput."""
+        return self.objective or ("cost" if self.rate is not None else "goodput")
+
+    @property
+    def latency_kind(self) -> Literal["roofline", "profile", "distserve"]:
+        if self.latency == "auto":
+            return "profile" if self.profile is not None else "roofline"
+        return self.latency
+
+    @property
+    def slo(self) -> Slo:
+        """The targets of all; with classes those of the first, for words."""
+        return Slo(ttft_s=_or_inf(self.ttft), tpot_s=_or_inf(self.tpot), attainment=self.attainment)
+
+    @property
+    def request_classes(self) -> tuple[RequestClass, ...]:
+        whole = sum(one.share for one in self.classes) or 1.0
+        return tuple(
+            RequestClass(
+                name=one.name,
+                share=one.share / whole,
+                slo=Slo(
+                    ttft_s=_or_inf(one.ttft), tpot_s=_or_inf(one.tpot), attainment=one.attainment or self.attainment
+                ),
+            )
+            for one in self.classes
+        )
+
+    def given(self) -> dict[str, Any]:
+        """The keys that differ from their defaults, as a file would say them."""
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        for keys in (data, *data.get("classes", ())):
+            keys |= {key: written_duration(keys[key]) for key in ("ttft", "tpot") if key in keys}
+        return data
+
+    def command(self) -> str:
+        """The `kvrelay plan` that asks the same, one flag a line."""
+        lines = ["kvrelay plan"]
+        for key, value in self.given().items():
+            flag = f"--{key.replace('_', '-')}"
+            if key == "classes":
+                lines += [f"--class {shlex.quote(_class_flag(one))}" for one in value]
+            elif isinstance(value, bool):
+                lines.append(flag if value else f"--no-{key.replace('_', '-')}")
+            else:
+                text = ",".join(value) if isinstance(value, list) else _plain(value)
+                lines.append(f"{flag} {shlex.quote(text)}")
+        return " \\\n    ".join(lines)
+
+
+def _plain(value: object) -> str:
+    """20 for 20.0."""
+    return f"{value:.12g}" if isinstance(value, float) else f"{value}"
+
+
+def request_of(asked: Mapping[str, Any]) -> PlanRequest:
+    """The request that `asked` of a plan.json keeps. Raises PlanError where it is none."""
+    known = {key: value for key, value in asked.items() if key in PlanRequest.model_fields and key != "classes"}
+    known |= {key: f"{known[key]}s" for key in ("ttft", "tpot") if known.get(key) is not None}
+    if asked.get("classes"):
+        known["classes"] = [_class_of(one) for one in asked["classes"]]
+        known = {key: value for key, value in known.items() if key not in ("ttft", "tpot")}
+    try:
+        return PlanRequest.model_validate(known)
+    except ValidationError as error:
+        told = sentences_of(error, PlanRequest)[0].replace("`", "")
+        raise PlanError(f"asked of the plan is no request ({told}); make a plan with kvrelay plan --out") from None
+
+
+def _class_of(one: Mapping[str, Any]) -> dict[str, Any]:
+    slo = one["slo"]
+    times = {key: f"{slo[f'{key}_s']}s" for key in ("ttft", "tpot") if slo[f"{key}_s"] is not None}
+    return {"name": one["name"], "share": one["share"], "attainment": slo["attainment"], **times}
+
+
+def written_duration(seconds: float) -> str:
+    return f"{seconds:.6g}s" if seconds >= 1 else f"{seconds * 1e3:.6g}ms"
+
+
+def _class_flag(one: Mapping[str, Any]) -> str:
+    keys = CLASS_KEYS if "attainment" in one else CLASS_KEYS[:-1]
+    return ":".join(str(one.get(key, "")) for key in keys)
+
+
+def parse_class(text: str) -> dict[str, Any]:
+    """NAME:SHARE:TTFT:TPOT, and :ATTAINMENT if it has its own; a target may be empty. Raises PlanError."""
+    parts = text.split(":")
+    if not len(CLASS_KEYS) - 1 <= len(parts) <= len(CLASS_KEYS) or not parts[0] or not parts[1]:
+        raise PlanError(f"--class is {text!r}; give NAME:SHARE:TTFT:TPOT, such as chat:0.7:250ms:40ms")
+    return {key: value for key, value in zip(CLASS_KEYS, parts, strict=False) if value}
+
+
+def build_request(path: Path | None, flags: Mapping[str, Any]) -> PlanRequest:
+    """File and flags together, a flag wins; None means not given. Raises PlanError."""
+    typed = {key: value for key, value in flags.items() if value is not None}
+    data = {} if path is None else read_keys(path)
+    for key in SIZES:  # one flag for how much replaces the file's, whichever that is
+        if key in typed:
+            data = {k: v for k, v in data.items() if k not in SIZES}
+    if typed.get("classes"):
+        data = {k: v for k, v in data.items() if k not in ("ttft", "tpot")}
+    if "trace" in typed:
+        data = {k: v for k, v in data.items() if k not in RANDOM}
+    try:
+        return PlanRequest.model_validate(data | typed)
+    except ValidationError as error:
+        raise PlanError("\n".join(_told(error, path, typed))) from None
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """A plan request's keys; relative paths in it are meant from the file's folder where they lead somewhere.
+    Raises PlanError."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise PlanError(f"plan request {path} cannot be read: {why}; give a YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        raise PlanError(f"{path} is not YAML: {where}: {getattr(error, 'problem', 'it does not parse')}") from None
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{path} is {show(data)}; give keys and values such as num_gpus: 8")
+    return {str(key): _from_folder(path, key, value) for key, value in data.items()}
+
+
+def _from_folder(path: Path, key: object, value: Any) -> Any:
+    if key == "hardware":
+        listed = _listed(value)
+        return [_beside(path, item) for item in listed] if isinstance(listed, list | tuple) else value
+    return _beside(path, value) if key in (*PATHS, "model") else value
+
+
+def _beside(path: Path, value: Any) -> Any:
+    """The file beside the request if there is one and none from here; as short as it can be said."""
+    if not isinstance(value, str) or Path(value).exists():
+        return value
+    beside = (path.resolve().parent / value).resolve()
+    if not beside.exists():
+        return value
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
+def _told(error: ValidationError, path: Path | None, typed: Mapping[str, Any]) -> Sequence[str]:
+    """One sentence for each mistake; a key that is a flag is named as one."""
+    return [_spoken(sentence, path, typed) for sentence in sentences_of(error, PlanRequest)]
+
+
+def _spoken(sentence: str, path: Path | None, typed: Mapping[str, Any]) -> str:
+    first = re.match(r"(\w+)(?=[ \[.])", sentence)
+    is_flag = path is None or (first is not None and first[0] in typed)
+    if first is not None and first[0] in PlanRequest.model_fields:
+        sentence = f"`{first[0]}`{sentence[first.end() :]}"
+    told = re.sub(r"`(\w+)`", lambda key: _flag(key[1]) if is_flag or key[1] in typed else key[1], sentence)
+    return told if is_flag else f"{path}: {told}"
+
+
+def _flag(key: str) -> str:
+    return "--class" if key == "classes" else f"--{key.replace('_', '-')}"
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else value

@@ -1,0 +1,167 @@
+"""assemble makes what can be simulated out of what can be bought: a candidate's pools, as the live cluster would run
+them.
+
+It also makes each phase alone, as DistServe's first algorithm wants them: prefill whose requests end with their first
+token, and decode behind a prefill that takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cluster.router.policy import PolicyOptions
+from decode_worker.policy import DecodeLimits
+from worker.options import Role
+from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
+from placement.simulator.colocated import ColocatedCluster, Sharing
+from placement.latency.base import DecodeLine
+from placement.build.from_profile import REPORT_GAP_S, hosts_of
+from placement.plan import Candidate, PoolPlan
+from placement.latency.roofline import narrowed
+from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.systems import System
+from placement.workload.requests import Workload
+from prefill_worker.policy import PrefillLimits
+
+PLENTY = 1 << 40
+SIZED_FOR_BURSTS = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=PLENTY, max_backlog_tokens=PLENTY)
+OfferOf = Callable[[Degrees, bool], Offer]  # degrees, within_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoTime:
+    """A worker that computes and sends in no time, to leave the other phase alone."""
+
+    source: str = "no time at all"
+    stages: int = 1
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return 1e-9
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        return DecodeLine(1e-9, 0.0)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
+        return 1e-9
+
+    def transfer_s(self, num_tokens: int) -> float:
+        return 0.0
+
+
+def offers_of(catalog: Catalog) -> OfferOf:
+    """The catalogue's offers, each asked for once. Raises PlanError with the reason where there is none."""
+    known: dict[tuple[Degrees, bool], Offer | str] = {}
+
+    def offer_of(degrees: Degrees, within_node: bool) -> Offer:
+        key = (degrees, within_node)
+        if key not in known:
+            known[key] = catalog.offer(degrees, within_node=within_node)
+        found = known[key]
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+    return offer_of
+
+
+def pool_of(
+    role: Literal["prefill", "decode", "colocated"],
+    offer: Offer,
+    replicas: int,
+    hardware: str,
+    max_batch_tokens: int | None = None,
+) -> PoolPlan:
+    return PoolPlan(
+        role=role,
+        degrees=offer.degrees,
+        replicas=replicas,
+        hardware=hardware,
+        num_pages=offer.num_pages,
+        page_size=offer.page_size,
+        max_batch_tokens=max_batch_tokens or offer.max_batch_tokens,
+        max_batch_size=offer.max_batch_size,
+        pack_tokens=offer.pack_tokens if role == "prefill" else None,
+    )
+
+
+def pair_of(prefill: tuple[Offer, int], decode: tuple[Offer, int], hardware: str) -> Candidate:
+    return Candidate(pools=(pool_of("prefill", *prefill, hardware), pool_of("decode", *decode, hardware)))
+
+
+def colocated_of(offer: Offer, replicas: int, hardware: str, sharing: Sharing, max_batch_tokens: int) -> Candidate:
+    tokens = max_batch_tokens if sharing == "chunked" else offer.max_batch_tokens
+    return Candidate(pools=(pool_of("colocated", offer, replicas, hardware, tokens),), sharing=sharing)
+
+
+def assemble(
+    candidate: Candidate, offer_of: OfferOf, *, within_node: bool, router: PolicyOptions | None = None
+) -> System:
+    """The candidate as it would run. `within_node`: KV leaves over the fast link only."""
+    if candidate.is_colocated:
+        (pool,) = candidate.pools
+        offer = offer_of(pool.degrees, True)
+        assert candidate.sharing
+        return ColocatedCluster(
+            latency=offer.latency,
+            num_workers=pool.replicas,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            sharing=candidate.sharing,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=pool.max_batch_size,
+            step_overhead_s=offer.step_overhead_s,
+            message_s=offer.message_s,
+        )
+    workers: list[SimWorker] = []
+    offers = [offer_of(pool.degrees, within_node) for pool in candidate.pools]
+    takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role == "decode"]
+    for offer, pool in zip(offers, candidate.pools, strict=True):
+        assert pool.role != "colocated"
+        if pool.role == "prefill":
+            offer = replace(offer, latency=narrowed(offer.latency, takers))
+        workers += [_worker(f"{pool.role}-{i}", pool.role, offer, pool) for i in range(pool.replicas)]
+    hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
+    return SimCluster(
+        workers=tuple(workers),
+        router=router or PolicyOptions(),
+        message_s=max(offer.message_s for offer in offers),
+        report_gap_s=REPORT_GAP_S,
+        handoff_s=max(offer.handoff_s for offer in offers),
+        hosts=hosts,
+    )
+
+
+def _worker(name: str, role: Role, offer: Offer, pool: PoolPlan) -> SimWorker:
+    return SimWorker(
+        name=name,
+        role=role,
+        latency=offer.latency,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        prefill=PrefillLimits(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens),
+        decode=DecodeLimits(max_batch_size=pool.max_batch_size),
+        step_overhead_s=offer.step_overhead_s,
+    )
+
+
+def phase_alone(role: Role, offer: Offer) -> SimCluster:
+    """One worker of a phase, the other phase taking no time and having room for all."""
+    other: Role = "decode" if role == "prefill" else "prefill"
+    ghost = SimWorker(
+        name=other,
+        role=other,
+        latency=NoTime(),
+        num_pages=1 << 30,
+        page_size=offer.page_size,
+        prefill=PrefillLimits(max_batch_tokens=1 << 30, max_requests=1 << 20),
+        decode=DecodeLimits(max_batch_size=1 << 20),
+    )
+    worker = _worker(role, role, offer, pool_of(role, offer, 1, ""))
+    return SimCluster(workers=(worker, ghost), router=SIZED_FOR_BURSTS)
+
+
+def first_tokens_of(workload: Workload) -> Workload:
+    """The same requests, ended by their first token."""
+    return replace(workload, output_len=workload.output_len * 0 + 1)

@@ -1,0 +1,208 @@
+"""RooflineCatalog: what workers of a model can be had on a kind of GPU, by first principles; and why some cannot.
+
+Memory of a GPU: its share of the weights, what a step needs besides (activations and logits of the largest step), and
+the rest of `memory_share` for KV pages. It measures nothing. `floor_tpot` and `floor_ttft` say what no placement can
+beat, for the sentence that tells why a target is impossible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer, PlanError
+from placement.latency.base import decode_s
+from placement.latency.hardware import Hardware, load_hardware
+from placement.latency.model_shape import ModelShape, load_shape
+from placement.latency.roofline import RooflineLatency, kv_heads_per_gpu, roofline_latency
+
+__all__ = ["RooflineCatalog", "RooflineLatency", "floor_tpot", "floor_ttft", "open_catalog", "roofline_latency"]
+
+MAX_TRIED_PP = 16
+LOGIT_BYTES = 4  # drawn from in float32
+ACTIVATION_ROWS = 4  # of hidden width that are alive at once, beside the widest product
+
+
+class RooflineCatalog:
+    """`max_model_len`: a worker must hold at least one request of it (None: of one step's tokens)."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        *,
+        max_pp: int = 1,
+        page_size: int = 16,
+        max_batch_tokens: int = 2048,
+        max_batch_size: int = 256,
+        max_model_len: int | None = None,
+        power_cap: float = 1.0,
+    ) -> None:
+        self.shape = shape
+        self.machine = hardware
+        self.max_pp = max_pp
+        self.page_size = page_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_size = max_batch_size
+        self.max_model_len = max_model_len
+        self.power_cap = power_cap
+        hardware.cap(power_cap)
+        hardware.flops_for(shape.compute_dtype)
+
+    @property
+    def model(self) -> str:
+        return self.shape.name
+
+    @property
+    def hardware(self) -> str:
+        return self.machine.name
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.machine.gpus_per_node
+
+    @property
+    def cost(self) -> MachineCost:
+        return self.machine.cost(self.power_cap)
+
+    def degrees(self, max_gpus: int) -> Sequence[Degrees]:
+        """TP within a node that divides the heads, PP that divides the layers; the smallest first."""
+        tps = [tp for tp in range(1, self.gpus_per_node + 1) if self.shape.heads % tp == 0]
+        pps = [pp for pp in range(1, self.max_pp + 1) if self.shape.num_layers % pp == 0]
+        found = [Degrees(tp, pp) for tp in tps for pp in pps if tp * pp <= max_gpus]
+        return sorted(found, key=lambda degrees: (degrees.gpus, degrees.pp))
+
+    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
+        refusal = self._refusal(degrees)
+        if refusal:
+            return refusal
+        pages = self.num_pages(degrees)
+        if pages * self.page_size < self._least_kv_tokens:
+            return self._too_big(degrees, pages)
+        latency = roofline_latency(self.shape, self.machine, degrees, power_cap=self.power_cap, within_node=within_node)
+        return Offer(
+            degrees=degrees,
+            latency=latency,
+            num_pages=pages,
+            page_size=self.page_size,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_size=self.max_batch_size,
+            error=self.machine.error.value,
+        )
+
+    # memory, in bytes of one GPU
+
+    def weight_bytes(self, degrees: Degrees) -> float:
+        return self.shape.weight_bytes / degrees.gpus
+
+    def step_bytes(self, degrees: Degrees) -> float:
+        """Activations of the largest step, and its logits."""
+        shape = self.shape
+        widest = max(shape.mlp_params, shape.expert_params * max(1, shape.experts_per_token)) / shape.hidden
+        row = (ACTIVATION_ROWS * shape.hidden + widest / degrees.tp) * shape.dtype_bytes
+        logits = self.max_batch_size * shape.vocab / degrees.tp * LOGIT_BYTES
+        return max(self.max_batch_tokens, self.max_batch_size) * row + logits
+
+    def kv_bytes_per_token(self, degrees: Degrees) -> float:
+        """KV heads that TP cannot cut are held more than once."""
+        shape = self.shape
+        heads = kv_heads_per_gpu(shape, degrees.tp)
+        layers = math.ceil(shape.num_layers / degrees.pp)
+        return layers * heads * (shape.k_dim + shape.v_dim) * shape.dtype_bytes
+
+    def num_pages(self, degrees: Degrees) -> int:
+        """Of a worker; 0 where the weights leave no room."""
+        usable = self.machine.memory_bytes * self.machine.memory_share
+        left = usable - self.weight_bytes(degrees) - self.step_bytes(degrees)
+        return max(0, int(left / (self.kv_bytes_per_token(degrees) * self.page_size)))
+
+    @property
+    def _least_kv_tokens(self) -> int:
+        return max(self.max_batch_tokens, self.max_model_len or 0)
+
+    # why not
+
+    def _refusal(self, degrees: Degrees) -> str:
+        tp, pp = degrees.tp, degrees.pp
+        if tp < 1 or pp < 1:
+            return f"TP {tp} x PP {pp} is no worker; give 1 or more of each"
+        if self.shape.heads % tp:
+            known = [n for n in range(1, self.gpus_per_node + 1) if self.shape.heads % n == 0]
+            return f"TP {tp} does not divide the {self.shape.heads} heads of {self.model}; give TP {_either(known)}"
+        if tp > self.gpus_per_node:
+            return (
+                f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "
+                f"give TP {self.gpus_per_node} or less, and PP for the rest"
+            )
+        if pp > self.shape.num_layers:
+            return f"PP {pp} is more than the {self.shape.num_layers} layers of {self.model}; give fewer stages"
+        return ""
+
+    def _too_big(self, degrees: Degrees, pages: int) -> str:
+        unit, need = self.machine.unit, self._least_kv_tokens
+        have = f"{degrees.gpus} {unit}{'s' if degrees.gpus > 1 else ''} of {_gb(self.machine.memory_bytes)} each"
+        what = f"{self.model}, {_gb(self.shape.weight_bytes)} of weights,"
+        mend = self._smallest_that_fits()
+        advice = f"give {mend} or more" if mend else "give a smaller model, a quantised one, or a GPU with more memory"
+        if not pages:
+            return f"{what} does not fit on {have} ({degrees}); {advice}"
+        held = pages * self.page_size
+        return f"{what} leaves room for {held} tokens of KV on {have} ({degrees}), less than one of {need}; {advice}"
+
+    def _smallest_that_fits(self) -> Degrees | None:
+        shape = self.shape
+        for pp in range(1, min(MAX_TRIED_PP, shape.num_layers) + 1):
+            for tp in range(1, self.gpus_per_node + 1):
+                degrees = Degrees(tp, pp)
+                if shape.heads % tp or shape.num_layers % pp or self.gpus_per_node % tp:
+                    continue
+                if self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
+                    return degrees
+        return None
+
+
+def open_catalog(model: str | Path, hardware: str | Path, **options: object) -> RooflineCatalog:
+    """From the names or paths of a model and a hardware file; options as RooflineCatalog's. Raises PlanError."""
+    return RooflineCatalog(load_shape(model), load_hardware(hardware), **options)  # type: ignore[arg-type]
+
+
+def floor_tpot(catalog: Catalog, max_gpus: int | None = None, *, context_tokens: int = 1) -> tuple[float, Degrees]:
+    """The least seconds in which any worker makes one request's next token, all stages counted, and its degrees."""
+    return _least(catalog, max_gpus, lambda offer: decode_s(offer.latency, 1, context_tokens) * offer.latency.stages)
+
+
+def floor_ttft(catalog: Catalog, prompt_len: int, max_gpus: int | None = None) -> tuple[float, Degrees]:
+    """The least seconds in which any idle worker computes a prompt of so many tokens, and its degrees."""
+
+    def prompt_s(offer: Offer) -> float:
+        chunks = range(0, prompt_len, offer.max_batch_tokens)
+        steps = [(min(offer.max_batch_tokens, prompt_len - start), start) for start in chunks]
+        times = [offer.latency.prefill_s([step]) + offer.step_overhead_s for step in steps]
+        return sum(times) + max(times) * (offer.latency.stages - 1)
+
+    return _least(catalog, max_gpus, prompt_s)
+
+
+def _least(catalog: Catalog, max_gpus: int | None, of: Callable[[Offer], float]) -> tuple[float, Degrees]:
+    reason = ""
+    best: tuple[float, Degrees] | None = None
+    for degrees in catalog.degrees(max_gpus or catalog.gpus_per_node):
+        offer = catalog.offer(degrees)
+        if isinstance(offer, str):
+            reason = offer
+            continue
+        found = (of(offer), degrees)
+        best = found if best is None else min(best, found)
+    if best is None:
+        raise PlanError(reason or f"no worker of {catalog.model} on {catalog.hardware} can be had; give more GPUs")
+    return best
+
+
+def _either(values: Sequence[int]) -> str:
+    texts = [str(value) for value in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

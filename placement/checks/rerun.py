@@ -1,0 +1,226 @@
+"""rerun simulates what a recorded live run was asked, with step times as it had them, and compares what comes out.
+
+A replay (placement/checks/replay.py) tells policies what they were told, and must agree exactly. Here only the arrivals
+and the time of steps are taken from the recording; when a report, a token or a handoff comes is the simulator's own. So
+it shows how well the machines, links and reports are simulated: which workers each request got, its TTFT and its end.
+Clients that left are left out; a worker that was lost is lost at its time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.router.policy import Assigned, PolicyOptions
+from decode_worker.policy import DecodeLimits
+from placement.checks.replay import Recording, RecordingError
+from placement.latency.base import DecodeLine
+from placement.simulator.cluster import Loss, SimCluster, SimWorker
+from placement.simulator.simulate import Simulation
+from placement.workload.requests import Workload
+from prefill_worker.policy import PrefillLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """A LatencyModel of one worker, fitted to its recorded steps: base + each token, request or token of context."""
+
+    prefill: tuple[float, float] = (0.0, 0.0)  # s, s for each token
+    decode: tuple[float, float, float] = (0.0, 0.0, 0.0)  # s, s for each request, s for each token of context
+    source: str = "fitted to recorded steps"
+    stages: int = 1
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.prefill[0] + self.prefill[1] * sum(tokens for tokens, _ in chunks)
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        base, each, per_token = self.decode
+        return DecodeLine(base + each * batch_size + per_token * context_tokens, per_token)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
+        raise NotImplementedError("a recorded worker has one role")
+
+    def transfer_s(self, num_tokens: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What became of a request; times from its arrival, nan where it did not come so far in its first attempt."""
+
+    prefill: str
+    decode: str
+    ttft_s: float = math.nan
+    e2e_s: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """Live and simulated, request by request."""
+
+    live: Sequence[Course]
+    simulated: Sequence[Course]
+
+    def same(self, role: str) -> float:
+        """Share of requests that got the same worker of the role."""
+        pairs = zip(self.live, self.simulated, strict=True)
+        return float(np.mean([getattr(a, role) == getattr(b, role) for a, b in pairs]))
+
+    def ratio(self, what: str) -> float:
+        """Simulated over live, of the mean ttft_s or e2e_s of the requests that have both."""
+        pairs = [(getattr(a, what), getattr(b, what)) for a, b in zip(self.live, self.simulated, strict=True)]
+        both = np.array([pair for pair in pairs if not any(map(math.isnan, pair))])
+        return float(both[:, 1].mean() / both[:, 0].mean()) if len(both) else math.nan
+
+
+def rerun(router: Recording, workers: Sequence[Recording], *, message_s: float = 0.0005) -> Rerun:
+    """Raises RecordingError when there is nothing to compare."""
+    asked = _asked(router)
+    if not asked:
+        raise RecordingError(f"{router.name} was asked nothing; give the recording of a run with requests")
+    shapes = [shape for _, shape in asked.values()]
+    known: dict[str, int] = {}
+    begun_s = next(iter(asked.values()))[0]
+    workload = Workload(
+        arrival_s=np.array([at_s - begun_s for at_s, _ in asked.values()]),
+        prompt_len=np.array([shape["prompt_len"] for shape in shapes]),
+        output_len=np.array([shape["max_tokens"] for shape in shapes]),
+        blocks=[
+            tuple(known.setdefault(page["bytes"], len(known)) for page in shape["page_hashes"]) for shape in shapes
+        ],
+        block_len=workers[0].page_size,
+    )
+    cluster = SimCluster(
+        workers=tuple(_worker(recording) for recording in workers),
+        router=PolicyOptions(**router.limits),
+        message_s=message_s,
+        report_gap_s=0.05,
+        losses=tuple(_losses(router, begun_s)),
+    )
+    return Rerun(live=_live(router, asked), simulated=_simulated(cluster, workload))
+
+
+def _asked(router: Recording) -> dict[str, tuple[float, Mapping[str, Any]]]:
+    """First attempts of those that no client left: when, and the request's shape."""
+    left = {call.args[0] for call in router.calls if call.method == "on_cancelled"}
+    firsts = [c for c in router.calls if c.method == "assign" and not c.more.get("is_resent") and c.result is not None]
+    shapes = [(call.args[1], call.args[0]["RequestShape"]) for call in firsts]
+    return {shape["id"]: (at_s, shape) for at_s, shape in shapes if shape["id"] not in left}
+
+
+def _losses(router: Recording, begun_s: float) -> list[Loss]:
+    """on_worker_lost has no time of its own; the recorder's clock is the router's."""
+    lost = [call for call in router.calls if call.method == "on_worker_lost" and call.result]
+    return [Loss(worker=call.args[0], at_s=max(0.0, call.at_s - begun_s)) for call in lost]
+
+
+def _live(router: Recording, asked: Mapping[str, tuple[float, Mapping[str, Any]]]) -> list[Course]:
+    assigned: dict[str, Mapping[str, Any]] = {}
+    first_s: dict[str, float] = {}
+    end_s: dict[str, float] = {}
+    for call in router.calls:
+        if isinstance(call.result, dict) and "Assigned" in call.result:
+            assigned.setdefault(call.result["Assigned"]["request_id"], call.result["Assigned"])
+        elif call.method == "on_first_token":
+            first_s.setdefault(call.args[0], call.args[1])
+        elif call.method == "on_finished":
+            end_s[call.args[0]] = call.at_s
+    courses = []
+    for request_id, (at_s, _) in asked.items():
+        names = assigned.get(request_id, {"prefill": "", "decode": ""})
+        courses.append(
+            Course(
+                prefill=names["prefill"],
+                decode=names["decode"],
+                ttft_s=first_s.get(request_id, math.nan) - at_s,
+                e2e_s=end_s.get(request_id, math.nan) - at_s,
+            )
+        )
+    return courses
+
+
+def _simulated(cluster: SimCluster, workload: Workload) -> list[Course]:
+    simulation = Noted(cluster, workload)
+    simulation.play()
+    outcome = simulation.ledger.outcome()
+    courses = []
+    for index in range(len(workload)):
+        names = simulation.assigned.get(index)
+        courses.append(
+            Course(
+                prefill=names.prefill if names else "",
+                decode=names.decode if names else "",
+                ttft_s=float(outcome.ttft_s[index]),
+                e2e_s=float(outcome.e2e_s[index]),
+            )
+        )
+    return courses
+
+
+class Noted(Simulation):
+    """Keeps which workers each request got first."""
+
+    def __init__(self, cluster: SimCluster, workload: Workload) -> None:
+        self.assigned: dict[int, Assigned] = {}
+        super().__init__(cluster, workload)
+
+    def _send(self, live: Any, assigned: Assigned) -> None:
+        self.assigned.setdefault(live.index, assigned)
+        super()._send(live, assigned)
+
+
+def _worker(recording: Recording) -> SimWorker:
+    is_prefill = recording.policy == "PrefillPolicy"
+    more: dict[str, Any] = {"prefill": PrefillLimits(**recording.limits)} if is_prefill else {}
+    return SimWorker(
+        name=recording.name,
+        role="prefill" if is_prefill else "decode",
+        latency=fitted(recording),
+        num_pages=recording.num_pages,
+        page_size=recording.page_size,
+        **(more or {"decode": DecodeLimits(**recording.limits)}),
+    )
+
+
+def fitted(recording: Recording) -> StepTimes:
+    """The times between next_batch and on_batch_done, by least squares over what the batches held."""
+    rows: list[list[float]] = []
+    took_s: list[float] = []
+    for at, call in enumerate(recording.calls):
+        if call.method != "on_batch_done":
+            continue
+        number = call.args[0]["result"]
+        made = recording.calls[number]
+        rows.append(_held(made.result))
+        took_s.append(recording.calls[at].at_s - made.at_s)
+    if not rows:
+        raise RecordingError(f"{recording.name} ran no step; give the recording of a run in which it worked")
+    coefficients = _least_squares(np.array(rows), np.array(took_s))
+    if recording.policy == "PrefillPolicy":
+        return StepTimes(prefill=(coefficients[0], coefficients[1]))
+    return StepTimes(decode=(coefficients[0], coefficients[1], coefficients[2]))
+
+
+def _held(batch: Mapping[str, Any]) -> list[float]:
+    if "PrefillBatch" in batch:
+        return [1.0, sum(chunk["ChunkPlan"]["length"] for chunk in batch["PrefillBatch"]["chunks"])]
+    entries = batch["DecodeBatch"]["entries"]
+    return [1.0, len(entries), sum(entry["DecodeEntry"]["position"] + 1 for entry in entries)]
+
+
+def _least_squares(rows: Any, values: Any) -> list[float]:
+    """None below 0: what comes out negative is left out, and the rest fitted again."""
+    kept = list(range(rows.shape[1]))
+    while True:
+        found = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
+        if (found >= 0).all() or len(kept) == 1:
+            break
+        kept = [column for column, value in zip(kept, found, strict=True) if value >= 0] or [0]
+    full = [0.0] * rows.shape[1]
+    for column, value in zip(kept, found, strict=True):
+        full[column] = max(float(value), 1e-6 if column == 0 else 0.0)
+    return full

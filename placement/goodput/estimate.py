@@ -1,0 +1,257 @@
+"""estimate says what a system does in the long run at one rate: attainment and percentiles, each with an interval.
+
+Runs are simulated, each at least twice as long as the last, until the interval of the attainment is narrow enough, or
+lies on one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the end
+of a run are cut off (placement/goodput/stationary.py); a run shorter than six times what a request takes, or with
+batches that still know of each other, is not trusted. A queue that grows without end is told apart: no run is long
+enough for it, and its attainment can only fall.
+
+The interval covers the chance in the requests drawn and, where `error` says how wrong the latency model may be, that
+the true times are so much longer or shorter. `burst` is the other measure: a fixed number of requests from an empty
+system, nothing cut off, as DistServe measures its goodput; it flatters, since the queue has no time to build.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from placement.goodput.stationary import is_growing, mser, percentile_interval, share_interval
+from placement.goodput.targets import Targets
+from placement.plan import Interval, RatePoint
+from placement.simulator.outcome import Outcome
+from placement.simulator.systems import System, kv_tokens, num_workers, play, scaled
+from placement.workload.requests import Floats
+from placement.workload.traffic import Traffic
+
+TRUSTED_CORRELATION = 0.4
+E2E_TIMES = 6  # what a request takes, in a run that is trusted
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to simulate. `half_width`: of the attainment's interval, where it is narrow enough. `decides`: stop too
+    as soon as the interval leaves the target on one side."""
+
+    first_requests: int = 2000
+    max_requests: int = 32_000
+    half_width: float = 0.01
+    decides: bool = False
+
+    def times(self, factor: float) -> Effort:
+        """So many times as many requests, and intervals as much narrower as that gives."""
+        return replace(
+            self,
+            first_requests=max(200, round(self.first_requests * factor)),
+            max_requests=max(200, round(self.max_requests * factor)),
+            half_width=self.half_width / math.sqrt(factor),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """`slack`: the attainment less what it must be, of the class that is worst off; below 0 the SLO is missed."""
+
+    point: RatePoint
+    slack: Interval
+    is_growing: bool
+    missed_ttft: float  # share of requests
+    missed_tpot: float
+    num_simulated: int
+    cpu_s: float
+
+    @property
+    def keeps_slo(self) -> bool:
+        return self.slack.value >= 0 and not self.is_growing
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the interval lies on both sides of the target."""
+        return self.slack.low < 0 <= self.slack.high and not self.is_growing
+
+
+def estimate(
+    system: System,
+    traffic: Traffic,
+    rate: float,
+    targets: Targets,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+    error: float = 0.0,
+    copies: int = 1,
+) -> Estimate:
+    """Requests drawn by `seed` alone: the same arguments give the same estimate. `copies` of the system share the rate,
+    each request going to any of them by chance; one is simulated."""
+    effort = effort or Effort()
+    began_s = _cpu_s()
+    count, simulated = effort.first_requests, 0
+    while True:
+        look = _Look(system, play(system, traffic.draw(rate / copies, count, seed)), targets)
+        simulated += count
+        if look.is_enough(effort) or count >= effort.max_requests:
+            break
+        count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
+    found = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
+    for factor in (1 + error, 1 - error) if error else ():
+        other = _Look(system, play(scaled(system, factor), traffic.draw(rate / copies, count, seed)), targets)
+        found = _widened(found, other.estimate(rate, count, is_settled=True))
+    return replace(found, cpu_s=_cpu_s() - began_s)
+
+
+def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0) -> RatePoint:
+    """`count` requests from an empty system to its last token, all of them counted."""
+    look = _Look(system, play(system, traffic.draw(rate, count, seed)), targets, is_whole=True)
+    return look.estimate(rate, count, is_settled=True).point
+
+
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system
+
+
+class _Look:
+    """One run, and the part of it that counts."""
+
+    def __init__(self, system: System, outcome: Outcome, targets: Targets, *, is_whole: bool = False) -> None:
+        self.system = system
+        self.outcome = outcome
+        self.e2e_s = _mean(outcome.e2e_s)
+        self.kept = slice(0, len(outcome)) if is_whole else self._window()
+        ttft, tpot = targets.met(outcome)
+        self.ttft, self.tpot = ttft[self.kept], tpot[self.kept]
+        self.correlation = 0.0
+        self.by_class: dict[str, float] = {}
+        self.attainment = self._share(self.ttft * self.tpot)
+        self.slack = self._slack(targets)
+        self.is_growing = not is_whole and is_growing(self._in_system())
+
+    def _window(self) -> slice:
+        outcome, at = self.outcome, self.outcome.workload.arrival_s
+        first = int(np.searchsorted(at, at[0] + min(self.e2e_s, float(at[-1] - at[0]) / 4)))
+        start = max(first, mser(outcome.ttft_s), mser(outcome.tpot_s))
+        end = int(np.searchsorted(at, at[-1] - min(1.5 * self.e2e_s, float(at[-1] - at[0]) / 4)))
+        return slice(start, max(end, start + 1))
+
+    def _share(self, met: Floats) -> Interval:
+        found, correlation = share_interval(met)
+        self.correlation = max(self.correlation, correlation)
+        return found
+
+    def _slack(self, targets: Targets) -> Interval:
+        worst = Interval(math.inf, math.inf, math.inf)
+        both = self.ttft * self.tpot
+        for name, (is_of, wanted) in targets.groups(self.outcome.workload).items():
+            met = both[is_of[self.kept] > 0]
+            share = self._share(met) if len(met) else Interval(1.0, 0.0, 1.0)
+            if name:
+                self.by_class[name] = share.value
+            if share.value - wanted < worst.value:
+                worst = Interval(share.value - wanted, share.low - wanted, share.high - wanted)
+        return worst
+
+    def _in_system(self) -> Floats:
+        """How many requests were there, at even times between the first arrival and the last."""
+        at = self.outcome.workload.arrival_s
+        times = np.linspace(at[0], at[-1], 65)[1:]
+        finish_s = np.sort(self.outcome.finish_s[np.isfinite(self.outcome.finish_s)])
+        served_at = np.sort(at[np.isfinite(self.outcome.finish_s)])
+        counts: Floats = (np.searchsorted(served_at, times) - np.searchsorted(finish_s, times)).astype(np.float64)
+        return counts
+
+    def is_enough(self, effort: Effort) -> bool:
+        if effort.decides and (self.slack.high < 0 or (self.is_growing and self.slack.value < 0)):
+            return True
+        if self.is_growing or self._is_short() or self.correlation > TRUSTED_CORRELATION:
+            return False
+        if effort.decides and self.slack.low > 0:
+            return True
+        return self.attainment.high - self.attainment.low <= 2 * effort.half_width
+
+    def _is_short(self) -> bool:
+        return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or len(self.ttft) < 0.4 * len(self.outcome)
+
+    def wanted(self, effort: Effort) -> int:
+        """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""
+        if self.is_growing:
+            return 0
+        lasting = math.ceil(1.2 * E2E_TIMES * self.e2e_s * self.outcome.workload.rate)
+        half = (self.attainment.high - self.attainment.low) / 2
+        aim = max(effort.half_width, abs(self.slack.value) if effort.decides else 0.0)
+        return max(lasting, math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
+
+    def estimate(self, rate: float, simulated: int, *, is_settled: bool) -> Estimate:
+        outcome, kept = self.outcome, self.kept
+        attainment, slack = self.attainment, self.slack
+        if self.is_growing:  # in the long run all are late
+            attainment = replace(attainment, low=0.0)
+            slack = Interval(min(slack.value, -1e-6), -1.0, slack.high)
+        point = RatePoint(
+            rate=rate,
+            attainment=attainment,
+            ttft_s={str(at): percentile_interval(outcome.ttft_s[kept], at) for at in PERCENTILES},
+            tpot_s={str(at): percentile_interval(outcome.tpot_s[kept], at) for at in PERCENTILES},
+            phases_s={name: _mean(spent[kept]) for name, spent in outcome.phases.items()},
+            busy=self._busy(),
+            by_class=self.by_class,
+            num_requests=simulated,
+            is_settled=is_settled and not self.is_growing,
+        )
+        return Estimate(
+            point=point,
+            slack=slack,
+            is_growing=self.is_growing,
+            missed_ttft=1 - float(self.ttft.mean()),
+            missed_tpot=1 - float(self.tpot.mean()),
+            num_simulated=simulated,
+            cpu_s=0.0,
+        )
+
+    def _busy(self) -> dict[str, float]:
+        """Shares of the whole run, its beginning and end too."""
+        outcome, counts = self.outcome, dict(num_workers(self.system))
+        span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0]) or math.inf
+        counts["link"] = counts.get("prefill", 1)
+        shares = {name: spent / (span_s * counts[name]) for name, spent in outcome.busy_s.items() if counts.get(name)}
+        if outcome.phases:
+            held = self._held_token_s()
+            shares |= {f"{name}_kv": min(1.0, held[name] / (span_s * n)) for name, n in kv_tokens(self.system).items()}
+        return shares
+
+    def _held_token_s(self) -> dict[str, float]:
+        """Tokens of KV times the seconds that they were held. Decode pages are leased when prefill begins; a handoff
+        that waits for pages holds none there."""
+        workload, phases = self.outcome.workload, self.outcome.phases
+        prompt, grown = workload.prompt_len, workload.prompt_len + workload.output_len / 2
+        decoding = grown * phases["decode"]
+        at_decode = float((prompt * (phases["prefill"] + phases["decode_queue"]) + decoding).sum())
+        at_prefill = float((prompt * (phases["prefill"] + phases["handoff"])).sum())
+        return {"prefill": at_prefill, "decode": at_decode, "colocated": at_decode}
+
+
+def _mean(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else 0.0
+
+
+def _widened(found: Estimate, other: Estimate) -> Estimate:
+    point, more = found.point, other.point
+    return replace(
+        found,
+        point=replace(
+            point,
+            attainment=_hull(point.attainment, more.attainment),
+            ttft_s={at: _hull(found_at, more.ttft_s[at]) for at, found_at in point.ttft_s.items()},
+            tpot_s={at: _hull(found_at, more.tpot_s[at]) for at, found_at in point.tpot_s.items()},
+        ),
+        slack=_hull(found.slack, other.slack),
+        num_simulated=found.num_simulated + other.num_simulated,
+    )
+
+
+def _hull(found: Interval, other: Interval) -> Interval:
+    return Interval(found.value, min(found.low, other.low), max(found.high, other.high))

@@ -1,0 +1,53 @@
+"""Targets judges an outcome: which requests met what was asked for them, and whether enough did.
+
+With request classes each one has targets of its own and a share of its requests that must meet them; what counts is the
+class that is worst off. Otherwise there is one class, all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.plan import RequestClass, Slo
+from placement.simulator.outcome import Outcome
+from placement.workload.requests import Floats, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """`classes` in the order of the workload's class_names; empty: `slo` is everybody's."""
+
+    slo: Slo
+    classes: tuple[RequestClass, ...] = ()
+
+    @property
+    def most_slack(self) -> float:
+        """The attainment less its target where every request meets both, of the class that is asked most of."""
+        return 1 - max((one.slo.attainment for one in self.classes), default=self.slo.attainment)
+
+    def limits_s(self, workload: Workload) -> tuple[Floats, Floats]:
+        """The TTFT and TPOT target of each request."""
+        if not self.classes:
+            whole = np.ones(len(workload))
+            return whole * self.slo.ttft_s, whole * self.slo.tpot_s
+        ttft_s = np.array([one.slo.ttft_s for one in self.classes])[workload.class_of]
+        tpot_s = np.array([one.slo.tpot_s for one in self.classes])[workload.class_of]
+        return ttft_s, tpot_s
+
+    def met(self, outcome: Outcome) -> tuple[Floats, Floats]:
+        """1 for each request that met its TTFT target, and its TPOT target."""
+        ttft_s, tpot_s = self.limits_s(outcome.workload)
+        with np.errstate(invalid="ignore"):
+            return (outcome.ttft_s <= ttft_s).astype(np.float64), (outcome.tpot_s <= tpot_s).astype(np.float64)
+
+    def groups(self, workload: Workload) -> Mapping[str, tuple[Floats, float]]:
+        """For each class: 1 for its requests, and the share of them that must meet both."""
+        if not self.classes:
+            return {"": (np.ones(len(workload)), self.slo.attainment)}
+        return {
+            one.name: ((workload.class_of == i).astype(np.float64), one.slo.attainment)
+            for i, one in enumerate(self.classes)
+        }

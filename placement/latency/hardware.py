@@ -1,0 +1,191 @@
+"""Hardware says what one kind of GPU (or one CPU core) can do and costs, as a person wrote it in a YAML file.
+
+Every figure is of one GPU. A datasheet's figure is a ceiling; `efficiency` says what share of it a serving engine gets,
+`overhead` what a step costs besides, and each says where it comes from. `error` is by how much a latency computed from
+this file was wrong where it was checked. Every mistake in a file is one sentence: file, key, value, mend.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.spec.errors import sentences_of, show
+from placement.catalogs.base import MachineCost, PlanError
+
+HARDWARE = Path(__file__).resolve().parent.parent.parent / "configs" / "hardware"
+SHOWN_SENTENCES = 4
+
+Above0 = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class Sourced(_File):
+    """A share of a ceiling, and who found it."""
+
+    value: Share
+    source: str = Field(min_length=1)
+
+
+class Cost(_File):
+    """Seconds, and who found them."""
+
+    value: float = Field(ge=0, le=10)
+    source: str = Field(min_length=1)
+
+
+class Error(_File):
+    """Nine times in ten a latency is within this share of the truth."""
+
+    value: float = Field(ge=0, le=10)
+    source: str = Field(min_length=1)
+
+
+class Efficiency(_File):
+    prefill_flops: Sourced  # of flops, in the matrices of a long step
+    attention_flops: Sourced  # of flops, in the attention of a prompt
+    decode_bandwidth: Sourced  # of memory_bytes_per_s, reading weights
+    attention_bandwidth: Sourced  # of memory_bytes_per_s, reading KV
+    link: Sourced  # of a link's bytes, moving KV to another worker
+    collective: Sourced  # of a link's bytes, in an all-reduce
+    overlap: Sourced  # of the shorter of arithmetic and reading weights, hidden behind the longer
+
+
+class Overhead(_File):
+    step_s: Cost  # once a step and stage: sampling, gaps
+    layer_s: Cost  # once a layer: launching kernels; about nothing where steps are captured as graphs
+    hop_s: Cost  # of a ring all-reduce within a node: 2 (tp - 1) of them
+    cross_hop_s: Cost  # between nodes
+
+
+class PowerCap(_File):
+    """A machine held to a share of its power: by what its times grow."""
+
+    power: Share
+    prefill_time: float = Field(ge=1)
+    decode_time: float = Field(ge=1)
+    source: str = Field(min_length=1)
+
+
+class Hardware(_File):
+    name: str = Field(min_length=1)
+    unit: Literal["GPU", "core"] = "GPU"
+    flops: dict[str, Above0]  # dense, by dtype: float32, bfloat16, float16, float8
+    memory_bytes: Above0
+    memory_bytes_per_s: Above0
+    node_link_bytes_per_s: Above0  # one direction
+    cross_link_bytes_per_s: Above0  # one direction, a GPU's share of its node's network
+    gpus_per_node: int = Field(ge=1, le=1024)
+    usd_per_gpu_hour: float = Field(ge=0)
+    watts_per_gpu: Above0  # with its share of the machine
+    memory_share: Share = 0.9  # of the memory, that an engine uses
+    power_caps: tuple[PowerCap, ...] = ()
+    efficiency: Efficiency
+    overhead: Overhead
+    error: Error
+
+    @field_validator("flops", mode="after")
+    @classmethod
+    def _known_dtypes(cls, value: dict[str, float]) -> dict[str, float]:
+        known = ("float32", "bfloat16", "float16", "float8")
+        for dtype in value:
+            if dtype not in known:
+                raise ValueError(f"{show(dtype)} is no dtype; give some of {', '.join(known)}")
+        if "bfloat16" not in value and "float16" not in value and "float32" not in value:
+            raise ValueError("give FLOP/s for at least one of bfloat16, float16, float32")
+        return value
+
+    @model_validator(mode="after")
+    def _caps_differ(self) -> Hardware:
+        caps = [cap.power for cap in self.power_caps]
+        if len(set(caps)) != len(caps):
+            raise ValueError(f"power_caps has {caps}; give each power once")
+        return self
+
+    def flops_for(self, dtype: str) -> float:
+        """FLOP/s in a dtype; one that the hardware lacks is computed in the next wider that it has."""
+        wider = {"float8": ("float8", "bfloat16", "float16"), "float16": ("float16", "bfloat16")}
+        for name in (*wider.get(dtype, (dtype, "float16")), "float32"):
+            if name in self.flops:
+                return self.flops[name]
+        raise PlanError(f"{self.name} has no FLOP/s for {dtype}; give flops.{dtype} in its file")
+
+    def cap(self, power: float) -> PowerCap:
+        """How a cap slows it down. Raises PlanError for one that nobody measured."""
+        if power == 1.0:
+            return PowerCap(power=1.0, prefill_time=1.0, decode_time=1.0, source="no cap")
+        for cap in self.power_caps:
+            if cap.power == power:
+                return cap
+        known = ", ".join(f"{cap.power:g}" for cap in self.power_caps) or "none"
+        raise PlanError(
+            f"power cap is {power:g}; {self.name}'s file has power_caps for {known}, so give 1 or add it there"
+        )
+
+    def cost(self, power: float = 1.0) -> MachineCost:
+        return MachineCost(usd_per_gpu_hour=self.usd_per_gpu_hour, watts_per_gpu=self.watts_per_gpu * power)
+
+
+def load_hardware(hardware: str | Path) -> Hardware:
+    """From a YAML file, or a name under configs/hardware. Raises PlanError."""
+    path = _find(str(hardware))
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise PlanError(f"hardware file {path} cannot be read: {why}; give another") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        raise PlanError(
+            f"{path} is not YAML: {where}: {getattr(error, 'problem', None) or 'it does not parse'}"
+        ) from None
+    return parse_hardware(data, str(path))
+
+
+def parse_hardware(data: Any, path: str = "hardware") -> Hardware:
+    """From plain data; `path` is named in what is wrong with it. Raises PlanError."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{path} is {show(data)}; give keys and values such as memory_bytes: 80.0e9")
+    try:
+        return Hardware.model_validate(_numbers(data))
+    except ValidationError as error:
+        found = sentences_of(error, Hardware)
+        more = [f"{path}: {len(found) - SHOWN_SENTENCES} more"] if len(found) > SHOWN_SENTENCES else []
+        raise PlanError("\n".join([f"{path}: {s}" for s in found[:SHOWN_SENTENCES]] + more)) from None
+
+
+def known_hardware() -> list[str]:
+    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
+
+
+def _find(hardware: str) -> Path:
+    path = Path(hardware).expanduser()
+    if path.is_file():
+        return path
+    short = HARDWARE / f"{path.name.lower().replace('_', '-')}.yaml"
+    if path.name == hardware and short.exists():
+        return short
+    known = ", ".join(known_hardware())
+    raise PlanError(f"hardware is {hardware!r}, which is no file; give one, or a name of {known}")
+
+
+def _numbers(value: Any) -> Any:
+    """YAML reads 4.8e12 as text: it wants a sign in the exponent."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    if isinstance(value, str) and value[:1].isdigit():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,190 @@
+"""The profile's file: JSON, versioned. What is wrong with one is said in one sentence, naming the file and the key.
+
+It reads and writes; what the figures mean is placement/latency/profile.py's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from placement.latency.profile import (
+    DecodePoint,
+    Fault,
+    PoolFacts,
+    PrefillPoint,
+    Profile,
+    ProfileError,
+    SlowdownPoint,
+    TransferPoint,
+)
+
+FORMAT = "kvrelay-profile"
+VERSION = 1
+MEND = "measure one with kvrelay calibrate"
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ProfileError naming the file and what is wrong with it."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"profile {path} cannot be read: {error.strerror}; {MEND}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {path} is not JSON ({error}); {MEND}") from None
+    try:
+        return replace(profile_from(data), name=path.name)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.write_text(json.dumps(profile_object(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def profile_object(profile: Profile) -> dict[str, Any]:
+    """Plain data, as in the file."""
+    values = asdict(profile)
+    del values["name"]
+    return {"format": FORMAT, "version": VERSION, **values}
+
+
+def profile_from(data: Any) -> Profile:
+    """From plain data. Raises ProfileError naming the key."""
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise ProfileError(f"format is not {FORMAT}; {MEND}")
+    if data.get("version") != VERSION:
+        raise ProfileError(f"version is {data.get('version')!r}, this kvrelay reads {VERSION}; {MEND}")
+    profile = Profile(
+        model=_mapping(data, "model"),
+        machine=_mapping(data, "machine"),
+        date=_text(data, "date"),
+        commit=_text(data, "commit"),
+        page_size=_whole(data, "page_size"),
+        prefill_pool=_pool(data, "prefill_pool"),
+        decode_pool=_pool(data, "decode_pool"),
+        prefill=tuple(_prefill_point(row, f"prefill[{i}]") for i, row in enumerate(_rows(data, "prefill"))),
+        decode=tuple(_decode_point(row, f"decode[{i}]") for i, row in enumerate(_rows(data, "decode"))),
+        transfer=tuple(_transfer_point(row, f"transfer[{i}]") for i, row in enumerate(_rows(data, "transfer"))),
+        tp=_whole(data, "tp"),
+        pp=_whole(data, "pp"),
+        router=dict(_mapping(data, "router")) if "router" in data else {},
+        prefill_overhead_s=_number(data, "prefill_overhead_s"),
+        message_s=_number(data, "message_s"),
+        handoff_s=_number(data, "handoff_s"),
+        client_s=_number(data, "client_s"),
+        slowdown=tuple(_slowdown_point(row, f"slowdown[{i}]") for i, row in enumerate(_rows(data, "slowdown"))),
+        error=_fault(_mapping(data, "error")),
+        notes=_mapping(data, "notes") if "notes" in data else {},
+    )
+    for key in ("prefill", "decode"):
+        if not any(not point.held_out for point in getattr(profile, key)):
+            raise ProfileError(f"{key} has no points; {MEND}")
+    return profile
+
+
+def _pool(data: Mapping[str, Any], key: str) -> PoolFacts:
+    row = _mapping(data, key)
+    options = row.get("options", {})
+    if not isinstance(options, Mapping):
+        raise ProfileError(f"{key}.options is {options!r}; give an object")
+    return PoolFacts(count=_whole(row, "count", key), num_pages=_whole(row, "num_pages", key), options=dict(options))
+
+
+def _prefill_point(row: Any, where: str) -> PrefillPoint:
+    chunks = row.get("chunks") if isinstance(row, Mapping) else None
+    try:
+        made = tuple((int(length), int(start)) for length, start in chunks or ())
+    except (TypeError, ValueError):
+        made = ()
+    if not made or any(length < 1 or start < 0 for length, start in made):
+        raise ProfileError(f"{where}.chunks is {chunks!r}; give pairs of tokens computed and tokens before them")
+    return PrefillPoint(chunks=made, seconds=_above_0(row, "seconds", where), **_common(row))
+
+
+def _decode_point(row: Any, where: str) -> DecodePoint:
+    return DecodePoint(
+        batch_size=_whole(row, "batch_size", where),
+        context_tokens=_whole(row, "context_tokens", where),
+        seconds=_above_0(row, "seconds", where),
+        **_common(row),
+    )
+
+
+def _transfer_point(row: Any, where: str) -> TransferPoint:
+    return TransferPoint(
+        tokens=_whole(row, "tokens", where),
+        bytes=_whole(row, "bytes", where),
+        seconds=_number(row, "seconds", where),
+        exposed_s=_number(row, "exposed_s", where),
+        **_common(row),
+    )
+
+
+def _slowdown_point(row: Any, where: str) -> SlowdownPoint:
+    return SlowdownPoint(
+        batch_size=_whole(row, "batch_size", where),
+        prefill=_above_0(row, "prefill", where),
+        decode=_above_0(row, "decode", where),
+    )
+
+
+def _fault(row: Mapping[str, Any]) -> Fault:
+    return Fault(**{key: _number(row, key, "error") for key in ("prefill", "decode", "transfer")})
+
+
+def _common(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"repeats": int(row.get("repeats", 1)), "held_out": bool(row.get("held_out", False))}
+
+
+def _get(data: Any, key: str, where: str) -> tuple[Any, str]:
+    name = f"{where}.{key}" if where else key
+    if not isinstance(data, Mapping) or key not in data:
+        raise ProfileError(f"{name} is missing; {MEND}")
+    return data[key], name
+
+
+def _number(data: Any, key: str, where: str = "") -> float:
+    value, name = _get(data, key, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ProfileError(f"{name} is {value!r}; give a number of 0 or more")
+    return float(value)
+
+
+def _above_0(data: Any, key: str, where: str = "") -> float:
+    value = _number(data, key, where)
+    if not value:
+        raise ProfileError(f"{where}.{key} is 0; give a number above 0")
+    return value
+
+
+def _whole(data: Any, key: str, where: str = "") -> int:
+    value, name = _get(data, key, where)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ProfileError(f"{name} is {value!r}; give a whole number of 1 or more")
+    return value
+
+
+def _text(data: Any, key: str) -> str:
+    value, name = _get(data, key, "")
+    if not isinstance(value, str):
+        raise ProfileError(f"{name} is {value!r}; give text")
+    return value
+
+
+def _mapping(data: Any, key: str) -> Mapping[str, Any]:
+    value, name = _get(data, key, "")
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"{name} is {value!r}; give an object")
+    return value
+
+
+def _rows(data: Any, key: str) -> Sequence[Any]:
+    value, name = _get(data, key, "")
+    if not isinstance(value, list):
+        raise ProfileError(f"{name} is {value!r}; give a list")
+    return value

@@ -1,0 +1,154 @@
+"""Design says which machines read prompts and which make tokens; Mix, how many of each. Values and their arithmetic.
+
+Names are Splitwise's: HA has H machines for prompts and A machines for tokens, HHcap token machines under a power cap;
+Baseline-H100 has one kind that does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from placement.catalogs.base import PlanError
+from placement.mixes.machines import MachineType
+from placement.plan import Candidate, PoolPlan
+from placement.workload.requests import Workload
+
+Resource = Literal["usd_per_hour", "power", "gpus"]
+EFFICIENT_TOKENS = (256, 512, 1024, 2048, 4096, 8192)  # of prompt steps among which the most efficient is looked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """`token` None: a baseline whose machines do both."""
+
+    name: str
+    prompt: MachineType
+    token: MachineType | None
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.token is None
+
+    @property
+    def machines(self) -> tuple[MachineType, MachineType]:
+        return self.prompt, self.token or self.prompt
+
+    def unit_costs(self, resource: Resource) -> tuple[float, float]:
+        """What one prompt machine and one token machine take of it."""
+        first, second = (float(getattr(machine, resource)) for machine in self.machines)
+        return first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """`num_token` 0 for a baseline."""
+
+    design: Design
+    num_prompt: int
+    num_token: int
+
+    def total(self, resource: Resource) -> float:
+        first, second = self.design.unit_costs(resource)
+        return first * self.num_prompt + second * self.num_token
+
+    def candidate(self, sharing: Literal["", "prefill_first", "chunked"] = "") -> Candidate:
+        first, second = self.design.machines
+        pools: tuple[PoolPlan, ...]
+        if self.design.is_baseline:
+            pools = (_pool("colocated", first, self.num_prompt),)
+        else:
+            pools = (_pool("prefill", first, self.num_prompt), _pool("decode", second, self.num_token))
+        return Candidate(pools=pools, sharing=sharing if self.design.is_baseline else "", design=self.design.name)
+
+    def __str__(self) -> str:
+        counts = f"{self.num_prompt}" if self.design.is_baseline else f"{self.num_prompt},{self.num_token}"
+        return f"{self.design.name} ({counts})"
+
+
+def _pool(role: Literal["prefill", "decode", "colocated"], machine: MachineType, count: int) -> PoolPlan:
+    offer = machine.offer
+    return PoolPlan(
+        role=role,
+        degrees=offer.degrees,
+        replicas=count,
+        hardware=machine.name,
+        num_pages=offer.num_pages,
+        page_size=offer.page_size,
+        max_batch_tokens=offer.max_batch_tokens,
+        max_batch_size=offer.max_batch_size,
+        power_cap=machine.power_cap,
+    )
+
+
+def all_designs(machines: Sequence[MachineType], names: Sequence[str] | None = None) -> list[Design]:
+    """Baselines of every machine, and every pair of them; a capped machine makes tokens only, where a cap costs least.
+    `names`: these alone, in this order. Raises PlanError."""
+    check(machines)
+    full = [machine for machine in machines if not machine.is_capped]
+    found = [Design(name=f"Baseline-{machine.title}", prompt=machine, token=None) for machine in full]
+    found += [
+        Design(name=first.short + second.short, prompt=first, token=second) for first in full for second in machines
+    ]
+    if names is None:
+        return found
+    by_name = {design.name: design for design in found}
+    for name in names:
+        if name not in by_name:
+            raise PlanError(f"design {name} is not known; these machines make {', '.join(by_name)}")
+    return [by_name[name] for name in names]
+
+
+def check(machines: Sequence[MachineType]) -> None:
+    """Raises PlanError where machines cannot be mixed, or not told apart."""
+    if all(machine.is_capped for machine in machines):
+        raise PlanError("machines has none at full power, which prompts need; give at least one")
+    for key, what in (("model", "a cluster serves one"), ("power_unit", "give power in one unit")):
+        values = sorted({getattr(machine, key) for machine in machines})
+        if len(values) > 1:
+            raise PlanError(f"machines differ in {key} ({'; '.join(values)}); {what}")
+    pages = sorted({machine.offer.page_size for machine in machines})
+    if len(pages) > 1:
+        raise PlanError(f"machines differ in page_size ({pages}); KV is handed over in pages, give them one size")
+    for key in ("short", "title"):
+        names = [getattr(machine, key) for machine in machines]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise PlanError(f"two machines have the {key} name {twice}; give each its own")
+    for machine in machines:
+        for key in ("usd_per_hour", "power"):
+            value = getattr(machine, key)
+            if not 0 <= value < float("inf"):
+                raise PlanError(f"{key} of {machine.name} is {value:g}; give a number, 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Machine-seconds that a mean request asks for, in the most efficient steps there are: no mix does with less."""
+
+    prompt_s: float
+    token_s: float
+
+
+def work(design: Design, workload: Workload, max_tbt_s: float = float("inf")) -> Work:
+    """`max_tbt_s`: a decode step may take no longer, which keeps batches small."""
+    first, second = design.machines
+    prompts, outputs = workload.prompt_len, workload.output_len
+    prefill = first.latency.prefill_s
+    per_token_s = min(prefill([(tokens, 0)]) / tokens for tokens in EFFICIENT_TOKENS)
+    lengths, counts = np.unique(prompts, return_counts=True)
+    alone_s = np.array([prefill([(int(length), 0)]) for length in lengths])
+    prompt_s = float((np.minimum(alone_s, per_token_s * lengths) * counts).sum() / len(prompts))
+    context = mean_context(workload)
+    roomy = max(1, min(second.offer.max_batch_size, second.offer.kv_tokens // context))
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= roomy]
+    times = {size: second.latency.decode_line(size, size * context).step_s for size in sizes}
+    token_s = min(step_s / size for size, step_s in times.items() if size == 1 or step_s <= max_tbt_s)
+    return Work(prompt_s=prompt_s, token_s=float((outputs - 1).mean()) * token_s * second.latency.stages)
+
+
+def mean_context(workload: Workload) -> int:
+    """Tokens that a decoding request attends to, on average over its life."""
+    return round(float(workload.prompt_len.mean() + workload.output_len.mean() / 2))

@@ -1,0 +1,148 @@
+"""growth sizes a cluster for a rate: simulate the whole, and give one worker more to the pool that binds until the SLO
+is kept; then see whether the other pool can do with less. It says which pool that is, from where requests were late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from placement.catalogs.base import Degrees, Offer
+from placement.goodput.estimate import Effort, Estimate, estimate
+from placement.goodput.targets import Targets
+from placement.plan import Candidate, Pool, RatePoint
+from placement.search.placements import Trial, system_of, with_candidate
+from placement.simulator.systems import System
+from placement.workload.traffic import Traffic
+
+MOST_ADDED = 12
+FULL = 0.9  # of the decode pages held: prompts wait for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateJob:
+    system: System
+    traffic: Traffic
+    rate: float
+    targets: Targets
+    effort: Effort
+    seed: int
+    error: float = 0.0
+    copies: int = 1
+
+
+def estimate_job(job: EstimateJob) -> Estimate:
+    return estimate(
+        job.system,
+        job.traffic,
+        job.rate,
+        job.targets,
+        effort=job.effort,
+        seed=job.seed,
+        error=job.error,
+        copies=job.copies,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateJob:
+    """`offers` of the trial's pools, in their order."""
+
+    trial: Trial
+    offers: tuple[Offer, ...]
+    rate: float
+    traffic: Traffic
+    targets: Targets
+    effort: Effort
+    seed: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    trial: Trial
+    keeps_slo: bool
+    num_simulated: int
+    cpu_s: float
+
+
+def binding_pool(point: RatePoint, missed_ttft: float, missed_tpot: float) -> Pool:
+    """Which pool makes requests late. A first token is late for prefill's sake, unless decode has no pages for it or
+    the link is full."""
+    busy = point.busy
+    if busy.get("link", 0.0) > FULL:
+        return "link"
+    if missed_tpot >= missed_ttft:
+        return "decode"
+    is_waiting_for_pages = point.phases_s.get("handoff", 0.0) > point.phases_s.get("prefill", 0.0)
+    if busy.get("decode_kv", 0.0) > FULL or (is_waiting_for_pages and busy.get("prefill", 1.0) < FULL):
+        return "decode"
+    return "prefill"
+
+
+def with_one_more(candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1) -> Candidate:
+    pools = tuple(replace(p, replicas=p.replicas + count) if p.role == role else p for p in candidate.pools)
+    return replace(candidate, pools=pools)
+
+
+def size_for_rate(job: RateJob) -> Sized:
+    offers = dict(zip((pool.degrees for pool in job.trial.candidate.pools), job.offers, strict=True))
+
+    def offer_of(degrees: Degrees, within_node: bool) -> Offer:
+        return offers[degrees]
+
+    spent = [0, 0.0]
+
+    def look(candidate: Candidate) -> Estimate:
+        trial = with_candidate(job.trial, candidate)
+        found = estimate(
+            system_of(trial, offer_of),
+            job.traffic,
+            job.rate,
+            job.targets,
+            effort=job.effort,
+            seed=job.seed,
+            copies=trial.copies,
+        )
+        spent[0] += found.num_simulated
+        spent[1] += found.cpu_s
+        return found
+
+    candidate = job.trial.candidate
+    found = look(candidate)
+    for _ in range(MOST_ADDED):
+        if found.keeps_slo:
+            break
+        candidate = more(job.trial, candidate, _role_to_add(candidate, found))
+        found = look(candidate)
+    if found.keeps_slo:
+        candidate = _trimmed(job.trial, candidate, look)
+    trial = replace(with_candidate(job.trial, candidate), promised=job.rate)
+    return Sized(trial=trial, keeps_slo=found.keeps_slo, num_simulated=int(spent[0]), cpu_s=spent[1])
+
+
+def _role_to_add(candidate: Candidate, found: Estimate) -> Literal["prefill", "decode", "colocated"]:
+    if candidate.is_colocated:
+        return "colocated"
+    return "decode" if binding_pool(found.point, found.missed_ttft, found.missed_tpot) == "decode" else "prefill"
+
+
+def more(
+    trial: Trial, candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1
+) -> Candidate:
+    """`count` workers of the role more; of whole pairs, where those are repeated."""
+    if trial.copies == 1:
+        return with_one_more(candidate, role, count)
+    return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + count) for p in candidate.pools))
+
+
+def _trimmed(trial: Trial, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
+    """Less of any pool, one worker at a time, as long as the SLO is kept."""
+    for pool in candidate.pools:
+        while True:
+            less = more(trial, candidate, pool.role, -1)
+            if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
+                break
+            candidate = less
+    return candidate

@@ -1,0 +1,108 @@
+"""SimCluster says what is simulated: the workers, what they know of each other how late, and what goes wrong when.
+
+Values only. Times are seconds. `simulate` in placement/simulator/simulate.py runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.router.policy import PolicyOptions
+from decode_worker.policy import DecodeLimits
+from placement.latency.base import LatencyModel
+from prefill_worker.policy import PrefillLimits
+from worker.options import Role
+
+
+class SetupError(ValueError):
+    """A cluster that cannot be simulated: one sentence naming the key, the value and the mend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimWorker:
+    """`step_overhead_s`: what the worker does between two steps. With pipeline stages prefill batches follow each other
+    through them; a decode batch passes all of them before the next begins, as in the live worker."""
+
+    name: str
+    role: Role
+    latency: LatencyModel
+    num_pages: int
+    page_size: int = 16
+    prefill: PrefillLimits = field(default_factory=lambda: PrefillLimits(max_batch_tokens=512))
+    decode: DecodeLimits = field(default_factory=lambda: DecodeLimits(max_batch_size=64))
+    step_overhead_s: float = 0.0
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """`worker` dies at at_s; another one of its name is ready at back_s, if ever."""
+
+    worker: str
+    at_s: float
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedHost:
+    """Workers that share memory bandwidth and cores: while prefill and decode both compute, each is slower than alone.
+
+    `by_batch`: rows of (requests that decode, factor of a prefill step beside them, factor of their decode step beside
+    prefill), by rising batch; as measured, see placement/latency/profile.py."""
+
+    workers: tuple[str, ...]
+    by_batch: tuple[tuple[int, float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _, _ in self.by_batch]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise SetupError(f"by_batch of a shared host has the batch sizes {sizes}; give 1 or more, rising")
+        for size, *factors in self.by_batch:
+            if not all(0 < factor < float("inf") for factor in factors):
+                raise SetupError(f"by_batch of a shared host has {factors} at {size}; give factors above 0, 1 for none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimCluster:
+    workers: tuple[SimWorker, ...]
+    router: PolicyOptions = field(default_factory=PolicyOptions)
+    message_s: float = 0.0005  # one way, between any two processes
+    report_gap_s: float = 0.02  # a worker reports what changed, but not more often than this
+    layer_groups: int = 8  # in which KV leaves while a step is computed
+    handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
+    noticed_s: float = 0.15  # from a worker's death until the router knows
+    losses: tuple[Loss, ...] = ()
+    hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
+
+    def __post_init__(self) -> None:
+        names = [worker.name for worker in self.workers]
+        for name in names:
+            if names.count(name) > 1:
+                raise SetupError(f"two workers are named {name}; give each its own name")
+        for role in ("prefill", "decode"):
+            if all(worker.role != role for worker in self.workers):
+                raise SetupError(f"no worker has the role {role}; give at least one")
+        for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):
+            if not getattr(self, key) >= 0:
+                raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
+        if not self.report_gap_s:
+            raise SetupError("report_gap_s is 0; give seconds above 0")
+        if self.layer_groups < 1:
+            raise SetupError(f"layer_groups is {self.layer_groups}; give 1 or more")
+        for loss in self.losses:
+            if loss.worker not in names:
+                raise SetupError(f"a loss names {loss.worker}; the workers are {', '.join(names)}")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        seen: set[str] = set()
+        stages = {worker.name: worker.latency.stages for worker in self.workers}
+        for host in self.hosts:
+            for name in host.workers:
+                if name not in stages:
+                    raise SetupError(f"a shared host names {name}; the workers are {', '.join(stages)}")
+                if name in seen:
+                    raise SetupError(f"{name} is on two shared hosts; give it one")
+                if stages[name] > 1:
+                    raise SetupError(f"{name} has {stages[name]} pipeline stages; on a shared host give it 1")
+                seen.add(name)

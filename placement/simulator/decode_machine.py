@@ -1,0 +1,272 @@
+"""DecodeMachine is decode_worker/driver.py on the virtual clock: it carries out what a DecodePolicy decides.
+
+It decides nothing of its own. Between two events that matter to the batch (somebody is ready, somebody ends, pages run
+short) all steps are one run: begin_run, one event at its end, and `advance` whenever the policy is to be looked at in
+between. So a request costs the same however many tokens it makes.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from cluster.router.accounts import Report
+from decode_worker.policy import DecodePolicy
+from engine.pages.pool import PagePool
+from kv_transfer.lease import Granted, Queued
+from placement.latency.base import DecodeLine, decode_run_s, steps_within
+from placement.simulator.cluster import SimWorker
+from placement.simulator.host import Host
+from placement.simulator.ledger import DECODE, DECODE_QUEUE, Live
+from placement.simulator.reporting import Reporter
+
+if TYPE_CHECKING:
+    from placement.simulator.simulate import Simulation
+
+
+class DecodeMachine:
+    def __init__(self, sim: Simulation, worker: SimWorker, pool: PagePool) -> None:
+        self.sim = sim
+        self.name = worker.name
+        self.worker = worker
+        self.policy = DecodePolicy(pool, worker.decode, name=worker.name)
+        self.reporter = Reporter(worker.name, self, sim)
+        self.is_dead = False
+        self.ingress_free_s = 0.0
+        self.host: Host | None = None  # that it shares with prefill workers
+        self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
+        self._told = 0  # the host: how many requests run
+        self._live: dict[str, Live] = {}
+        self._changes = 0  # of who is here, when _ids was made
+        self._ids: frozenset[str] = frozenset()
+        self._steps = 0  # ended, but for those of the run under way
+        self._ends: list[tuple[int, int, int, Live]] = []  # the step with which each running request ends
+        # the run under way
+        self._count = 0  # requests in it; 0: idle
+        self._planned = 0  # steps
+        self._advanced = 0  # of which the policy knows
+        self._begun_s = 0.0
+        self._line = DecodeLine(1.0, 0.0)
+        self._version = 0
+
+    def report(self, made_s: float) -> Report:
+        self._advance_to(made_s)
+        policy = self.policy
+        return Report(
+            made_s=made_s,
+            num_waiting=policy.num_waiting,
+            num_running=policy.num_running,
+            available_pages=policy.spare_pages,
+            request_ids=self._request_ids(),
+        )
+
+    def _request_ids(self) -> frozenset[str]:
+        """The same object while nobody came or went: the router need not look through it again."""
+        if self._changes != self.policy.num_changes:
+            self._changes = self.policy.num_changes
+            self._ids = frozenset(self.policy.request_ids)
+        return self._ids
+
+    @property
+    def is_running(self) -> bool:
+        return self._count > 0
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.is_dead else self._count
+
+    def made_by(self, live: Live) -> int:
+        """Tokens that it has made for the request by now."""
+        return 0 if live.joined_step < 0 else self._steps + self._advanced - live.joined_step
+
+    # what prefill workers bring
+
+    def reserve(self, live: Live) -> None:
+        if live.is_gone or self.is_dead or live.decode is not self:
+            return
+        sim, now = self.sim, self.sim.clock.now
+        self.reporter.touch(now)
+        self._advance_to(now)
+        answer = self.policy.reserve(
+            live.id, num_tokens=live.num_tokens, max_new_tokens=live.max_new, hashes=live.hashes
+        )
+        self._live[live.id] = live
+        if isinstance(answer, Granted):
+            self._grant(live, answer)
+            self._mind_pages()
+        elif isinstance(answer, Queued):
+            sim.ledger.counters["stalled"] += 1
+            sim.clock.at(now + 2 * sim.message_s, sim.on_stalled, live)
+        else:
+            del self._live[live.id]
+            sim.clock.at(now + 2 * sim.message_s, sim.on_handoff_failed, live)
+        sim.mark(self.reporter)
+
+    def _grant(self, live: Live, granted: Granted) -> None:
+        assert live.prefill is not None
+        cached_tokens = granted.cached_pages * self.policy.pool.page_size
+        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, live.prefill.on_granted, (live, self, cached_tokens))
+
+    def _grant_queued(self) -> None:
+        for request_id, granted in self.policy.next_grants():
+            self._grant(self._live[request_id], granted)
+
+    def commit(self, live: Live) -> None:
+        """All its KV stands here."""
+        if live.is_gone or self.is_dead:
+            return
+        sim, now = self.sim, self.sim.clock.now
+        self.reporter.touch(now)
+        self.policy.on_committed(live.id)
+        sim.ledger.enter(live.index, DECODE_QUEUE, now)
+        sim.clock.at(now + sim.message_s, sim.on_handed_off, live)
+        sim.mark(self.reporter)
+        if not self._count:
+            self._start()
+        elif self._count < self.worker.decode.max_batch_size:
+            self._cut_short()
+
+    def cancel(self, live: Live) -> None:
+        """It is served elsewhere, or not at all."""
+        if self.is_dead or self._live.get(live.id) is not live:
+            return
+        now = self.sim.clock.now
+        self.reporter.touch(now)
+        self._advance_to(now)
+        del self._live[live.id]
+        self.policy.on_cancelled(live.id)
+        live.joined_step = -1
+        self._grant_queued()
+        self.sim.mark(self.reporter)
+        if self._count:
+            self._cut_short()
+        else:
+            self._start()
+
+    # the run
+
+    def _start(self) -> None:
+        run = self.policy.begin_run()
+        for request_id in run.preempted:
+            self._preempt(self._live.pop(request_id))
+        if run.preempted:
+            self._grant_queued()
+        if not run.num_entries:
+            self.policy.end_run()
+            self._count = 0
+            self._tell_host()
+            return
+        now, worker = self.sim.clock.now, self.worker
+        for request_id in run.joined:
+            live = self._live[request_id]
+            live.joined_step = self._steps
+            heappush(self._ends, (self._steps + live.left, live.index, live.attempt, live))
+            self.sim.ledger.enter(live.index, DECODE, now)
+        line = worker.latency.decode_line(run.num_entries, run.context_tokens)
+        stages = worker.latency.stages
+        self._pace = 1.0 if self.host is None else self.host.decode_factor(run.num_entries)
+        alone_s = line.step_s * stages + worker.step_overhead_s
+        self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
+        self._count = run.num_entries
+        self._begun_s = now
+        self._advanced = 0
+        planned = min(self._next_end() - self._steps, 1 + self.policy.steps_ahead)
+        if line.until_tokens < run.context_tokens + planned * self._count:
+            planned = max(1, min(planned, 1 + int((line.until_tokens - run.context_tokens) // self._count)))
+        self._plan(planned)
+        self._tell_host()
+
+    def _tell_host(self) -> None:
+        if self.host is not None and self._told != self._count:
+            self._told = self._count
+            self.host.on_decode_changed()
+
+    def change_pace(self) -> None:
+        """What else runs on the host has changed: cut the run here. The steps that have ended are behind it, the one
+        under way keeps its share of work done, and what is left goes on at the new pace."""
+        assert self.host is not None
+        if not self._count or self.is_dead:
+            return
+        pace = self.host.decode_factor(self._count)
+        if pace == self._pace:
+            return
+        now, line, ratio = self.sim.clock.now, self._line, pace / self._pace
+        self.reporter.touch(now)
+        self._advance_to(now)
+        ended = self._advanced
+        step_s = line.step_s + line.per_token_s * self._count * ended  # of the one under way
+        done_s = now - self._begun_s - decode_run_s(line, self._count, ended)
+        begun_s = now - min(done_s, step_s) * ratio
+        self.sim.ledger.busy_s["decode"] += begun_s - self._begun_s
+        self._line = DecodeLine(step_s * ratio, line.per_token_s * ratio)
+        self._pace = pace
+        self._begun_s = begun_s
+        self._steps += ended
+        self._advanced = 0
+        self._plan(self._planned - ended)
+        self.sim.mark(self.reporter)
+
+    def _next_end(self) -> int:
+        while self._ends[0][3].joined_step < 0:
+            heappop(self._ends)  # it has left
+        return self._ends[0][0]
+
+    def _plan(self, steps: int) -> None:
+        self._planned = steps
+        self._version += 1
+        end_s = self._begun_s + decode_run_s(self._line, self._count, steps)
+        self.sim.clock.at(end_s, self._on_end, self._version)
+
+    def _advance_to(self, time_s: float) -> None:
+        """Let the policy know of the steps that have ended by then; the run's last is left to _on_end."""
+        if self._count and self._planned - 1 > self._advanced:
+            ended = steps_within(self._line, self._count, time_s - self._begun_s, self._planned - 1)
+            if ended > self._advanced:
+                self.policy.advance(ended - self._advanced)
+                self._advanced = ended
+
+    def _cut_short(self) -> None:
+        """Somebody waits for the batch: the step under way is the run's last."""
+        if self._planned - 1 > self._advanced:
+            ended = steps_within(self._line, self._count, self.sim.clock.now - self._begun_s, self._planned - 1)
+            if ended + 1 < self._planned:
+                self._plan(ended + 1)
+
+    def _mind_pages(self) -> None:
+        """Pages went to somebody else: the run may have to end before they are short."""
+        ahead = self.policy.steps_ahead if self._count else 0
+        if self._count and self._planned - 1 - self._advanced > ahead:
+            self._plan(self._advanced + 1 + ahead)
+
+    def _on_end(self, version: int) -> None:
+        if version != self._version or self.is_dead:
+            return
+        sim, now = self.sim, self.sim.clock.now
+        self.reporter.touch(now)
+        self.policy.advance(self._planned - 1 - self._advanced)
+        self.policy.end_run()
+        self._steps += self._planned
+        self._count = self._advanced = 0
+        sim.ledger.busy_s["decode"] += now - self._begun_s
+        while self._ends and self._ends[0][0] <= self._steps:
+            live = heappop(self._ends)[3]
+            if live.joined_step >= 0:
+                del self._live[live.id]
+                self.policy.on_cancelled(live.id)
+                live.left = 0
+                sim.clock.at(now + sim.message_s, sim.on_finished, live)
+        self._grant_queued()
+        self._start()
+        sim.mark(self.reporter)
+
+    def _preempt(self, live: Live) -> None:
+        live.left -= self.made_by(live)
+        live.joined_step = -1
+        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, self.sim.on_preempted, live)
+
+    def lose(self) -> None:
+        """It dies now. What it had made is known to the router; the rest is made elsewhere."""
+        self._advance_to(self.sim.clock.now)
+        for live in self._live.values():
+            live.left -= self.made_by(live)
+            live.joined_step = -1

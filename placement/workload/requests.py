@@ -1,0 +1,161 @@
+"""Workload is what the simulator is asked to serve: arrival times and lengths, in columns, a million rows if need be.
+
+Made from a trace, from a request list, or drawn: arrivals from a gamma (Poisson is its case of burstiness 1), lengths
+from another workload's. All chance comes from the seed given. Times are seconds, the first request at 0; lengths are
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from placement.workload.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadError, arrivals_s, read_trace
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+NO_INTS: Ints = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """One row for each request, in the order they come. `blocks[i]` names the runs of `block_len` tokens with which
+    prompt i begins; equal names mean equal tokens, so that a prefix cache can hit. Empty: no two prompts share any."""
+
+    arrival_s: Floats
+    prompt_len: Ints
+    output_len: Ints
+    blocks: Sequence[tuple[int, ...]] = ()
+    block_len: int = MOONCAKE_BLOCK_TOKENS
+    class_of: Ints = field(default_factory=lambda: NO_INTS)  # into class_names; empty: all are of one class
+    class_names: tuple[str, ...] = ()
+    name: str = "requests"
+
+    def __post_init__(self) -> None:
+        count = len(self.arrival_s)
+        if not count:
+            raise WorkloadError(f"{self.name} has no requests; give at least one")
+        if len(self.prompt_len) != count or len(self.output_len) != count or len(self.blocks) not in (0, count):
+            raise WorkloadError(f"{self.name}: {count} arrivals need as many prompt and output lengths")
+        if len(self.class_of) not in (0, count):
+            raise WorkloadError(f"{self.name}: {count} arrivals need as many classes, or none")
+        if len(self.class_of) and not 0 <= self.class_of.min() <= self.class_of.max() < len(self.class_names):
+            raise WorkloadError(f"{self.name}: a request has class {self.class_of.max()}; name it in class_names")
+        for key, lengths in (("prompt", self.prompt_len), ("output", self.output_len)):
+            if lengths.min() < 1:
+                row = int(lengths.argmin())
+                raise WorkloadError(
+                    f"{self.name}: the {key} of request {row} has {lengths[row]} tokens; give 1 or more"
+                )
+        if not np.isfinite(self.arrival_s).all():
+            raise WorkloadError(f"{self.name}: an arrival time is not a number; give seconds")
+        if count > 1 and (gaps := np.diff(self.arrival_s)).min() < 0:
+            row = int(gaps.argmin()) + 1
+            raise WorkloadError(f"{self.name}: request {row} arrives before the one above it; sort by arrival time")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0])
+
+    @property
+    def rate(self) -> float:
+        """Requests per second over the whole; infinite when all come at once."""
+        return (len(self) - 1) / self.duration_s if self.duration_s else float("inf")
+
+    def faster(self, factor: float) -> Workload:
+        """The same requests, arriving `factor` times as fast: bursts and lulls stay."""
+        if not 0 < factor < float("inf"):
+            raise WorkloadError(f"speed-up is {factor:g}; give a number above 0")
+        return replace(self, arrival_s=self.arrival_s / factor)
+
+    def to_rate(self, rate: float) -> Workload:
+        """Sped up or slowed down to `rate` requests/s over the whole."""
+        return self.faster(rate / self.rate)
+
+    def first(self, count: int) -> Workload:
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:count],
+            prompt_len=self.prompt_len[:count],
+            output_len=self.output_len[:count],
+            blocks=self.blocks[:count],
+            class_of=self.class_of[:count],
+        )
+
+    def with_arrivals(self, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
+        """The same lengths in the same order, at gamma-distributed gaps (1: Poisson) of mean 1/rate."""
+        rng = np.random.default_rng(seed)
+        return replace(self, arrival_s=np.asarray(arrivals_s(len(self), rate, burstiness, rng)))
+
+    def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
+        """`count` requests at a rate, lengths drawn from these (prompt and output together); they share no prefix."""
+        rng = np.random.default_rng(seed)
+        rows = rng.integers(0, len(self), size=count)
+        return Workload(
+            arrival_s=np.asarray(arrivals_s(count, rate, burstiness, rng)),
+            prompt_len=self.prompt_len[rows],
+            output_len=self.output_len[rows],
+            class_of=self.class_of[rows] if len(self.class_of) else NO_INTS,
+            class_names=self.class_names,
+            name=f"{count} requests after {self.name}",
+        )
+
+
+def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
+    has_blocks = any(shape.blocks for shape in shapes)
+    names = tuple(sorted({shape.kind for shape in shapes} - {""}))
+    if names and not all(shape.kind for shape in shapes):
+        raise WorkloadError(f"{name}: some requests have no class; give each one or take the column out")
+    return Workload(
+        arrival_s=np.array([shape.at_s for shape in shapes]),
+        prompt_len=np.array([shape.input_len for shape in shapes], dtype=np.int64),
+        output_len=np.array([shape.output_len for shape in shapes], dtype=np.int64),
+        blocks=[shape.blocks for shape in shapes] if has_blocks else (),
+        block_len=shapes[0].block_len if shapes else MOONCAKE_BLOCK_TOKENS,
+        class_of=np.array([names.index(shape.kind) for shape in shapes], dtype=np.int64) if names else NO_INTS,
+        class_names=names,
+        name=name,
+    )
+
+
+def from_trace(path: Path, limit: int | None = None) -> Workload:
+    """A CSV (Azure's, or another with arrivals and lengths) or a Mooncake JSONL. Raises WorkloadError naming file, line
+    and key."""
+    return from_shapes(read_trace(path, limit), path.name)
+
+
+def from_rows(rows: Sequence[Sequence[float]], name: str = "requests") -> Workload:
+    """Rows of [arrival s, prompt tokens, output tokens]."""
+    columns = np.asarray(rows, dtype=np.float64)
+    if columns.ndim != 2 or columns.shape[1] != 3:
+        raise WorkloadError(f"{name}: give rows of arrival s, prompt tokens, output tokens")
+    return Workload(
+        arrival_s=columns[:, 0],
+        prompt_len=columns[:, 1].astype(np.int64),
+        output_len=columns[:, 2].astype(np.int64),
+        name=name,
+    )
+
+
+def read_request_list(path: Path) -> Workload:
+    """A JSON object with `reqs`: rows of [arrival s, prompt tokens, output tokens], arrivals at 1 request/s or as they
+    are. Raises WorkloadError naming the file."""
+    try:
+        read: Any = json.loads(path.read_text(encoding="utf-8"))
+        return from_rows(read["reqs"], path.name)
+    except OSError as error:
+        raise WorkloadError(f"request list {path} cannot be read: {error.strerror}; give a file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, WorkloadError):
+            raise
+        raise WorkloadError(f"{path} is no request list; give a JSON object with reqs, rows of 3 numbers") from None

@@ -1,0 +1,102 @@
+"""Traffic draws the requests that an estimate is made with: lengths like a workload's, arrivals at any rate.
+
+One seed gives one sequence of lengths and of unit-rate gaps, whatever the rate and the number of requests: two rates,
+or two candidates, are compared on the same requests (paired random numbers), and a longer run begins as a shorter one
+did. Prompts that share prefixes keep their order, lap after lap, each lap with prefixes of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from placement.plan import RequestClass
+from placement.workload.requests import NO_INTS, Floats, Ints, Workload
+from placement.workload.traces import WorkloadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traffic:
+    """`burstiness`: shape of the gamma-distributed gaps; 1 is Poisson, less is burstier. `is_replay`: the workload's
+    own gaps, bursts and lulls, at a pace that gives the rate; it is then played as it is, as often as the count
+    asks."""
+
+    source: Workload
+    burstiness: float = 1.0
+    is_replay: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.burstiness > 0 and np.isfinite(self.burstiness)):
+            raise WorkloadError(f"burstiness is {self.burstiness:g}; give a number above 0 (1 is Poisson)")
+        if self.is_replay and not self.source.duration_s:
+            raise WorkloadError(f"{self.source.name}: all requests come at once; a replay needs times that differ")
+
+    def draw(self, rate: float, count: int, seed: int) -> Workload:
+        """`count` requests at `rate` a second."""
+        lengths, gaps = (np.random.default_rng([seed, stream]) for stream in (0, 1))
+        rows, laps = self._rows(count, lengths)
+        if self.is_replay:
+            arrival_s = self._replayed(rows, laps) * (self.source.rate / rate)
+        else:
+            unit = gaps.gamma(shape=self.burstiness, scale=1 / self.burstiness, size=count)
+            arrival_s = np.cumsum(unit) / rate
+        return Workload(
+            arrival_s=arrival_s - arrival_s[0],
+            prompt_len=self.source.prompt_len[rows],
+            output_len=self.source.output_len[rows],
+            blocks=self._blocks(rows, laps),
+            block_len=self.source.block_len,
+            class_of=self.source.class_of[rows] if len(self.source.class_of) else NO_INTS,
+            class_names=self.source.class_names,
+            name=f"{count} requests after {self.source.name}",
+        )
+
+    def _rows(self, count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+        """Which rows of the source, and in which lap over it."""
+        size = len(self.source)
+        if self.is_replay:
+            place = np.arange(count)
+        elif self.source.blocks:
+            place = np.arange(count) + rng.integers(0, size)
+        else:
+            return rng.integers(0, size, size=count), np.zeros(count, dtype=np.int64)
+        return place % size, place // size
+
+    def _replayed(self, rows: Ints, laps: Ints) -> Floats:
+        lap_s = self.source.duration_s + 1 / self.source.rate
+        times: Floats = self.source.arrival_s[rows] + laps * lap_s
+        return times
+
+    def _blocks(self, rows: Ints, laps: Ints) -> Sequence[tuple[int, ...]]:
+        source = self.source.blocks
+        if not source:
+            return ()
+        if not laps.any():
+            return [source[row] for row in rows]
+        apart = 1 + max((max(blocks) for blocks in source if blocks), default=0)
+        shifts = (laps * apart).tolist()
+        return [
+            tuple(block + shift for block in source[row]) if shift else source[row]
+            for row, shift in zip(rows, shifts, strict=True)
+        ]
+
+
+def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int) -> Workload:
+    """The workload with its class column in the order of `classes`; where it has none, drawn by their shares."""
+    names = tuple(one.name for one in classes)
+    if not names:
+        return replace(workload, class_of=NO_INTS, class_names=())
+    if len(set(names)) < len(names):
+        raise WorkloadError(f"classes are {', '.join(names)}; give each its own name")
+    if len(workload.class_of):
+        if unknown := [name for name in workload.class_names if name not in names]:
+            raise WorkloadError(f"{workload.name}: class {unknown[0]} has no targets; give them, or take it out")
+        order = np.array([names.index(name) for name in workload.class_names], dtype=np.int64)
+        return replace(workload, class_of=order[workload.class_of], class_names=names)
+    shares = np.array([one.share for one in classes], dtype=np.float64)
+    if not (shares > 0).all():
+        raise WorkloadError(f"the share of class {names[int(shares.argmin())]} is {shares.min():g}; give one above 0")
+    drawn = np.random.default_rng([seed, 2]).choice(len(names), size=len(workload), p=shares / shares.sum())
+    return replace(workload, class_of=drawn.astype(np.int64), class_names=names)

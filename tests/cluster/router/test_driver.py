@@ -1,0 +1,545 @@
+"""The router between workers that compute nothing: every token once and in order, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import grpc
+import pytest
+
+from cluster.front.server import RouterOptions
+from cluster.router.worker_link import ClockOffset
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+from tests.cluster.harness import collect, request, serving, tokens_of
+from tests.fakes import EOS, FakeDecodeWorker, scripted_token, scripted_tokens
+
+QUICK = RouterOptions(port=0, dead_after_s=0.5)
+
+
+def named(request_id: str, ids: list[int]) -> generate_pb2.GenerateRequest:
+    message = request(ids, max_tokens=4)
+    message.request_id = request_id
+    return message
+
+
+async def test_tokens_of_both_workers_come_in_order_with_usage_timeline_and_receipt() -> None:
+    async with serving() as h:
+        responses = await collect(h.generate.Generate(request(max_tokens=8)))
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 8)
+        last = responses[-1]
+        assert last.finish_reason == generate_pb2.FINISH_REASON_LENGTH
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 8)
+        assert (last.timeline.prefill_worker, last.timeline.decode_worker) == ("prefill-0", "decode-0")
+        assert last.timeline.attempts == 1
+        assert [p.name for p in last.timeline.phases][-1] == "decode"
+        assert sum(p.seconds for p in last.timeline.phases) == pytest.approx(last.timeline.e2e_s)
+        assert last.timeline.ttft_s <= last.timeline.e2e_s
+        assert (last.receipt.transport, last.receipt.pages, last.receipt.checksums_ok) == ("loopback", 1, True)
+
+
+async def test_a_request_of_one_token_ends_at_prefill() -> None:
+    async with serving() as h:
+        responses = await collect(h.generate.Generate(request(max_tokens=1)))
+        assert tokens_of(responses) == [scripted_token([5, 6, 7], 0)]
+        assert responses[-1].timeline.decode_worker == ""
+        assert not responses[-1].HasField("receipt")
+
+
+async def test_an_end_of_sequence_ends_it() -> None:
+    def script(prompt: object, index: int) -> int:
+        return EOS if index == 3 else 50 + index
+
+    async with serving(worker={"script": script}) as h:
+        responses = await collect(h.generate.Generate(request(max_tokens=20)))
+        assert tokens_of(responses) == [50, 51, 52, EOS]
+        assert responses[-1].finish_reason == generate_pb2.FINISH_REASON_STOP
+
+
+async def test_many_requests_over_two_and_two_workers_each_get_their_own_tokens() -> None:
+    async with serving(2, 2) as h:
+        prompts = [list(range(3, 5 + i)) for i in range(40)]
+        calls = [h.generate.GenerateOnce(request(prompt, max_tokens=12)) for prompt in prompts]
+        answers = await asyncio.gather(*calls)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert list(answer.choices[0].token_ids) == scripted_tokens(prompt, 12)
+        assert {w.submits[0].decode.name for w in (h.prefill(0), h.prefill(1))} <= {"decode-0", "decode-1"}
+        assert h.prefill(0).submits
+        assert h.prefill(1).submits
+
+
+async def test_choices_draw_with_seeds_of_their_own() -> None:
+    async with serving() as h:
+        responses = await collect(h.generate.Generate(request(max_tokens=5, n=3, seed=2**63 - 2)))
+        assert [tokens_of(responses, i) for i in range(3)] == [scripted_tokens([5, 6, 7], 5)] * 3
+        assert [r.index for r in responses if r.finish_reason] == [0, 1, 2]
+        assert [r.HasField("usage") for r in responses].count(True) == 1
+        assert responses[-1].usage.completion_tokens == 15
+        states = [submit.request for submit in h.prefill().submits]
+        assert [s.sampling.seed for s in states] == [2**63 - 2, 2**63 - 1, 0]
+        assert [s.sampling.n for s in states] == [1, 1, 1]
+        assert [s.request_id[-2:] for s in states] == ["-0", "-1", "-2"]
+
+
+async def test_a_first_token_that_is_overtaken_is_delivered_first() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        call = h.generate.Generate(request(max_tokens=3))
+        await h.prefill().wait_for(lambda: len(h.prefill().held) == 1)
+        submit = h.prefill().held.pop()
+        h.decode().take(submit.request, generate_pb2.HandoffReceipt())
+        await h.until(lambda: h.decode().steps == 2)
+        h.prefill().emit(
+            submit.request.router_id,
+            tokens=[pb.TokenOutput(request_id=submit.request.request_id, attempt=1, index=0, token_id=11)],
+        )
+        responses = await collect(call)
+        assert tokens_of(responses) == [11, *scripted_tokens([5, 6, 7], 3)[1:]]
+
+
+# loss
+
+
+async def test_a_killed_decode_worker_costs_no_token_and_repeats_none() -> None:
+    async with serving(1, 2, options=QUICK) as h:
+        for decode in (h.decode(0), h.decode(1)):
+            decode.max_steps = 4
+        calls = [h.generate.Generate(request([5, 6, i], max_tokens=12)) for i in range(6)]
+        readers = [asyncio.create_task(collect(call)) for call in calls]
+        await h.until(lambda: [len(d.running) for d in (h.decode(0), h.decode(1))] == [3, 3])
+        await h.until(lambda: all(live.has_first_token for live in h.router._live.values()))
+        await h.decode(0).kill()
+        h.decode(1).resume()
+        answers = await asyncio.gather(*readers)
+        for i, responses in enumerate(answers):
+            assert tokens_of(responses) == scripted_tokens([5, 6, i], 12)
+            assert responses[-1].timeline.decode_worker == "decode-1"
+        moved = [r[-1] for r in answers if r[-1].timeline.attempts == 2]
+        assert len(moved) == 3
+        assert all(m.receipt.recomputed_tokens > 0 for m in moved)
+        assert all(sum(p.seconds for p in m.timeline.phases) == pytest.approx(m.timeline.e2e_s) for m in moved)
+        assert h.count("retries") == 3
+
+
+async def test_a_killed_prefill_worker_loses_no_request() -> None:
+    async with serving(2, 1, options=QUICK) as h:
+        h.prefill(0).is_holding = h.prefill(1).is_holding = True
+        calls = [h.generate.GenerateOnce(request([5, 6, i], max_tokens=4)) for i in range(6)]
+        await h.until(lambda: len(h.prefill(0).held) + len(h.prefill(1).held) == 6)
+        assert h.prefill(0).held
+        await h.prefill(0).kill()
+        await h.until(lambda: len(h.prefill(1).held) == 6)
+        h.prefill(1).release()
+        for i, answer in enumerate(await asyncio.gather(*calls)):
+            assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, i], 4)
+            assert answer.receipt.recomputed_tokens == 0  # nothing had been computed
+
+
+async def test_requests_that_were_handed_over_do_not_notice_the_loss_of_their_prefill_worker() -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        h.decode().max_steps = 2
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=6))))
+        await h.until(lambda: h.decode().steps == 2)
+        await h.prefill().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        h.decode().resume()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 6)
+        assert responses[-1].timeline.attempts == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_another_worker_requests_fail_at_once_as_unavailable(role: str) -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        if role == "prefill":
+            h.prefill().is_holding = True
+        h.decode().max_steps = 2
+        call = h.generate.Generate(request(max_tokens=20))
+        reader = asyncio.create_task(collect(call))
+        await h.until(lambda: h.decode().steps == 2 or bool(h.prefill().held))
+        await h.workers[f"{role}-0"].kill()
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await reader
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert failure.value.details() == f"no {role} worker is ready; try again later"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await h.generate.GenerateOnce(request())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_worker_that_comes_back_takes_requests_again() -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        await h.decode().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        await h.decode().start()
+        await h.ready()
+        answer = await h.generate.GenerateOnce(request(max_tokens=4))
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        status = await h.status()
+        assert [(w.name, w.state, w.losses) for w in status.workers] == [
+            ("prefill-0", "ready", 0),
+            ("decode-0", "ready", 1),
+        ]
+
+
+async def test_within_the_grace_a_request_waits_for_a_worker_to_come_back() -> None:
+    options = RouterOptions(port=0, dead_after_s=0.5, unavailable_grace_s=15)
+    async with serving(1, 1, options=options) as h:
+        h.decode().max_steps = 2
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=6))))
+        await h.until(lambda: h.decode().steps == 2)
+        await h.decode().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        h.decode().resume()
+        await h.decode().start()
+        assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 6)
+
+
+async def test_a_worker_that_says_nothing_is_lost() -> None:
+    """A stopped process keeps its connections: only the heartbeat notices."""
+    async with serving(1, 2, options=QUICK) as h:
+        h.decode(0).max_steps = h.decode(1).max_steps = 3
+        readers = [asyncio.create_task(collect(h.generate.Generate(request([9, i], max_tokens=8)))) for i in range(2)]
+        await h.until(lambda: h.decode(0).steps == 3 and h.decode(1).steps == 3)
+        h.decode(0).is_silent = True
+        await h.until(lambda: h.count("workers_lost") == 1)
+        h.decode(1).resume()
+        for i, responses in enumerate(await asyncio.gather(*readers)):
+            assert tokens_of(responses) == scripted_tokens([9, i], 8)
+        status = await h.status()
+        assert [w.reason for w in status.workers if w.name == "decode-0"] == ["it said nothing for 0.5 s"]
+        h.decode(0).is_silent = False
+
+
+# what workers say
+
+
+async def test_a_preempted_request_goes_on_where_it_was() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 3
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=9))))
+        await h.until(lambda: h.decode().steps == 3)
+        h.decode().preempt(next(iter(h.decode().running)))
+        h.decode().resume()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 9)
+        assert responses[-1].timeline.attempts == 2
+        assert h.count("preempted") == 1
+        again = h.prefill().submits[-1].request
+        assert (again.attempt, len(again.output_ids)) == (2, 4)
+
+
+async def test_preemption_is_no_failure_and_may_happen_any_number_of_times() -> None:
+    async with serving(options=RouterOptions(port=0, max_attempts=2)) as h:
+        h.decode().max_steps = 0
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=9))))
+        for attempt in range(1, 6):
+            await h.until(lambda attempt=attempt: len(h.prefill().submits) == attempt and bool(h.decode().running))
+            h.decode().preempt(next(iter(h.decode().running)))
+        await h.until(lambda: bool(h.decode().running))
+        h.decode().resume()
+        assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 9)
+
+
+async def test_a_failed_handoff_is_tried_again_and_given_up_after_so_many_attempts() -> None:
+    async with serving(options=RouterOptions(port=0, max_attempts=2)) as h:
+        h.prefill().fail_with = "decode-0 did not answer"
+        answer = await h.generate.GenerateOnce(request(max_tokens=4))
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert answer.timeline.attempts == 2
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        for _ in range(2):
+            await h.prefill().wait_for(lambda: bool(h.prefill().held))
+            submit = h.prefill().held.pop()
+            failed = h.prefill().event(submit.request, pb.EVENT_KIND_FAILED, reason="no luck", retryable=True)
+            h.prefill().emit(submit.request.router_id, events=[failed])
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert failure.value.details() == "given up after 2 failed attempts; the last: prefill-0: no luck"
+
+
+async def test_a_failure_that_no_retry_can_mend_ends_the_request() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request())
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        failed = h.prefill().event(submit.request, pb.EVENT_KIND_FAILED, reason="KeyError: 3", retryable=False)
+        h.prefill().emit(submit.request.router_id, events=[failed])
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert (failure.value.code(), failure.value.details()) == (
+            grpc.StatusCode.INTERNAL,
+            "prefill-0: KeyError: 3",
+        )
+
+
+async def test_messages_of_an_earlier_attempt_are_dropped() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 2
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=8))))
+        await h.until(lambda: h.decode().steps == 2)
+        old = h.prefill().submits[0].request
+        h.decode().preempt(old.request_id)
+        await h.until(lambda: len(h.prefill().submits) == 2)
+        stale = [pb.TokenOutput(request_id=old.request_id, attempt=1, index=i, token_id=1) for i in range(3, 8)]
+        gone = h.decode().event(old, pb.EVENT_KIND_FAILED, reason="too late", retryable=False)
+        h.decode().emit(old.router_id, tokens=stale, events=[gone])
+        h.decode().resume()
+        assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 8)
+        assert h.count("stale_tokens") == 5
+
+
+async def test_a_token_of_an_earlier_request_never_reaches_one_that_took_its_id() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        first = h.generate.GenerateOnce(named("mine", [5]))
+        await h.prefill().wait_for(lambda: len(h.prefill().submits) == 1)
+        first.cancel()
+        await h.prefill().wait_for(lambda: bool(h.prefill().cancels))
+        second = h.generate.GenerateOnce(named("mine", [6]))
+        await h.prefill().wait_for(lambda: len(h.prefill().submits) == 2)
+        old = h.prefill().submits[0].request
+        stale = [pb.TokenOutput(request_id=old.request_id, attempt=1, index=i, token_id=1) for i in range(4)]
+        h.prefill().emit(old.router_id, tokens=stale)
+        h.prefill().release()
+        assert list((await second).choices[0].token_ids) == scripted_tokens([6], 4)
+
+
+async def test_a_second_attempt_is_not_taken_for_a_request_whose_id_looks_like_one() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 1
+        calls = [h.generate.GenerateOnce(named(id, ids)) for id, ids in (("a", [5]), ("a#2", [6]))]
+        await h.until(lambda: h.decode().steps == 1 and len(h.decode().running) == 2)
+        for request_id in list(h.decode().running):
+            h.decode().preempt(request_id)
+        h.decode().resume()
+        answers = await asyncio.gather(*calls)
+        assert [list(answer.choices[0].token_ids) for answer in answers] == [
+            scripted_tokens([5], 4),
+            scripted_tokens([6], 4),
+        ]
+
+
+async def test_a_stalled_handoff_moves_to_a_decode_worker_with_pages() -> None:
+    async with serving(1, 2) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        assert submit.decode.name == "decode-0"
+        moved = h.prefill().reassigns[0]
+        assert moved.decode.name == "decode-1"
+        h.prefill().compute(pb.Submit(request=submit.request, decode=moved.decode))
+        answer = await call
+        assert answer.timeline.decode_worker == "decode-1"
+        assert h.count("reassigned") == 1
+
+
+async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() -> None:
+    async with serving(1, 2, worker={"num_pages": 8}) as h:
+        h.prefill().is_holding = True
+        h.decode(1).max_steps = 0
+        blocker = pb.RequestState(request_id="another router's", prompt_ids=range(120), router_id="another")
+        h.decode(1).take(blocker, generate_pb2.HandoffReceipt())
+        await h.until(lambda: h.router.policy._decode.accounts["decode-1"].free_pages == 0)
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 8 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.until(lambda: bool(h.router._stalled))
+        assert not h.prefill().reassigns
+        h.decode(1).running.clear()
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        h.prefill().compute(pb.Submit(request=submit.request, decode=h.prefill().reassigns[0].decode))
+        h.decode(1).resume()
+        assert (await call).timeline.decode_worker == "decode-1"
+
+
+async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
+    async with serving(1, 2) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        h.prefill().compute(submit)  # decode-0 had granted the pages meanwhile
+        answer = await call
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert answer.timeline.decode_worker == "decode-0"
+
+
+async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_again() -> None:
+    async with serving(1, 2) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
+        await h.decode(0).kill()  # it had granted the pages and taken the KV
+        await h.until(lambda: h.count("workers_lost") == 1)
+        taken = h.prefill().event(submit.request, pb.EVENT_KIND_HANDED_OFF, decode_worker="decode-0")
+        h.prefill().emit(submit.request.router_id, events=[taken])
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        h.prefill().release()
+        answer = await call
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert (answer.timeline.decode_worker, answer.timeline.attempts) == ("decode-1", 2)
+
+
+# cancel, deadline, membership
+
+
+async def test_a_client_that_leaves_is_cancelled_at_both_workers() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        call = h.generate.Generate(request(max_tokens=50))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        call.cancel()
+        await h.prefill().wait_for(lambda: bool(h.prefill().cancels))
+        await h.decode().wait_for(lambda: bool(h.decode().cancels))
+        assert h.prefill().held == []
+        assert h.count("cancelled") == 1
+
+
+async def test_a_client_that_leaves_while_tokens_come_frees_the_decode_worker() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 5
+        call = h.generate.Generate(request(max_tokens=50))
+        await anext(aiter(call))
+        await h.until(lambda: h.decode().steps == 5)
+        call.cancel()
+        await h.until(lambda: not h.decode().running)
+        await h.until(lambda: h.router.num_submissions == 0)
+
+
+async def test_a_request_that_was_cancelled_too_early_is_cancelled_again_when_it_shows_up() -> None:
+    async with serving() as h:
+        h.prefill().is_holding = True
+        call = h.generate.Generate(request(max_tokens=50))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held[0]
+        call.cancel()
+        await h.decode().wait_for(lambda: len(h.decode().cancels) == 1)
+        h.decode().max_steps = 0
+        h.decode().take(submit.request, generate_pb2.HandoffReceipt())  # its KV was on the way
+        await h.decode().wait_for(lambda: len(h.decode().cancels) == 2)
+        assert not h.decode().running
+
+
+async def test_a_deadline_reaches_the_workers() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 2
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await collect(h.generate.Generate(request(max_tokens=50), timeout=1.0))
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await h.until(lambda: not h.decode().running)
+
+
+async def test_a_removed_member_is_not_used_any_more_and_an_added_one_is() -> None:
+    async with serving(1, 1) as h:
+        other = FakeDecodeWorker(name="decode-1")
+        h.prefill().decodes = [h.decode(), other]
+        h.workers["decode-1"] = other
+        h.server.set_members([h.prefill().member, await other.start()])
+        await h.ready()
+        answer = await h.generate.GenerateOnce(request(max_tokens=4))
+        assert answer.timeline.decode_worker == "decode-1"
+        assert [w.name for w in (await h.status()).workers] == ["prefill-0", "decode-1"]
+        await other.kill()
+
+
+async def test_a_worker_with_another_model_is_refused_with_both_named() -> None:
+    async with serving(1, 1) as h:
+        other = FakeDecodeWorker(name="decode-1", fingerprint="f2")
+        h.server.set_members([h.prefill().member, h.decode().member, await other.start()])
+        await h.until(lambda: "serves" in h.router.workers()[-1][0].reason)
+        [status] = [w for w in (await h.status()).workers if w.name == "decode-1"]
+        assert status.state == "connecting"
+        assert "it serves fake (f2)" in status.reason
+        assert "serves fake (f1)" in status.reason
+        await other.kill()
+
+
+async def test_a_wrong_secret_keeps_a_worker_out() -> None:
+    async with serving(1, 1) as h:
+        other = FakeDecodeWorker(name="decode-1", secret="s")
+        h.server.set_members([h.prefill().member, h.decode().member, await other.start()])
+        await h.until(lambda: "UNAUTHENTICATED" in h.router.workers()[-1][0].reason)
+        await other.kill()
+
+
+def test_a_workers_clock_is_read_from_the_quickest_round_trip() -> None:
+    clock = ClockOffset()
+    assert clock.to_router_s(5_000_000_000, now_s=3.0) == 3.0
+    clock.add(sent_ns=0, worker_ns=100_000_000_000, received_ns=1_000_000_000)  # slow: half a second off
+    clock.add(sent_ns=2_000_000_000, worker_ns=101_500_000_500, received_ns=2_000_001_000)
+    assert clock.to_router_s(101_500_000_500, now_s=9.0) == pytest.approx(2.0000005, abs=1e-9)
+    assert clock.to_router_s(200_000_000_000, now_s=9.0) == 9.0  # nothing happened later than now
+
+
+# everything at once
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    async with serving(2, 3, options=RouterOptions(port=0, dead_after_s=1.0, max_attempts=50)) as h:
+        decodes = [h.decode(i) for i in range(3)]
+        for decode in decodes:
+            decode.step_s = 0.002
+        outcomes: Counter[str] = Counter()
+
+        async def one(i: int) -> None:
+            prompt = [rng.randrange(3, 900) for _ in range(rng.randrange(1, 60))]
+            count, choices = rng.randrange(1, 40), rng.choice((1, 1, 2))
+            call = h.generate.Generate(
+                request(prompt, max_tokens=count, n=choices), timeout=0.05 if i % 17 == 0 else 30
+            )
+            if i % 7 == 0:
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, call.cancel)
+            try:
+                responses = await collect(call)
+            except asyncio.CancelledError:
+                outcomes["cancelled"] += 1
+            except grpc.aio.AioRpcError as error:
+                outcomes[error.code().name] += 1
+            else:
+                outcomes["whole"] += 1
+                for choice in range(choices):
+                    assert tokens_of(responses, choice) == scripted_tokens(prompt, count)
+
+        async def trouble() -> None:
+            while True:
+                await asyncio.sleep(0.03)
+                decode = rng.choice(decodes)
+                if decode.running and rng.random() < 0.7:
+                    decode.preempt(rng.choice(sorted(decode.running)))
+                elif rng.random() < 0.4:
+                    victim = rng.choice([*decodes, h.prefill(0), h.prefill(1)])
+                    await victim.kill()
+                    await victim.start()
+                h.router.check_invariants()
+
+        troubles = asyncio.create_task(trouble())
+        for wave in range(4):
+            await asyncio.gather(*(one(wave * 40 + i) for i in range(40)))
+        troubles.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await troubles
+        await h.until(lambda: h.router.num_submissions == 0 and not any(d.running for d in decodes))
+        assert outcomes["whole"] > 80
+        assert set(outcomes) <= {"whole", "cancelled", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
+        assert h.count("retries") > 0

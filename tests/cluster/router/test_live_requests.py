@@ -1,0 +1,81 @@
+"""Exactly-once, in-order delivery, and what an attempt leaves to the next."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.router.live_requests import LiveRequest
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+
+
+def live(prompt_len: int = 8, max_tokens: int = 10) -> LiveRequest:
+    sampling = generate_pb2.SamplingParams(max_tokens=max_tokens)
+    return LiveRequest(id="r/a", choice=0, prompt_ids=range(prompt_len), sampling=sampling, arrived_s=0.0)
+
+
+def token(index: int) -> pb.TokenOutput:
+    return pb.TokenOutput(request_id="r/a", index=index, token_id=100 + index)
+
+
+def indices(tokens: list[pb.TokenOutput]) -> list[int]:
+    return [t.index for t in tokens]
+
+
+def test_an_early_token_waits_and_a_late_one_is_dropped() -> None:
+    request = live()
+    assert indices(request.take(token(1))) == []
+    assert indices(request.take(token(2))) == []
+    assert indices(request.take(token(0))) == [0, 1, 2]
+    assert indices(request.take(token(1))) == []
+    assert indices(request.take(token(3))) == [3]
+    assert request.output_ids == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_with_repeats_is_delivered_once_and_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    arrivals = [index for index in range(20) for _ in range(rng.randint(1, 3))]
+    rng.shuffle(arrivals)
+    request, delivered = live(max_tokens=20), []
+    for index in arrivals:
+        delivered += indices(request.take(token(index)))
+    assert delivered == list(range(20))
+
+
+def test_a_new_attempt_has_a_name_of_its_own_and_carries_the_tokens_so_far() -> None:
+    request = live()
+    request.take(token(0))
+    request.take(token(1))
+    request.take(token(5))  # early: it will be made again
+    request.begin_attempt(1.0)
+    state = request.state("router")
+    assert (state.request_id, state.attempt) == ("r/a#2", 2)
+    assert list(state.output_ids) == [100, 101]
+    assert indices(request.take(token(2))) == [2]
+    assert request.tokens_left == 7
+
+
+def test_recomputed_tokens_are_those_that_an_earlier_attempt_had_computed_and_no_cache_holds() -> None:
+    request = live(prompt_len=100)
+    request.begin_attempt(0.5)  # lost while it waited: nothing was computed
+    request.on_prefill_started(cached_tokens=0)
+    assert request.recomputed_tokens == 0
+    for index in range(5):
+        request.take(token(index))
+    request.begin_attempt(1.0)
+    request.on_prefill_started(cached_tokens=64)
+    assert request.recomputed_tokens == 104 - 64  # the KV of the last token had not been computed
+    receipt = request.receipt_to_proto()
+    assert receipt is not None
+    assert receipt.recomputed_tokens == 40
+
+
+def test_cached_tokens_are_those_of_the_first_attempt() -> None:
+    request = live(prompt_len=100)
+    request.on_prefill_started(cached_tokens=16)
+    request.begin_attempt(1.0)
+    request.on_prefill_started(cached_tokens=96)
+    assert request.cached_tokens == 16

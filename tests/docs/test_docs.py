@@ -1,0 +1,188 @@
+"""The documentation names what there is: every spec key, command, flag, metric and field, and none besides."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from cluster.router.metrics import HISTOGRAMS, PREFIX, _Exposed
+from cluster.spec.model import DECODE_KEYS, PREFILL_KEYS, ClusterSpec, PoolSpec, RouterSpec, TransferSpec, parse_spec
+from kvrelay.cli import main as cli
+from kvrelay.v1 import generate_pb2
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+SERVING = (ROOT / "docs" / "serving.md").read_text()
+MODELS = {"Cluster": ClusterSpec, "Router": RouterSpec, "Pool": PoolSpec, "Transfer": TransferSpec}
+
+
+def section(heading: str) -> str:
+    """The text under a heading of docs/serving.md, to the next heading of any level."""
+    match = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", SERVING, re.MULTILINE | re.DOTALL)
+    assert match, f"docs/serving.md has no section {heading}"
+    return match[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each table row, without the tables' heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    heads = {i - 1 for i, line in enumerate(lines) if re.fullmatch(r"[|\s:-]+", line)}
+    return [row for i, row in enumerate(cells) if i not in heads and i - 1 not in heads]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# The spec
+
+
+@pytest.mark.parametrize("part", MODELS)
+def test_every_spec_key_is_described_and_no_other(part: str) -> None:
+    described = [code(row[0])[0] for row in rows(section(f"{part} keys"))]
+    assert sorted(described) == sorted(MODELS[part].model_fields)
+
+
+@pytest.mark.parametrize("part", MODELS)
+def test_the_defaults_of_spec_keys_are_the_real_ones(part: str) -> None:
+    at = 2 if part == "Pool" else 1
+    for row in rows(section(f"{part} keys")):
+        field = MODELS[part].model_fields[code(row[0])[0]]
+        if field.is_required():
+            assert row[at] == "required", row[0]
+            continue
+        written = yaml.safe_load(code(row[at])[0])
+        default = {} if isinstance(field.default, BaseModel) else field.default
+        assert written == (list(default) if isinstance(default, tuple) else default), row[0]
+
+
+def test_pool_keys_say_which_role_they_are_for() -> None:
+    for row in rows(section("Pool keys")):
+        key = code(row[0])[0]
+        assert row[1] == ("prefill" if key in PREFILL_KEYS else "decode" if key in DECODE_KEYS else "both"), key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_specs_in_the_text_can_be_used(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        parse_spec(yaml.safe_load(block))
+
+
+# The command
+
+
+def commands() -> dict[str, dict[str, bool]]:
+    """Each command's flags: whether they are shown in its help."""
+    cli._register()
+    group: Any = typer.main.get_command(cli.app)
+    return {
+        name: {
+            flag: not getattr(parameter, "hidden", False)
+            for parameter in command.params
+            if parameter.param_type_name == "option"
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for name, command in group.commands.items()
+    }
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_of_a_command_is_described_and_no_other(command: str) -> None:
+    described = {flag for row in rows(section(f"`kvrelay {command}`")) for flag in code(row[0])}
+    assert described == {flag for flag, is_shown in COMMANDS[command].items() if is_shown}
+
+
+def typed(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `kvrelay ...` that a page asks the reader to type."""
+    text = page.read_text()
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    inline = re.findall(r"`(kvrelay [^`]+)`", text)
+    for line in [*lines, *inline]:
+        for call in re.split(r"&&|\||;|'", line):
+            words = shlex.split(call, comments=True) if call.count('"') % 2 == 0 else []
+            if words and words[0].rpartition("/")[2] == "kvrelay":
+                yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for words in typed(page):
+        assert words[0] in COMMANDS, f"kvrelay {' '.join(words)}"
+        flags = [word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)]
+        assert set(flags) <= set(COMMANDS[words[0]]), f"kvrelay {' '.join(words)}"
+
+
+def test_the_pages_do_show_commands() -> None:
+    assert len([words for page in PAGES for words in typed(page)]) > 20
+
+
+# The API and the metrics
+
+
+def test_every_sampling_field_is_described_and_no_other() -> None:
+    tables = rows(section("gRPC"))
+    fields = [field.name for field in generate_pb2.SamplingParams.DESCRIPTOR.fields]
+    described = [code(row[0])[0] for row in tables if len(row) == 3]
+    assert described == fields
+
+
+def test_every_method_is_described() -> None:
+    methods = {method.name for method in generate_pb2.DESCRIPTOR.services_by_name["Generate"].methods}
+    assert methods <= {name for row in rows(section("gRPC")) for name in code(row[0])}
+
+
+def test_every_metric_is_described_and_no_other() -> None:
+    described = {name for row in rows(section("Metrics")) for name in code(row[0]) if name.startswith(PREFIX)}
+    scraped = _Exposed(Counter(), lambda: "model", lambda: ()).collect()
+    others = {f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in scraped}
+    assert described == {PREFIX + name for name in HISTOGRAMS} | others
+
+
+def test_every_counter_of_workers_is_described() -> None:
+    folders = ("worker", "prefill_worker", "decode_worker", "kv_transfer")
+    source = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    counters = set(re.findall(r'counters\["(\w+)"\]', source))
+    assert len(counters) > 15
+    assert counters <= {name for row in rows(section("Metrics")) for cell in row for name in code(cell)}
+
+
+# Links, and the tables of benchmarks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_benchmarks_page_takes_every_result() -> None:
+    found = importlib.util.spec_from_file_location("fill_benchmarks", ROOT / "docs" / "fill_benchmarks.py")
+    assert found is not None
+    assert found.loader is not None
+    fill = importlib.util.module_from_spec(found)
+    found.loader.exec_module(fill)
+    page = fill.filled((ROOT / "docs" / "benchmarks.md").read_text())
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        assert f"<!-- {path.stem} -->" in page, path.name
+        assert f"`{path.relative_to(ROOT)}` is not there" not in page
+    assert fill.filled(page) == page

@@ -1,0 +1,336 @@
+"""An engine over several processes keeps the promise of one: the same tokens, the same bits in any batch and chunking.
+
+What a lost process breaks is told, and none is left behind, whoever dies first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.attention.hooks import UnsupportedModel
+from engine.engine import Engine, EngineOptions
+from engine.execution import EngineBroken, run_step
+from engine.pages.layout import KvLayout, LayerKv
+from engine.pages.memory import KvMemory
+from engine.parallel.leader import Ranks
+from engine.parallel.sharding import HeadSlice, Shard
+from engine.types import Chunk, SampleSpec, SamplingParams, Step
+from tests.engine.attention.contract import CASES, PREFILL_LENGTHS, Batch
+from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
+from tests.zoo import make_tiny_model
+
+NAMES = ("qwen3", "mistral")  # and a llama in four
+NEW_TOKENS = 12
+SOON_S = 20.0
+SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    found = {
+        name: save(tmp_path_factory.mktemp(name), config_class, **changes)
+        for name, (config_class, changes) in MODELS.items()
+    }
+    return found | {"four_kv_heads": save(tmp_path_factory.mktemp("wide"), "LlamaConfig", num_key_value_heads=4)}
+
+
+def load(directory: str, size: int, **options: Any) -> Engine:
+    fixed: dict[str, Any] = {"dtype": "float32", "num_pages": 64, "threads": 1}
+    return Engine.load(EngineOptions(model=directory, tensor_parallel=size, **fixed, **options))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest, directories: dict[str, str]) -> Iterator[tuple[Engine, Engine]]:
+    """The same model in one process and in two."""
+    two = load(directories[request.param], 2)
+    yield load(directories[request.param], 1), two
+    two.close()
+
+
+def tokens_of(
+    engine: Engine, params: SamplingParams, chunk: int, lengths: tuple[int, ...] = LENGTHS
+) -> list[list[int]]:
+    """Every unfinished request takes part in every step, its prompt in chunks."""
+    sequences = [list(prompt) for prompt in prompts(lengths)]
+    tables = page_tables(engine, [len(s) + NEW_TOKENS for s in sequences])
+    done, ends = [0] * len(sequences), [len(s) + NEW_TOKENS for s in sequences]
+    while any(len(s) < end for s, end in zip(sequences, ends, strict=True)):
+        chunks = []
+        for i, sequence in enumerate(sequences):
+            if len(sequence) == ends[i]:
+                continue
+            start, done[i] = done[i], min(done[i] + chunk, len(sequence))
+            sample = SampleSpec(params=params, position=done[i]) if done[i] == len(sequence) else None
+            ids = sequence[start : done[i]]
+            chunks.append(Chunk(request_id=str(i), token_ids=ids, start=start, block_table=tables[i], sample=sample))
+        for token in engine.step(Step(chunks=chunks)):
+            sequences[int(token.request_id)].append(token.token_id)
+    return [sequence[-NEW_TOKENS:] for sequence in sequences]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(pids: tuple[int, ...]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not all(is_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"some of the processes {pids} live on"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_two_processes_give_the_tokens_of_one(pair: tuple[Engine, Engine], params: SamplingParams) -> None:
+    one, two = pair
+    wanted = tokens_of(one, params, chunk=512)
+    assert tokens_of(two, params, chunk=512) == wanted
+    assert tokens_of(two, params, chunk=16) == wanted
+
+
+def test_logits_are_the_same_bits_in_any_batch_and_chunking(pair: tuple[Engine, Engine]) -> None:
+    _, two = pair
+    wanted = all_logits(two, prompts(), chunk=512, together=False)
+    for chunk, together in ((512, True), (7, True)):
+        got = all_logits(two, prompts(), chunk, together)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), f"chunks of {chunk}"
+
+
+def test_a_layer_is_reported_when_every_process_has_written_its_heads(pair: tuple[Engine, Engine]) -> None:
+    one, two = pair
+    assert one.info == two.info
+    assert one.layout == two.layout
+    ids = prompts((20,))[0]
+    seen: dict[str, list[torch.Tensor]] = {"one": [], "two": []}
+    for name, engine in (("one", one), ("two", two)):
+        for layer in range(engine.layout.num_layers):
+            engine.memory.k(layer).zero_()
+            engine.memory.v(layer).zero_()
+
+        def copy_pages(layer: int, engine: Engine = engine, name: str = name) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            assert layer == len(seen[name])
+            seen[name].append(torch.stack([engine.memory.k(layer)[[4, 2]], engine.memory.v(layer)[[4, 2]]]))
+
+        chunk = Chunk(request_id="a", token_ids=ids, start=0, block_table=[4, 2])
+        engine.step(Step(chunks=[chunk], on_layer=copy_pages))
+    assert len(seen["two"]) == one.layout.num_layers
+    for layer, (got, wanted) in enumerate(zip(seen["two"], seen["one"], strict=True)):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
+        assert got[:, 0].abs().sum(-1).gt(0).all(), f"layer {layer}: a head is missing"
+
+
+def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(directories: dict[str, str]) -> None:
+    directory = directories["four_kv_heads"]
+    one, four = load(directory, 1), load(directory, 4)
+    try:
+        for params in (GREEDY, SEEDED):
+            assert tokens_of(four, params, chunk=16) == tokens_of(one, params, chunk=512)
+        pids = four._ranks.pids  # type: ignore[union-attr]
+        os.kill(pids[1], signal.SIGKILL)
+        step = Step(chunks=[Chunk(request_id="a", token_ids=[5, 6], start=0, block_table=[0])] * 2)
+        with pytest.raises(EngineBroken, match=rf"^rank 2 \(process {pids[1]}\) was ended by signal 9$"):
+            run_step(four, step)
+        with pytest.raises(EngineBroken, match="was ended by signal 9"):
+            four.check()
+        wait_until_gone(pids)
+    finally:
+        four.close()
+
+
+def test_processes_end_with_their_engine_and_with_its_process(directories: dict[str, str]) -> None:
+    script = (
+        "import sys, time; from engine.engine import Engine, EngineOptions\n"
+        "engine = Engine.load(EngineOptions(model=sys.argv[1], num_pages=8, threads=1, tensor_parallel=2,"
+        " dtype='float32', parity_check=False))\n"
+        "print(*engine._ranks.pids, flush=True); time.sleep(600)"
+    )
+    root = str(Path(__file__).resolve().parents[3])
+    leader = subprocess.Popen([sys.executable, "-c", script, directories["llama"]], stdout=subprocess.PIPE, cwd=root)
+    try:
+        assert leader.stdout is not None
+        pids = tuple(map(int, leader.stdout.readline().split()))
+        assert len(pids) == 1
+        assert not any(is_gone(pid) for pid in pids)
+    finally:
+        leader.kill()
+        leader.wait()
+    wait_until_gone(pids)
+
+
+REFUSED = {
+    "gpt2": "GPT2LMHeadModel has no tensor-parallel plan in transformers, and tensor_parallel is 2; "
+    "give tensor_parallel 1",
+    "mixtral": "MixtralForCausalLM cuts layers.*.mlp.experts.gate_up_proj as packed_colwise by its tensor-parallel "
+    "plan, and only colwise and rowwise are known here; give tensor_parallel 1, and not 2",
+    "deepseek": "DeepseekV3ForCausalLM keeps its KV as latents (multi-head latent attention), and tensor_parallel is "
+    "2; give tensor_parallel 1",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_cut_is_refused_by_name(directories: dict[str, str], name: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load(directories[name], 2)
+    assert str(caught.value) == REFUSED[name]
+
+
+def test_a_model_whose_norms_cannot_be_cut_is_refused_when_they_are_found(tmp_path: Path) -> None:
+    directory = make_tiny_model("cohere", tmp_path / "cohere")  # a norm with a weight for each head
+    with pytest.raises(UnsupportedModel, match=r"^cut for tensor_parallel 2, CohereForCausalLM cannot run on packed"):
+        load(str(directory), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "reason"),
+    [
+        ({}, 3, "tensor_parallel is 3, which does not divide 2 KV heads; give 1 or 2"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 8},
+            3,
+            "tensor_parallel is 3, which does not divide 8 KV heads; give 1, 2, 4 or 8",
+        ),
+        (
+            {"intermediate_size": 129},
+            2,
+            "tensor_parallel is 2, which does not divide 129 columns of the MLP (intermediate_size); give 1",
+        ),
+    ],
+)
+def test_a_degree_that_does_not_divide(tmp_path: Path, changes: dict[str, int], size: int, reason: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load(save(tmp_path, "LlamaConfig", **changes), size)
+    assert str(caught.value) == reason
+
+
+def test_options_that_do_not_go_with_it() -> None:
+    with pytest.raises(ValueError, match=r"^tensor_parallel is 0; give a whole number of 1 or more$"):
+        load("anything", 0)
+    with pytest.raises(ValueError, match=r"^tensor_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two$"):
+        load("anything", 2, kv_dtype="fp8_e4m3")
+    options = EngineOptions(model="anything", tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"^tensor_parallel is 2, and on GPUs only 1 is served; give replicas"):
+        Ranks.started(options, torch.device("cuda"))
+
+
+# Without processes: ranks as threads
+
+
+class Meeting:
+    """The collectives of `size` threads."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=SOON_S)
+
+    def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[rank] = x
+        self.barrier.wait()
+        found = list(self.parts)
+        self.barrier.wait()
+        return found
+
+
+class Member:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.all(self.rank, x)).sum(0)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.meeting.all(self.rank, x), dim=-1)
+
+
+CUT_ANYHOW = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "starcoder2", "granite", "phi")
+
+
+@pytest.mark.parametrize("name", CUT_ANYHOW)
+def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> None:
+    from engine.parallel import sharding
+    from engine.weights.loader import probe_model, set_attention
+
+    directory = make_tiny_model(name, tmp_path / name)
+    ids = torch.randint(5, 500, (1, 40), generator=torch.Generator().manual_seed(3))
+
+    def fresh() -> transformers.PreTrainedModel:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        for parameter in model.parameters():  # tiny models begin without biases worth the name
+            if parameter.dim() == 1:
+                parameter.data += torch.linspace(-0.1, 0.1, parameter.numel())
+        return model.eval().requires_grad_(False)
+
+    whole, meeting, told = fresh(), Meeting(2), [[], []]  # type: ignore[var-annotated]
+    sharding.check_config(whole.config, 2)
+    wanted = whole(input_ids=ids, use_cache=False).logits
+    got: dict[int, torch.Tensor] = {}
+    models = [fresh() for _ in range(2)]  # one by one: transformers patches its own classes while it loads
+
+    def run(rank: int) -> None:
+        model = models[rank]
+        probe = probe_model(model, 64)
+        cuts = sharding.shard_model(model, Shard(rank, 2), probe.layer_of)
+        sharding.check_shapes(model, probe, 64, Shard(rank, 2))
+        set_attention(model, "eager")
+        sharding.connect(cuts, Member(meeting, rank), told[rank].append)
+        with torch.inference_mode():
+            got[rank] = model(input_ids=ids, use_cache=False).logits
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(2):
+        torch.testing.assert_close(got[rank], wanted, rtol=1e-4, atol=1e-4)
+        assert told[rank] == list(range(whole.config.num_hidden_layers))
+
+
+# A rank's heads in pages that hold all heads
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_backend_on_some_heads_of_a_page_gives_the_bits_of_pages_of_their_own(backend: str) -> None:
+    from engine.attention.registry import make_backend
+
+    batch = Batch(CASES["grouped queries"], torch.bfloat16, make_backend(backend, torch.bfloat16), PREFILL_LENGTHS)
+    spans = {i: range(n) for i, n in enumerate(batch.lengths)}
+    wanted = batch.run(spans)
+    own = batch.k_pages, batch.v_pages
+    for first in (0, own[0].shape[2]):  # the lower half of the heads of wider pages, and the upper
+        wide = [torch.full_like(torch.cat((pages, pages), dim=2), float("nan")) for pages in own]
+        batch.k_pages, batch.v_pages = (pages[:, :, first : first + own[0].shape[2]] for pages in wide)
+        got = batch.run(spans)
+        assert all(torch.equal(got[i], wanted[i]) for i in spans)
+        for written, wide_pages, pages in zip((batch.k_pages, batch.v_pages), wide, own, strict=True):
+            assert torch.equal(written.nan_to_num(), pages.nan_to_num())
+            assert wide_pages.isnan().sum() == pages.isnan().sum() + pages.numel(), "the other heads' half is written"
+
+
+def test_slices_of_heads_are_the_whole_page_and_share_its_bytes() -> None:
+    memory = KvMemory(KvLayout(4, "float32", (LayerKv(4, 8, 16),) * 2, 3))
+    other = KvMemory(memory.layout, fd=os.dup(memory.fd or -1))
+    for rank in range(2):
+        HeadSlice(other, Shard(rank, 2)).v(1).fill_(rank + 1)
+    heads = memory.v(1)[2, 3, :, 0].tolist()
+    assert heads == [1, 1, 2, 2]
+    assert not memory.k(1).any()
+    for shown in (memory, other):
+        shown.close()

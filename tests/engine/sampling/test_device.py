@@ -1,0 +1,119 @@
+"""Sampling on the device follows engine/sampling/host.py: the same numbers, the same rules, the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from engine.sampling.device import SamplingPlan, draw, results, uniforms
+from engine.sampling.host import sample
+from engine.sampling.rng import uniform
+from engine.types import SampledToken, SampleSpec, SamplingParams
+
+VOCAB = 700
+EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63 - 1]
+
+
+def test_uniform_numbers_are_the_host_s_to_the_last_bit() -> None:
+    rng = random.Random(0)
+    pairs = [(seed, position) for seed in EDGES for position in EDGES]
+    pairs += [(rng.getrandbits(63), rng.getrandbits(20)) for _ in range(500)]
+    seeds, positions = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    assert uniforms(seeds, positions).tolist() == [uniform(seed, position) for seed, position in pairs]
+
+
+def on_device(logits: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+    plan = SamplingPlan.of([str(i) for i in range(len(specs))], specs)
+    placed = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    return results(plan, draw(logits, plan, placed).tensors())
+
+
+def assert_same(logits: torch.Tensor, specs: list[SampleSpec]) -> None:
+    wanted = sample(logits, specs)
+    got = on_device(logits, specs)
+    assert [token.token_id for token in got] == [token_id for token_id, _, _ in wanted]
+    for token, (_, logprob, top) in zip(got, wanted, strict=True):
+        assert (token.logprob is None) == (logprob is None)
+        if logprob is None or token.logprob is None:
+            continue
+        assert token.logprob.logprob == pytest.approx(logprob.logprob, abs=1e-9)
+        assert [t.token_id for t in token.top_logprobs] == [t.token_id for t in top]
+        assert [t.logprob for t in token.top_logprobs] == pytest.approx([t.logprob for t in top], abs=1e-9)
+
+
+def logits_of(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def spec(row: int, **changes: object) -> SampleSpec:
+    fields = {f.name for f in dataclasses.fields(SampleSpec)}
+    own = {key: changes.pop(key) for key in list(changes) if key in fields}
+    return SampleSpec(params=SamplingParams(seed=7 * row + 1, **changes), position=row + 3, **own)  # type: ignore[arg-type]
+
+
+WAYS = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.7},
+    "hot": {"temperature": 50.0},
+    "cold": {"temperature": 1e-6},
+    "top_k": {"top_k": 5},
+    "top_k of one": {"top_k": 1},
+    "top_k beyond the vocabulary": {"top_k": 10**6},
+    "top_p": {"top_p": 0.7},
+    "tiny top_p": {"top_p": 1e-9},
+    "min_p": {"min_p": 0.2},
+    "all three": {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8},
+    "bans": {"temperature": 0.0, "banned_ids": tuple(range(0, VOCAB, 2))},
+    "bans at random": {"banned_ids": tuple(range(0, VOCAB, 2)), "top_k": 3},
+    "repetition": {"repetition_penalty": 1.8, "prompt_ids": (1, 2, 2, 3), "output_ids": (3, 9)},
+    "frequency and presence": {"frequency_penalty": 0.7, "presence_penalty": -0.4, "output_ids": (9, 9, 9, 12)},
+    "frequency, no output yet": {"frequency_penalty": 0.7},
+    "logprobs": {"logprobs": 4, "temperature": 0.6},
+    "logprob of the token alone": {"logprobs": 0},
+    "penalties do not touch logprobs": {"logprobs": 2, "repetition_penalty": 3.0, "prompt_ids": tuple(range(50))},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_every_row_draws_the_host_s_token(way: dict[str, object]) -> None:
+    assert_same(logits_of(40), [spec(row, **way) for row in range(40)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_all_ways_together_draw_the_host_s_tokens(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    specs = [spec(row, **rng.choice(list(WAYS.values()))) for row in range(60)]  # type: ignore[arg-type]
+    assert_same(logits_of(60, seed, dtype), specs)
+
+
+def test_ties_fall_to_the_lowest_id() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, [500, 20, 90]] = 4.0
+    assert_same(logits, [spec(0, temperature=0.0), spec(1, top_k=2), spec(2, top_p=0.01)])
+    assert on_device(logits, [spec(0, temperature=0.0)] * 3)[0].token_id == 20
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_named_and_the_others_draw(poison: float, temperature: float) -> None:
+    logits = logits_of(3)
+    logits[1, 77] = poison
+    specs = [spec(row, temperature=temperature, top_p=0.9) for row in range(3)]
+    first, bad, last = on_device(logits, specs)
+    assert bad.token_id == -1
+    assert "logits of row 1 hold NaN" in bad.error
+    wanted = sample(logits[[0, 2]], [specs[0], specs[2]])
+    assert [first.token_id, last.token_id] == [token_id for token_id, _, _ in wanted]
+
+
+def test_a_row_with_every_id_banned_is_an_error() -> None:
+    [token] = on_device(logits_of(1), [spec(0, banned_ids=tuple(range(VOCAB)))])
+    assert "no finite value that may be drawn" in token.error
+
+
+def test_greedy_rows_upload_nothing() -> None:
+    assert SamplingPlan.of(["a"], [spec(0, temperature=0.0)]).arrays == {}

@@ -1,0 +1,143 @@
+"""A plan file says what to send and what is predicted; what was measured is read request by request."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.run import Settings, timed_shapes
+from kvrelay.calibrate import verifying
+from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
+from kvrelay.plan.planning import asked, plan_object
+from kvrelay.plan.request import PlanRequest
+from placement.catalogs.base import PlanError
+from placement.checks.verification import predict
+from placement.latency.profile_file import write_profile
+from placement.plan import Plan, Slo
+from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point
+from tests.placement.latency.test_profile import profile
+
+pytestmark = pytest.mark.unit
+
+TRACE = Path(__file__).parents[3] / "configs" / "workloads" / "azure-conv-2023.csv"
+WORKLOAD: dict[str, Any] = {"trace": TRACE, "trace_scale": 0.25, "max_input_len": 500, "ttft": "500ms", "tpot": "50ms"}
+
+
+def plan_file(folder: Path, plan: Plan, request: PlanRequest) -> Path:
+    path = folder / "plan.json"
+    path.write_text(json.dumps(plan_object(replace(plan, asked=asked(request)))))
+    return path
+
+
+def one_to_two() -> Plan:
+    """One prefill and two decode workers, asked for 2 requests/s."""
+    chosen = goodput(apart((1, 1), (1, 2)), 2.5)
+    return replace(PLAN, chosen=chosen, at_rate=point(2.0, 2.5), slo=Slo(ttft_s=0.5, tpot_s=0.05))
+
+
+def test_a_plan_made_from_a_profile_is_verified_by_it(tmp_path: Path) -> None:
+    write_profile(profile(client_s=0.003), tmp_path / "profile.json")
+    request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, seed=7, **WORKLOAD)
+    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {"num_prompts": 30})
+    assert [worker.name for worker in question.cluster.workers] == ["prefill-0", "decode-0", "decode-1"]
+    assert question.slo == Slo(ttft_s=0.5, tpot_s=0.05)
+    assert (question.client_s, question.error, question.source) == (0.003, 0.05, "plan.json")
+    settings = question.settings
+    assert (settings.request_rate, settings.num_prompts, settings.seed) == (2.0, 30, 7)
+    workload = verifying.workload_of(settings)
+    assert len(workload) == 30
+    assert workload.prompt_len.max() <= 500
+
+
+def test_what_is_simulated_is_what_is_sent() -> None:
+    """Lengths and times, whatever the prompts' tokens are."""
+    settings = Settings(num_prompts=40, request_rate=3.0, trace=TRACE, trace_scale=0.25, seed=3)
+    workload = verifying.workload_of(settings)
+    sent = timed_shapes(replace(settings, prompt_seed=99))
+    assert workload.arrival_s.tolist() == [at_s for _, at_s in sent]
+    assert workload.prompt_len.tolist() == [shape.input_len for shape, _ in sent]
+    assert workload.output_len.tolist() == [shape.output_len for shape, _ in sent]
+
+
+def test_a_plan_made_from_first_principles_is_verified_by_them(tmp_path: Path) -> None:
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=3, **WORKLOAD)
+    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
+    assert [worker.role for worker in question.cluster.workers] == ["prefill", "decode", "decode"]
+    assert question.cluster.workers[0].latency.source.startswith("roofline")
+
+
+def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=8, **WORKLOAD)
+    with pytest.raises(PlanError, match="chose colocated workers"):
+        verifying.of_plan(plan_file(tmp_path, COLOCATED, request), {})
+
+
+def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
+    write_profile(profile(), tmp_path / "profile.json")
+    request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, **WORKLOAD)
+    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
+    verifying.check_alike(question, status("prefill", "decode", "decode"))
+    with pytest.raises(PlanError, match="is for 2 decode workers, and 1 are ready"):
+        verifying.check_alike(question, status("prefill", "decode"))
+
+
+def status(*roles: str) -> ClusterStatus:
+    workers = tuple(
+        WorkerState(
+            name=f"{role}-{i}",
+            role=role,
+            address="",
+            state="ready",
+            num_waiting=0,
+            num_running=0,
+            waiting_tokens=0,
+            available_pages=0,
+            cached_pages=0,
+            total_pages=0,
+            leased_pages=0,
+            report_age_s=0.0,
+            losses=0,
+            reason="",
+        )
+        for i, role in enumerate(roles)
+    )
+    return ClusterStatus(router_id="r", model="m", uptime_s=1.0, num_queued=0, num_in_flight=0, workers=workers)
+
+
+def test_what_was_measured_stands_in_the_order_of_the_requests() -> None:
+    timeline = Timeline(
+        phases_s={"route": 0.1, "prefill": 0.3},
+        ttft_s=0.4,
+        tpot_s=0.1,
+        e2e_s=0.6,
+        prefill_worker="p",
+        decode_worker="d",
+        attempts=1,
+    )
+    good = Outcome(index=0, due_s=1.0, input_len=5, token_times_s=[1.5, 1.7], output_len=2, timeline=timeline)
+    late = Outcome(index=1, due_s=2.0, input_len=5, code="UNAVAILABLE", message="gone")
+    seen = verifying.seen([good, late])
+    np.testing.assert_allclose(seen.ttft_s, [0.5, math.nan])
+    np.testing.assert_allclose(seen.tpot_s, [0.2, math.nan])
+    np.testing.assert_allclose(seen.e2e_s, [0.7, math.nan])
+    assert seen.phases_s == {"route": 0.1, "prefill": 0.3}
+    assert seen.failed == 1
+
+
+def test_a_run_for_the_margin_says_how_far_off_the_p90s_were() -> None:
+    settings = Settings(num_prompts=60, request_rate=2.0, random_input_len=100, random_output_len=10)
+    question = verifying.of_profile_values(profile(), settings, Slo(ttft_s=1.0), "p.json")
+    prediction = verifying.foretell(question)
+    expected = prediction.expected
+    measured = replace(expected, ttft_s=expected.ttft_s * 1.2, tpot_s=expected.tpot_s * 0.9)
+    run = verifying.margin_run(question, verifying.judge(question, prediction, measured))
+    assert (run.ttft, run.tpot) == pytest.approx((0.2, -0.1))
+    assert (run.source, run.num_requests, run.counts) == ("p.json", 60, True)
+    assert predict(question.cluster, verifying.workload_of(settings)).error == 0.02

@@ -1,0 +1,163 @@
+"""What is written of a plan: its words, a JSON of everything, a spec that `kvrelay up` takes."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from cluster.spec.model import load_spec
+from kvrelay.plan import words as plan_words
+from kvrelay.plan.planning import save
+from kvrelay.plan.request import build_request
+from kvrelay.plan.tables import tables
+from placement.plan import Interval, Plan, Slo, to_json
+from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[3]
+REQUEST = build_request(ROOT / "configs/plans/llama-8b-chat.yaml", {})
+TP_1 = goodput(apart((1, 4), (1, 4)), 9.0)
+SERVED = replace(PLAN, chosen=TP_1, tried=(TP_1, *TRIED[6:9]))
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a second or two; test_plan_page.py looks at what is drawn."""
+    monkeypatch.setattr("kvrelay.plan.plots.figures", lambda plan, width: {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(PLAN, REQUEST, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def text(folder: Path) -> str:
+    return (folder / "report.html").read_text()
+
+
+def test_the_page_says_the_answer_the_advice_the_sources_and_what_was_refused(text: str) -> None:
+    plain = html.unescape(text)
+    for sentence in (*plan_words.answer(PLAN), *PLAN.advice, *PLAN.sources.values(), *PLAN.refused.values()):
+        assert sentence in plain
+    for found in PLAN.tried:
+        assert found.candidate.label in plain
+
+
+def test_names_from_outside_are_written_as_text(tmp_path: Path) -> None:
+    evil = replace(PLAN, advice=("<script>alert(1)</script>",), sources={"<b>x": "<img src=x onerror=1>"})
+    save(evil, REQUEST, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "<script" not in text
+    assert "<img" not in text
+
+
+def test_the_json_is_the_whole_plan(folder: Path) -> None:
+    found = json.loads((folder / "plan.json").read_text())
+    assert {key: found[key] for key in to_json(PLAN)} == json.loads(json.dumps(to_json(PLAN)))
+    assert found["answer"]["placement"] == PLAN.chosen.candidate.label
+    assert found["answer"]["goodput"] == {"value": 14.2, "low": pytest.approx(13.49), "high": pytest.approx(14.91)}
+
+
+def test_a_plan_of_tp_1_is_a_spec_that_up_takes(tmp_path: Path) -> None:
+    assert save(SERVED, REQUEST, tmp_path).notes == ()
+    spec = load_spec(tmp_path / "cluster.yaml")
+    assert [(pool.role, pool.replicas, pool.num_gpus) for pool in spec.pools] == [("prefill", 4, 1), ("decode", 4, 1)]
+    prefill, decode = spec.pools
+    assert (prefill.max_batch_tokens, prefill.pack_tokens, decode.max_batch_size) == (2048, 2048, 256)
+    assert prefill.kv_memory == 24_000 * 16 * 131_072  # llama-3.1-8b: 32 layers of 8 heads, 128 wide, K and V, 2 bytes
+    assert spec.model == "meta-llama/Llama-3.1-8B"
+
+
+def test_the_spec_says_how_it_came_about(folder: Path) -> None:
+    text = (folder / "cluster.yaml").read_text()
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    assert "two prefill workers of TP 2 and one decode worker of TP 4" in comment
+    assert "kvrelay plan" in comment
+    data = yaml.safe_load(text)
+    assert [pool["tensor_parallel"] for pool in data["pools"]] == [2, 4]
+    assert [pool["num_gpus"] for pool in data["pools"]] == [2, 4]
+
+
+def test_colocated_is_told_and_the_best_two_pools_are_written(tmp_path: Path) -> None:
+    save(COLOCATED, REQUEST, tmp_path)
+    text = (tmp_path / "cluster.yaml").read_text()
+    assert "which kvrelay does not serve yet" in " ".join(line.lstrip("# ") for line in text.splitlines())
+    assert [pool["role"] for pool in yaml.safe_load(text)["pools"]] == ["prefill", "decode"]
+    assert "Do not disaggregate: run four colocated workers of TP 2" in (tmp_path / "report.html").read_text()
+
+
+def test_where_only_colocated_works_there_is_no_spec(tmp_path: Path) -> None:
+    only = replace(COLOCATED, tried=TRIED[6:9])
+    save(only, REQUEST, tmp_path)
+    assert not (tmp_path / "cluster.yaml").exists()
+    assert "only colocated workers meet the targets" in (tmp_path / "report.html").read_text()
+
+
+def test_classes_have_targets_of_their_own() -> None:
+    classes = [{"name": "people", "share": 0.7}, {"name": "jobs", "share": 0.3}]
+    asked = replace(PLAN, asked={**PLAN.asked, "classes": classes}, slo=Slo())
+    told = plan_words.answer(asked)[1]
+    assert told.startswith("This meets the targets of people and jobs for as many of each as asked up to ")
+    assert plan_words.answer(PLAN)[1].startswith(
+        "This meets TTFT of 250 ms and TPOT of 25 ms for 90% of requests up to "
+    )
+
+
+@pytest.mark.parametrize("plan", [PLAN, COLOCATED, SERVED], ids=["two pools", "colocated", "tp 1"])
+def test_the_terminal_shows_the_answer_and_the_alternatives(plan: Plan) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    for table in tables(plan):
+        console.print(table)
+    text = " ".join(console.export_text().split())
+    assert plan_words.answer(plan)[0] in text
+    for found in plan.tried[:3]:
+        assert found.candidate.label in text
+    assert plan.advice[0] in text
+
+
+def test_infinite_ends_of_intervals_are_shown_and_written(tmp_path: Path) -> None:
+    wild = Interval(float("inf"), 0.2, float("inf"))
+    point = replace(PLAN.at_rate, ttft_s={"50": wild, "90": wild, "99": wild}, is_settled=False)
+    save(replace(PLAN, at_rate=point), REQUEST, tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["at_rate"]["ttft_s"]["50"]["value"] is None
+    assert "limit before this interval was narrow" in (tmp_path / "report.html").read_text()
+
+
+def test_verdicts() -> None:
+    """Each kind of comparison has its own sentence."""
+    apart_best, together_best = TRIED[0], TRIED[6]
+    assert plan_words.verdict(PLAN).startswith("Two pools serve 1.6 times")
+    assert plan_words.verdict(replace(PLAN, tried=(apart_best,))) == ""
+    none = replace(together_best, goodput=Interval(0, 0, 0))
+    assert "No colocated placement meets" in plan_words.verdict(replace(PLAN, tried=(apart_best, none)))
+    close = replace(together_best, goodput=Interval(13.9, 13.0, 14.5))
+    assert "come out alike" in plan_words.verdict(replace(PLAN, tried=(apart_best, close)))
+    better = replace(together_best, goodput=Interval(28.4, 28.0, 29.0))
+    assert plan_words.verdict(replace(PLAN, tried=(better, apart_best))).startswith("Colocated workers serve 2 times")
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [("cost", "The best colocated placement takes $40.00 an hour for it."), ("power", "takes 9 kW for it.")],
+)
+def test_what_is_to_be_cheap_is_compared_by_what_it_takes(objective: str, told: str) -> None:
+    dear = replace(TRIED[6], usd_per_hour=40.0, watts=9000.0)
+    assert told in plan_words.verdict(replace(PLAN, objective=objective, tried=(TRIED[0], dear)))
+    same = replace(PLAN, objective=objective, tried=(TRIED[0], TRIED[6]))
+    assert plan_words.verdict(same).startswith("Two pools serve")
+
+
+def test_an_out_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match=r"--out is .*file, where plan.json cannot be written"):
+        save(PLAN, REQUEST, tmp_path / "file")

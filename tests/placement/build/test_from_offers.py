@@ -1,0 +1,63 @@
+"""assemble: a candidate is simulated as the cluster that its spec makes, handoffs and reports too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.spec.model import parse_spec
+from kvrelay.plan.cluster_file import spec_data
+from placement.build.from_offers import assemble, offers_of, pair_of
+from placement.catalogs.base import Degrees
+from placement.build.from_spec import RooflineWorkers, sim_cluster
+from placement.latency.hardware import load_hardware
+from placement.latency.model_shape import load_shape
+from placement.plan import Goodput, Interval
+from placement.catalogs.roofline import RooflineCatalog
+from placement.simulator.cluster import SimCluster
+from tests.placement.toys import toy_offer
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 1), (1, 2)])
+def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp: int) -> None:
+    shape, hardware = load_shape("llama-3.1-8b"), load_hardware("h100-sxm")
+    offer_of = offers_of(RooflineCatalog(shape, hardware))
+    offers = offer_of(Degrees(prefill_tp), True), offer_of(Degrees(decode_tp), True)
+    candidate = pair_of((offers[0], 1), (offers[1], 2), hardware.name)
+    planned = assemble(candidate, offer_of, within_node=True)
+    found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
+    data = spec_data(found, "llama-3.1-8b", {hardware.name: shape.kv_bytes_per_token}, has_gpus=True)
+    written = sim_cluster(parse_spec(data), RooflineWorkers(shape, hardware))
+    assert isinstance(planned, SimCluster)
+    assert (planned.message_s, planned.report_gap_s) == (written.message_s, written.report_gap_s)
+    assert (planned.router, planned.handoff_s) == (written.router, written.handoff_s)
+    for one, other in zip(planned.workers, written.workers, strict=True):
+        assert (one.name, one.num_pages, one.page_size) == (other.name, other.num_pages, other.page_size)
+        if one.role == "prefill":
+            assert one.latency.transfer_s(1000) == other.latency.transfer_s(1000)
+            assert one.latency.prefill_s([(1000, 0)]) == other.latency.prefill_s([(1000, 0)])
+            assert replace(one.prefill, pack_tokens=one.prefill.max_batch_tokens) == other.prefill
+        else:
+            assert one.latency.decode_line(8, 9000) == other.latency.decode_line(8, 9000)
+            assert one.decode == other.decode
+
+
+def test_messages_and_handoffs_take_what_was_measured() -> None:
+    offer = replace(toy_offer(), message_s=0.003, handoff_s=0.02)
+    system = assemble(pair_of((offer, 1), (offer, 1), "toy"), lambda degrees, near: offer, within_node=True)
+    assert isinstance(system, SimCluster)
+    assert (system.message_s, system.handoff_s) == (0.003, 0.02)
+
+
+def test_steps_are_packed_as_measured_in_plan_and_spec() -> None:
+    offer = replace(toy_offer(), pack_tokens=128)
+    candidate = pair_of((offer, 1), (offer, 1), "toy")
+    system = assemble(candidate, lambda degrees, near: offer, within_node=True)
+    assert isinstance(system, SimCluster)
+    assert system.workers[0].prefill.pack_tokens == 128
+    found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
+    prefill, decode = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
+    assert (prefill.pack_tokens, "pack_tokens" in decode.model_fields_set) == (128, False)

@@ -1,0 +1,230 @@
+"""From a spec to the simulator: every key that the live system gives its policies arrives there, none is made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.front.server import RouterOptions
+from cluster.router.policy import PolicyOptions
+from cluster.spec.resolve import Machine, resolve, workers_of
+from cluster.spec.model import ClusterSpec, load_spec, parse_spec
+from decode_worker.policy import DecodeLimits
+from placement.build import from_spec
+from placement.catalogs.base import PlanError
+from placement.build.from_spec import ProfileWorkers, RooflineWorkers, colocated_cluster, sim_cluster
+from placement.latency.hardware import load_hardware
+from placement.latency.model_shape import load_shape
+from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
+from placement.simulator.simulate import simulate
+from placement.workload.requests import from_rows
+from prefill_worker.policy import PrefillLimits
+
+unit = pytest.mark.unit
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+ODD: dict[str, Any] = {  # no value is a default
+    "model": "llama-3.1-8b",
+    "page_size": 32,
+    "router": {
+        "max_queued_requests": 11,
+        "max_queued_tokens": 2222,
+        "max_backlog_tokens": 3333,
+        "overcommit": 0.5,
+    },
+    "pools": [
+        {
+            "role": "prefill",
+            "replicas": 2,
+            "max_batch_tokens": 1000,
+            "max_prefill_requests": 7,
+            "pack_tokens": 99,
+            "short_prompt_tokens": 55,
+            "short_share": 0.25,
+            "prefix_cache": False,
+        },
+        {"role": "decode", "name": "tokens", "max_batch_size": 9, "admission": "worst_case", "watermark": 0.1},
+    ],
+}
+WORKLOAD = from_rows([[0.1 * i, 300 + i, 20] for i in range(40)])
+
+
+def roofline(hardware: str = "h200-sxm", model: str = "llama-3.1-8b") -> RooflineWorkers:
+    return RooflineWorkers(load_shape(model), load_hardware(hardware))
+
+
+def profile(**changes: Any) -> Profile:
+    chunks = ((128, 0), (512, 0), (512, 512))
+    options: dict[str, Any] = {
+        "model": {"name": "demo"},
+        "machine": {"cpu": "a CPU"},
+        "date": "2026-11-21",
+        "commit": "none",
+        "page_size": 16,
+        "prefill_pool": PoolFacts(count=1, num_pages=500),
+        "decode_pool": PoolFacts(count=1, num_pages=700),
+        "prefill": tuple(PrefillPoint(chunks=(c,), seconds=c[0] * 3e-4 + c[1] * 1e-5) for c in chunks),
+        "decode": tuple(
+            DecodePoint(batch_size=b, context_tokens=b * c, seconds=0.01 + b * 1e-3 + c * 1e-6)
+            for b in (1, 8)
+            for c in (100, 900)
+        ),
+        "transfer": (TransferPoint(tokens=100, bytes=1000, seconds=0.001, exposed_s=0.001),),
+        "prefill_overhead_s": 0.002,
+        "message_s": 0.0007,
+        "error": Fault(prefill=0.05, decode=0.08),
+    }
+    return Profile(**(options | changes))
+
+
+def spec(**changes: Any) -> ClusterSpec:
+    return parse_spec({"model": "llama-3.1-8b", "pools": [{"role": "prefill"}, {"role": "decode"}]} | changes)
+
+
+def test_every_limit_is_what_the_live_worker_and_router_make_of_the_same_spec() -> None:
+    """The live drivers turn WorkerOptions and RouterOptions into limits; the same options give the same ones here."""
+    odd = parse_spec(ODD)
+    resolved = resolve(odd, Machine(cores=(0, 1), memory_bytes=8 << 30))
+    cluster = sim_cluster(odd, roofline())
+    live = {plan.options.name: plan.options for plan in workers_of(resolved)}
+    assert {worker.name for worker in cluster.workers} == set(live)
+    for worker in cluster.workers:
+        options = live[worker.name]
+        assert (worker.role, worker.prefix_cache) == (options.role, options.prefix_cache)
+        assert worker.prefill == PrefillLimits(
+            max_batch_tokens=options.max_batch_tokens,
+            max_requests=options.max_prefill_requests,
+            pack_tokens=options.pack_tokens,
+            short_prompt_tokens=options.short_prompt_tokens,
+            short_share=options.short_share,
+        )
+        assert worker.decode == DecodeLimits(
+            max_batch_size=options.max_batch_size, admission=options.admission, watermark=options.watermark
+        )
+    keys = {field.name for field in dataclasses.fields(PolicyOptions)}
+    front = RouterOptions(name="r", **{key: getattr(odd.router, key) for key in keys})
+    assert cluster.router == front.routing.policy
+
+
+@unit
+def test_no_limit_of_a_policy_is_left_at_its_default() -> None:
+    """A key that is added to a policy must be added here, too."""
+    cluster = sim_cluster(parse_spec(ODD), roofline())
+    prefill, decode = cluster.workers[0], cluster.workers[-1]
+    for limits, default in (
+        (cluster.router, PolicyOptions()),
+        (prefill.prefill, PrefillLimits(max_batch_tokens=512)),
+        (decode.decode, DecodeLimits(max_batch_size=64)),
+    ):
+        for field in dataclasses.fields(limits):
+            assert getattr(limits, field.name) != getattr(default, field.name), field.name
+    assert (prefill.page_size, prefill.prefix_cache) == (32, False)
+    assert [worker.name for worker in cluster.workers] == ["prefill-0", "prefill-1", "tokens-0"]
+
+
+def test_reports_come_as_often_as_live_workers_send_them() -> None:
+    from worker import router_streams as worker_service
+
+    assert from_spec.MIN_REPORT_GAP_S == worker_service.MIN_REPORT_GAP_S
+    assert sim_cluster(spec(), roofline()).report_gap_s == worker_service.MIN_REPORT_GAP_S
+
+
+@unit
+def test_layer_groups_are_those_that_a_handoff_is_cut_into() -> None:
+    assert sim_cluster(spec(), roofline()).layer_groups == 8
+    cut = spec(transfer={"layers_per_group": 5})
+    assert sim_cluster(cut, roofline()).layer_groups == 7
+    small = sim_cluster(spec(), roofline("cpu-generic", "kvrelay-demo-tiny"))
+    assert 1 <= small.layer_groups <= 4
+
+
+@unit
+def test_pages_are_of_the_memory_that_is_given_or_left() -> None:
+    given = sim_cluster(spec(pools=[{"role": "prefill", "kv_memory": "1GiB"}, {"role": "decode"}]), roofline())
+    assert given.workers[0].num_pages == 2**30 // (16 * 131_072)
+    assert given.workers[1].num_pages > 50_000
+    too_much = spec(pools=[{"role": "prefill", "kv_memory": "200GB"}, {"role": "decode"}])
+    with pytest.raises(PlanError, match=r"pools\[0\].kv_memory is 200000000000; beside the weights .* so give that"):
+        sim_cluster(too_much, roofline())
+    too_little = spec(pools=[{"role": "prefill"}, {"role": "decode", "kv_memory": 1000}])
+    with pytest.raises(PlanError, match=r"pools\[1\].kv_memory is 1000, less than one page; give at least 2097152"):
+        sim_cluster(too_little, roofline())
+
+
+@unit
+def test_a_worker_that_cannot_be_names_its_pool() -> None:
+    with pytest.raises(PlanError, match=r"pools\[0\] \(prefill\): llama-3.1-70b, 141 GB of weights, does not fit"):
+        sim_cluster(spec(), roofline("h100-sxm", "llama-3.1-70b"))
+
+
+@unit
+def test_pools_beyond_one_node_send_their_kv_between_nodes() -> None:
+    near = sim_cluster(spec(), roofline()).workers[0].latency
+    wide = spec(pools=[{"role": "prefill", "replicas": 8}, {"role": "decode"}])
+    far = sim_cluster(wide, roofline()).workers[0].latency
+    assert far.transfer_s(1000) == pytest.approx(9 * near.transfer_s(1000))
+
+
+@unit
+def test_a_profile_gives_its_pages_its_overheads_and_its_error() -> None:
+    source = ProfileWorkers(profile())
+    cluster = sim_cluster(spec(), source)
+    assert [worker.num_pages for worker in cluster.workers] == [500, 700]
+    assert [worker.step_overhead_s for worker in cluster.workers] == [0.0, 0.0]
+    assert cluster.workers[0].latency.prefill_s([(128, 0)]) == pytest.approx(128 * 3e-4 + 0.002)
+    assert cluster.message_s == 0.0007
+    assert from_spec.latency_error(spec(), source) == 0.08
+    shaped = ProfileWorkers(profile(), load_shape("kvrelay-demo-125m"))
+    sized = spec(pools=[{"role": "prefill", "kv_memory": "64MiB"}, {"role": "decode"}])
+    assert sim_cluster(sized, shaped).workers[0].num_pages == 2**26 // (16 * 12 * 2 * 4 * 64 * 2)
+
+
+@unit
+def test_a_profile_of_other_workers_is_refused() -> None:
+    with pytest.raises(PlanError, match="page_size is 32, but profile was measured with 16; give 16"):
+        sim_cluster(spec(page_size=32), ProfileWorkers(profile()))
+    with pytest.raises(PlanError, match=r"has TP 1, but profile was measured at TP 2; calibrate"):
+        sim_cluster(spec(), ProfileWorkers(profile(tp=2)))
+
+
+@unit
+@pytest.mark.parametrize("source", [roofline(), ProfileWorkers(profile())], ids=["roofline", "profile"])
+def test_what_comes_out_serves_every_request(source: Any) -> None:
+    outcome = simulate(sim_cluster(spec(), source), WORKLOAD)
+    assert outcome.served == len(WORKLOAD)
+
+
+@unit
+def test_colocated_workers_are_as_many_and_hold_what_a_decode_worker_holds() -> None:
+    two = spec(pools=[{"role": "prefill", "replicas": 2, "max_batch_tokens": 700}, {"role": "decode"}])
+    cluster = colocated_cluster(two, roofline(), "chunked")
+    assert (cluster.num_workers, cluster.sharing, cluster.max_batch_tokens) == (3, "chunked", 700)
+    assert cluster.num_pages == sim_cluster(two, roofline()).workers[-1].num_pages
+
+
+@unit
+def test_what_is_left_out_is_said() -> None:
+    said = from_spec.not_simulated(spec(router={"replicas": 2}, max_model_len=4096))
+    assert [sentence.split(" is ")[0] for sentence in said] == ["router.replicas", "max_model_len"]
+    assert from_spec.not_simulated(spec()) == []
+
+
+@unit
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_spec_that_comes_with_kvrelay_can_be_simulated(path: Path) -> None:
+    found = load_spec(path)
+    cluster = sim_cluster(found, roofline("cpu-generic", "kvrelay-demo-125m"))
+    assert len(cluster.workers) == sum(pool.replicas for pool in found.pools)
+
+
+def test_the_source_of_the_limits_has_not_moved() -> None:
+    """from_spec says which lines it mirrors; they are still there."""
+    from cluster.front import server as front
+    from decode_worker import driver as decode
+    from prefill_worker import driver as prefill
+
+    for module, made in ((prefill, "PrefillLimits("), (decode, "DecodeLimits("), (front, "PolicyOptions(")):
+        assert made in inspect.getsource(module)

@@ -1,0 +1,186 @@
+"""Estimates of the long run: against a queue whose answer is known, and where there is none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from placement.build.from_offers import phase_alone
+from placement.goodput.bounds import decode_bound, prefill_alone_s, prefill_bound, relaxed
+from placement.goodput.estimate import Effort, Estimate, burst, estimate
+from placement.goodput.stationary import (
+    is_growing,
+    mean_interval,
+    mser,
+    percentile_interval,
+    share_interval,
+    t_90,
+    wilson,
+)
+from placement.goodput.targets import Targets
+from placement.plan import RequestClass, Slo
+from placement.simulator.cluster import SimCluster
+from placement.simulator.colocated import ColocatedCluster
+from placement.simulator.systems import scaled
+from placement.workload.traffic import Traffic, with_classes
+from tests.placement.toys import Toy, alike, toy_offer
+
+SERVICE_S = 0.1
+QUICK = Effort(first_requests=2000, max_requests=8000, half_width=0.02)
+
+
+def one_prefill() -> SimCluster:
+    """One prompt after another, SERVICE_S each: with Poisson arrivals the queue M/D/1."""
+    return replace(phase_alone("prefill", toy_offer()), message_s=1e-7)
+
+
+def waits_at_most(wait_s: float, rate: float) -> float:
+    """Erlang's distribution of the wait in an M/D/1 queue."""
+    total = 0.0
+    for j in range(int(wait_s / SERVICE_S) + 1):
+        left = rate * (j * SERVICE_S - wait_s)
+        total += left**j / math.factorial(j) * math.exp(-left)
+    return (1 - rate * SERVICE_S) * total
+
+
+def of_prefill(rate: float, ttft_s: float = 0.25, effort: Effort = QUICK, error: float = 0.0) -> Estimate:
+    targets = Targets(slo=Slo(ttft_s=ttft_s, attainment=0.9))
+    traffic = Traffic(source=alike(output=1))
+    return estimate(one_prefill(), traffic, rate, targets, effort=effort, error=error)
+
+
+@pytest.mark.parametrize("rate", [3.0, 6.0, 8.0])
+def test_attainment_of_a_queue_whose_formula_is_known(rate: float) -> None:
+    found = of_prefill(rate).point
+    expected = waits_at_most(0.25 - SERVICE_S, rate)
+    assert found.attainment.low <= expected <= found.attainment.high
+    assert found.attainment.value == pytest.approx(expected, abs=0.03)
+    assert found.attainment.high - found.attainment.low < 0.2
+    assert found.busy["prefill"] == pytest.approx(rate * SERVICE_S, rel=0.05)
+    assert found.phases_s["prefill"] == pytest.approx(SERVICE_S)
+
+
+def test_intervals_hold_the_truth_nine_times_in_ten() -> None:
+    """Of 40 seeds of the queue at 80% load about 36; fewer than 30 has a chance below one in a thousand."""
+    truth = waits_at_most(0.15, 8.0)
+    targets, traffic = Targets(slo=Slo(ttft_s=0.25)), Traffic(source=alike(output=1))
+    short = Effort(first_requests=1500, max_requests=1500)
+    held = 0
+    for seed in range(40):
+        found = estimate(one_prefill(), traffic, 8.0, targets, effort=short, seed=seed).point.attainment
+        held += found.low <= truth <= found.high
+    assert held >= 30
+
+
+def test_a_rate_beyond_capacity_grows_without_end_and_is_not_settled() -> None:
+    found = of_prefill(12.0)
+    assert found.is_growing
+    assert not found.keeps_slo
+    assert not found.point.is_settled
+    assert found.point.attainment.low == 0.0
+
+
+def test_deciding_costs_less_than_a_narrow_interval() -> None:
+    narrow = of_prefill(3.0, effort=Effort(first_requests=500, max_requests=8000, half_width=0.005))
+    decided = of_prefill(3.0, effort=Effort(first_requests=500, max_requests=8000, half_width=0.005, decides=True))
+    assert decided.keeps_slo
+    assert decided.slack.low > 0
+    assert decided.num_simulated < narrow.num_simulated
+
+
+def test_the_latency_models_error_widens_the_interval() -> None:
+    sure, unsure = of_prefill(6.0), of_prefill(6.0, error=0.2)
+    assert unsure.point.attainment.value == sure.point.attainment.value
+    assert unsure.point.attainment.low < sure.point.attainment.low - 0.05
+    assert unsure.point.attainment.high > sure.point.attainment.high + 0.02
+    assert unsure.point.ttft_s["50"].high >= 1.2 * SERVICE_S
+
+
+def test_a_burst_flatters() -> None:
+    """Beyond capacity a hundred requests still look well: the queue had no time to build."""
+    targets, traffic = Targets(slo=Slo(ttft_s=1.0)), Traffic(source=alike(output=1))
+    assert burst(one_prefill(), traffic, 11.0, targets, 100).attainment.value > 0.9
+    assert burst(one_prefill(), traffic, 11.0, targets, 2000).attainment.value < 0.3
+
+
+def test_each_class_is_judged_by_its_own_targets() -> None:
+    classes = (
+        RequestClass(name="quick", share=0.5, slo=Slo(ttft_s=0.11, attainment=0.9)),
+        RequestClass(name="patient", share=0.5, slo=Slo(ttft_s=60, attainment=0.99)),
+    )
+    source = with_classes(alike(output=1), classes, seed=0)
+    found = estimate(one_prefill(), Traffic(source=source), 5.0, Targets(slo=Slo(), classes=classes), effort=QUICK)
+    assert found.point.by_class["patient"] == 1.0
+    assert found.point.by_class["quick"] == pytest.approx(waits_at_most(0.01, 5.0), abs=0.04)
+    assert found.slack.value == pytest.approx(found.point.by_class["quick"] - 0.9)
+
+
+def test_scaling_a_system_scales_its_times() -> None:
+    both = ColocatedCluster(latency=Toy(), num_workers=1, num_pages=100)
+    for system, factor in ((both, 2.0), (one_prefill(), 2.0)):
+        slow = scaled(system, factor)
+        traffic, targets = Traffic(source=alike(50, output=1)), Targets(slo=Slo())
+        times = [burst(one, traffic, 0.01, targets, 50).ttft_s["50"].value for one in (system, slow)]
+        assert times[1] == pytest.approx(2 * times[0], rel=0.02)
+
+
+# what an estimate is made of
+
+
+def test_the_beginning_of_a_series_is_found() -> None:
+    rng = np.random.default_rng(0)
+    series = rng.normal(1.0, 0.1, 4000)
+    assert mser(series) < 400
+    series[:800] -= np.linspace(1, 0, 800)
+    assert 500 <= mser(series) <= 1100
+    series[1000] = np.nan
+    assert 500 <= mser(series) <= 1100
+
+
+def test_a_correlated_series_has_a_wider_interval() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 1, 20_000)
+    slow = np.zeros_like(noise)
+    for i in range(1, len(noise)):
+        slow[i] = 0.99 * slow[i - 1] + noise[i]
+    slow /= slow.std()
+    widths = [interval.high - interval.low for interval, _ in (mean_interval(noise), mean_interval(slow))]
+    assert widths[1] > 5 * widths[0]
+    assert mean_interval(slow)[0].low < 0 < mean_interval(slow)[0].high
+
+
+def test_students_t_and_wilson() -> None:
+    assert t_90(9) == pytest.approx(1.833, abs=0.005)
+    assert t_90(23) == pytest.approx(1.714, abs=0.005)
+    low, high = wilson(0.9, 1000)
+    assert (low, high) == pytest.approx((0.883, 0.915), abs=0.001)
+    assert share_interval(np.ones(500))[0].low < 1.0 == share_interval(np.ones(500))[0].high
+
+
+def test_percentiles_have_intervals_and_unserved_requests_are_late() -> None:
+    values = np.random.default_rng(0).exponential(1.0, 5000)
+    found = percentile_interval(values, 90)
+    assert found.low < math.log(10) < found.high
+    assert found.high - found.low < 0.4
+    values[::5] = np.nan
+    assert percentile_interval(values, 90).value == math.inf
+    assert percentile_interval(values, 50).value < 2
+
+
+def test_growing_is_told_from_a_full_system() -> None:
+    rng = np.random.default_rng(0)
+    assert is_growing(np.linspace(0, 200, 64))
+    assert not is_growing(100 + rng.normal(0, 10, 64))
+    assert not is_growing(np.concatenate([np.linspace(0, 100, 20), np.full(44, 100.0)]))
+
+
+def test_bounds_are_above_and_floors_below_what_is_simulated() -> None:
+    offer = toy_offer()
+    assert prefill_bound(offer, alike()) == pytest.approx(1.1 / SERVICE_S)
+    assert prefill_alone_s(offer, 100) == pytest.approx(SERVICE_S)
+    assert prefill_alone_s(offer, 250) == pytest.approx(2.5 * SERVICE_S)
+    assert decode_bound(offer, alike(), tpot_s=0.05) > decode_bound(offer, alike(), tpot_s=0.02)
+    assert relaxed(Targets(slo=Slo(ttft_s=1, tpot_s=2)), tpot=True).slo == Slo(ttft_s=1)

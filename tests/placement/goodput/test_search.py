@@ -1,0 +1,142 @@
+"""Goodput: the rate that a formula gives, more with more workers, and the same however many processes search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from placement.build.from_offers import first_tokens_of, phase_alone
+from placement.goodput.estimate import Effort, Estimate, estimate
+from placement.goodput.search import Quest, crossing, find_goodput, goodput_of, runner, verify_goodput
+from placement.goodput.targets import Targets
+from placement.plan import Interval, RatePoint, Slo
+from placement.simulator.cluster import SimCluster
+from placement.workload.traffic import Traffic
+from tests.placement.goodput.test_estimate import waits_at_most
+from tests.placement.toys import alike, toy_offer
+
+QUICK = Effort(first_requests=800, max_requests=3200, half_width=0.015, decides=True)
+TARGETS = Targets(slo=Slo(ttft_s=0.25, attainment=0.9))
+
+
+def quest(system: SimCluster | None = None, top: float = 11.0, **changes: object) -> Quest:
+    system = system or replace(phase_alone("prefill", toy_offer()), message_s=1e-7)
+    traffic = Traffic(source=first_tokens_of(alike()))
+    return replace(Quest(system=system, traffic=traffic, targets=TARGETS, top=top, effort=QUICK), **changes)  # type: ignore[arg-type]
+
+
+def rate_of_formula(ttft_s: float = 0.25, wanted: float = 0.9) -> float:
+    """Where the wait in an M/D/1 queue is short enough for the share that is wanted."""
+    low, high = 0.1, 9.9
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if waits_at_most(ttft_s - 0.1, middle) >= wanted else (low, middle)
+    return low
+
+
+def test_goodput_of_a_queue_is_what_the_formula_gives() -> None:
+    found = find_goodput(quest())
+    assert found.goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
+    assert found.goodput.low <= rate_of_formula() <= found.goodput.high
+    assert found.goodput.high < 1.3 * found.goodput.low
+
+
+@pytest.mark.parametrize("top", [2.0, 5.0, 400.0])
+def test_a_wrong_bound_costs_time_and_not_the_answer(top: float) -> None:
+    assert find_goodput(quest(top=top)).goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.5, 5.0])
+def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) -> None:
+    found = find_goodput(quest(bottom=rate, top=1.25 * rate)).goodput
+    assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
+
+
+def test_looser_targets_never_lower_the_goodput() -> None:
+    found = [
+        find_goodput(quest(targets=Targets(slo=Slo(ttft_s=ttft_s, attainment=share)))).goodput.value
+        for ttft_s, share in ((0.15, 0.9), (0.25, 0.9), (0.5, 0.9), (0.5, 0.5))
+    ]
+    assert found == sorted(found)
+    assert found[0] < 0.7 * found[-1]
+
+
+def test_slower_times_lower_the_goodput_and_no_rate_keeps_what_cannot_be_kept() -> None:
+    slow = find_goodput(quest(factor=1.2)).goodput.value
+    assert slow < 0.85 * find_goodput(quest()).goodput.value
+    never = find_goodput(quest(targets=Targets(slo=Slo(ttft_s=0.09))))
+    assert never.goodput.value == 0.0
+
+
+def test_copies_share_the_rate() -> None:
+    one, three = find_goodput(quest()), find_goodput(quest(copies=3, top=33.0))
+    assert three.goodput.value == pytest.approx(3 * one.goodput.value, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.simulator.compiled.compiled_path", lambda cache=None: None)  # test_compiled has that
+    short = Effort(first_requests=400, max_requests=400, decides=True)
+    quests = [quest(seed=seed, effort=short) for seed in (1, 2, 3)]
+    with runner(0) as run:
+        expected = run.map(find_goodput, quests, "here")
+    with runner(2) as run:
+        found = run.map(find_goodput, quests, "there")
+    assert [one.goodput for one in found] == [one.goodput for one in expected]
+    assert len({one.goodput for one in expected}) == 3
+
+
+def test_a_rate_that_only_a_short_run_keeps_is_found_out() -> None:
+    """Just above capacity, with a target of half a minute, the queue takes thousands of requests to be late."""
+    loose = Targets(slo=Slo(ttft_s=30.0, attainment=0.9))
+    short = Effort(first_requests=800, max_requests=800, decides=True)
+    flattered = find_goodput(quest(targets=loose, effort=short))
+    assert flattered.goodput.value > 10.5
+    checked = verify_goodput(
+        quest(targets=loose, effort=Effort(first_requests=8000, max_requests=8000), seen=flattered.looked_at)
+    )
+    assert checked.goodput.value < 10.35  # 8,000 arrivals may come so much slower than they should
+    assert checked.num_simulated >= 8000
+
+
+def test_progress_is_told_from_nothing_to_all() -> None:
+    told: list[tuple[str, int, int]] = []
+    with runner(0, lambda *step: told.append(step)) as run:
+        assert run.map(math.sqrt, [1.0, 4.0], "roots") == [1.0, 2.0]
+    assert told == [("roots", 0, 2), ("roots", 1, 2), ("roots", 2, 2)]
+
+
+def test_crossings_are_read_off_the_line_between_two_points() -> None:
+    assert crossing([(1, 0.1), (2, -0.1)]) == pytest.approx(1.5)
+    assert crossing([(1, -0.1), (2, 0.1)]) == 0.0
+    assert crossing([(1, 0.1), (2, 0.05)]) == 2
+    assert crossing([(1, 0.1), (2, -0.1), (3, 0.2)]) == pytest.approx(1.5)
+
+
+def test_the_interval_of_a_goodput_is_where_the_attainments_could_cross() -> None:
+    found = goodput_of([looked(1, 0.1, 0.0), looked(2, 0.0, 0.02), looked(3, -0.1, 0.02)], most_slack=0.1)
+    assert found == Interval(pytest.approx(2), pytest.approx(1.8), pytest.approx(2.2))
+
+
+def test_between_two_rates_that_are_sure_the_goodput_is_anywhere() -> None:
+    found = goodput_of([looked(1, 0.1, 0.01), looked(2, -0.4, 0.05)], most_slack=0.1)
+    assert found == Interval(pytest.approx(1.2), 1, 2)
+
+
+def looked(rate: float, slack: float, half: float) -> Estimate:
+    return Estimate(
+        point=RatePoint(rate=rate, attainment=Interval(0.9 + slack, 0, 1)),
+        slack=Interval(slack, slack - half, slack + half),
+        is_growing=False,
+        missed_ttft=0,
+        missed_tpot=0,
+        num_simulated=1,
+        cpu_s=0,
+    )
+
+
+def test_the_estimate_that_is_asked_for_is_the_one_that_the_search_saw() -> None:
+    seen = find_goodput(quest()).looked_at[0]
+    again = estimate(quest().system, quest().traffic, seen.point.rate, TARGETS, effort=QUICK)
+    assert again.point == seen.point

@@ -1,0 +1,207 @@
+"""ModelShape: the counts of transformers' own classes, bytes of KV and weights, one sentence for the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.catalogs.base import PlanError
+from placement.latency.model_shape import MODELS, known_models, load_shape, loadable_name, shape_of
+
+unit = pytest.mark.unit
+
+PUBLISHED = {  # parameters, as the models' cards count them
+    "opt-13b": 12_853_473_280,
+    "opt-66b": 65_719_701_504,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+    "bloom-176b": 176_247_271_424,
+    "qwen3-0.6b": 596_049_920,
+}
+OTHERS = ("gpt2", "qwen2", "qwen2_moe", "gemma2", "gpt_neox", "falcon", "phi", "deepseek_v3")
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((MODELS / "llama-3.1-8b.json").read_text())
+    return {key: value for key, value in (found | changes).items() if value is not None}
+
+
+@unit
+def test_a_worker_is_told_a_hub_id_or_a_full_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODELS / "llama-3.1-8b.json").read_text())
+    assert loadable_name("llama-3.1-8b") == "meta-llama/Llama-3.1-8B"
+    assert loadable_name("somebody/llama-3.1-8b") == "somebody/llama-3.1-8b"
+    assert loadable_name(str(tmp_path)) == loadable_name(str(tmp_path / "config.json")) == str(tmp_path)
+
+
+@unit
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_known_models_are_exact(name: str) -> None:
+    assert load_shape(name).num_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [*known_models(), *OTHERS])
+def test_parameters_are_those_that_transformers_makes(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = json.loads((MODELS / f"{name}.json").read_text()) if name not in OTHERS else {"model_type": name}
+    given.pop("quantization_config", None)
+    made = AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        true = AutoModelForCausalLM.from_config(made).num_parameters()
+    counted = shape_of(json.loads(made.to_json_string(use_diff=False)), name).num_params
+    assert counted == pytest.approx(true, rel=1e-3)
+
+
+@unit
+def test_grouped_queries_share_keys_and_values() -> None:
+    assert load_shape("llama-3.1-8b").kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
+    assert load_shape("llama-2-70b").kv_bytes_per_token == 80 * 2 * 8 * 128 * 2
+    assert load_shape("bloom-176b").kv_bytes_per_token == 70 * 2 * 14336 * 2
+
+
+@unit
+def test_mla_is_counted_as_kvrelay_pages_it_and_as_latents() -> None:
+    shape = load_shape("deepseek-v3")
+    assert shape.kv_bytes_per_token == 61 * 128 * (192 + 128) * 2
+    assert shape.latent_kv_bytes_per_token == 61 * (512 + 64) * 2
+
+
+@unit
+def test_experts_cost_memory_by_their_number_and_work_by_their_share() -> None:
+    shape = load_shape("mixtral-8x7b")
+    assert shape.active_params < 0.3 * shape.num_params
+    assert shape.flops_per_token == 2 * shape.active_params
+    assert shape.distinct_experts(1) == pytest.approx(2)
+    assert shape.distinct_experts(2) == pytest.approx(8 * (1 - 0.75**2))
+    read = [shape.active_weight_bytes(tokens) for tokens in (1, 4, 64)]
+    assert read == sorted(read)
+    everything = shape.weight_bytes - shape.embedding_params * 2 - shape.num_layers * shape.other_layer_params * 2
+    assert read[-1] == pytest.approx(everything, rel=1e-6)
+
+
+@unit
+def test_attention_grows_with_the_square_of_a_prompt_and_chunks_add_up() -> None:
+    shape = load_shape("llama-3.1-8b")
+    whole = shape.attention_flops(2048, 0)
+    assert whole == pytest.approx(shape.attention_flops(1024, 0) + shape.attention_flops(1024, 1024))
+    assert whole == pytest.approx(32 * 4 * 32 * 128 * 2048 * 2049 / 2)
+
+
+@unit
+def test_a_window_bounds_what_attention_does() -> None:
+    full, windowed = shape_of(config()), shape_of(config(sliding_window=512))
+    assert windowed.num_window_layers == 32
+    assert windowed.attention_flops(4096, 0) < 0.3 * full.attention_flops(4096, 0)
+    assert shape_of(config(sliding_window=512, use_sliding_window=False)).window == 0
+    mixed = config(sliding_window=512, layer_types=["sliding_attention", "full_attention"] * 16)
+    assert shape_of(mixed).num_window_layers == 16
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4", "qwen2", "qwen3", "mistral"])
+def test_windowed_layers_are_those_of_transformers_where_a_config_does_not_list_them(name: str) -> None:
+    """As hubs keep them: the configs of Gemma 2 and its like are older than the key layer_types."""
+    from transformers import AutoConfig
+
+    given = {"num_hidden_layers": 26, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 20}
+    made = AutoConfig.for_model(name, **given)
+    every_layer = ["sliding_attention"] * 26
+    kinds = list(getattr(made, "layer_types", None) or every_layer)
+    shape = shape_of(config(model_type=name, **given))
+    assert (shape.window, shape.num_window_layers) == (512, kinds.count("sliding_attention"))
+
+
+@unit
+@pytest.mark.parametrize(
+    ("quantised", "bits", "dtype"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.15625, "bfloat16"),
+        ({"quant_method": "gptq", "bits": 8}, 8.0, "bfloat16"),
+        ({"quant_method": "fp8"}, 8.0, "float8"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.0, "bfloat16"),
+    ],
+)
+def test_quantised_weights_are_smaller_and_their_embeddings_are_not(
+    quantised: dict[str, Any], bits: float, dtype: str
+) -> None:
+    plain, shape = shape_of(config()), shape_of(config(quantization_config=quantised))
+    assert (shape.weight_bits, shape.compute_dtype) == (bits, dtype)
+    outer = 2 * (shape.embedding_params + shape.head_params + 32 * shape.other_layer_params)
+    assert shape.weight_bytes - outer == pytest.approx((plain.weight_bytes - outer) * bits / 16)
+    assert shape.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+@unit
+def test_a_dtype_asked_for_changes_weights_and_kv() -> None:
+    shape = load_shape("llama-3.1-8b")
+    assert shape.with_dtype("float32").weight_bytes == 2 * shape.weight_bytes
+    assert load_shape("opt-13b").with_dtype("auto").dtype == "bfloat16"
+    with pytest.raises(PlanError, match="dtype is 'int3'; give one of auto"):
+        shape.with_dtype("int3")
+
+
+@unit
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing; give it in its config.json"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many'; give a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; give 1 or more"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"num_attention_heads": 33}, "33 heads do not divide hidden_size 4096; give head_dim"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide 32 heads"),
+        ({"torch_dtype": "int7"}, "dtype is 'int7'; give one of"),
+        ({"is_encoder_decoder": True}, "is an encoder-decoder; give a decoder-only model"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention, which is not KV"),
+        ({"model_type": "mamba"}, "has layers of a recurrent state"),
+        ({"head_dim": "wide"}, "head_dim is 'wide'; give a whole number"),
+        ({"head_dim": -128}, "head_dim is -128; give a whole number"),
+        ({"num_hidden_layers": 10**400}, "give a whole number"),
+        ({"sliding_window": "far"}, "sliding_window is 'far'; give a whole number"),
+        ({"layer_types": 5}, "layer_types is 5; give a list of names"),
+        ({"quantization_config": "gptq"}, "quantization_config is 'gptq'; give keys and values"),
+        ({"quantization_config": {"config_groups": [1]}}, r"config_groups is \[1\]; give keys and values"),
+        ({"text_config": "x"}, "text_config is 'x'; give keys and values"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 16}, "num_experts_per_tok is 16; give 1 to its 8 experts"),
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": ["last"]},
+            r"mlp_only_layers is \['last'\]; give a list of whole numbers",
+        ),
+        (
+            {"quantization_config": {"quant_method": "odd"}},
+            "quantization_config.bits is None; give the bits of a weight",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence) as caught:
+        shape_of(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@unit
+def test_a_model_is_found_by_directory_file_name_and_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    by_name = load_shape("meta-llama/Llama-3.1-8B")
+    assert load_shape(tmp_path).num_params == load_shape(tmp_path / "config.json").num_params == by_name.num_params
+    assert load_shape(tmp_path).name == tmp_path.name
+
+
+@unit
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    for wrong, sentence in (
+        ("llama-9", "model is 'llama-9', which is no directory and no config.json"),
+        (str(tmp_path), "has no config.json"),
+        (str(tmp_path / "list.json"), "is no object"),
+        (str(tmp_path / "torn.json"), "is not JSON: line 1"),
+    ):
+        (tmp_path / "list.json").write_text("[]")
+        (tmp_path / "torn.json").write_text("{")
+        with pytest.raises(PlanError, match=sentence):
+            load_shape(wrong)

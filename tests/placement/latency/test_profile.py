@@ -1,0 +1,227 @@
+"""A profile is read back as it was written, says what is wrong with it, and answers by what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.build.from_profile import sim_cluster
+from placement.catalogs.base import Degrees
+from placement.latency.base import decode_run_s
+from placement.latency.profile import (
+    DecodePoint,
+    Fault,
+    PoolFacts,
+    PrefillPoint,
+    Profile,
+    ProfileCatalog,
+    ProfileError,
+    ProfileLatency,
+    SlowdownPoint,
+    TransferPoint,
+)
+from placement.latency.profile_file import profile_from, profile_object, read_profile, write_profile
+from placement.simulator.simulate import simulate
+from placement.workload.requests import from_rows
+
+pytestmark = pytest.mark.unit
+
+
+def prefill_s(length: int, start: int) -> float:
+    """10 ms, 0.1 ms a token, 0.2 us a pair of tokens."""
+    return 0.01 + 1e-4 * length + 2e-7 * length * (start + (length + 1) / 2)
+
+
+def profile(**changed: Any) -> Profile:
+    """Round figures, on a grid that none of the questions below lies on."""
+    chunks = [(n, start) for n in (1, 100, 400) for start in (0, 600)]
+    values: dict[str, Any] = {
+        "model": {"name": "a-model"},
+        "machine": {"cpu": "a-cpu"},
+        "date": "2026-11-23T10:00:00+00:00",
+        "commit": "abc",
+        "page_size": 16,
+        "prefill_pool": PoolFacts(
+            count=1, num_pages=200, options={"max_batch_tokens": 400, "pack_tokens": 100, "prefix_cache": False}
+        ),
+        "decode_pool": PoolFacts(count=1, num_pages=300, options={"max_batch_size": 32, "admission": "worst_case"}),
+        "prefill": tuple(PrefillPoint(chunks=(chunk,), seconds=prefill_s(*chunk), repeats=3) for chunk in chunks),
+        "decode": tuple(
+            DecodePoint(batch_size=b, context_tokens=b * m, seconds=0.01 + 1e-3 * b + 1e-6 * b * m)
+            for b in (1, 8, 32)
+            for m in (50, 900)
+        ),
+        "transfer": (
+            TransferPoint(tokens=100, bytes=1000, seconds=0.002, exposed_s=0.001),
+            TransferPoint(tokens=300, bytes=3000, seconds=0.004, exposed_s=0.001),
+        ),
+        "router": {"max_queued_requests": 7},
+        "error": Fault(prefill=0.02, decode=0.05, transfer=0.1),
+        "name": "p.json",
+    }
+    return Profile(**values | changed)
+
+
+# The latency model
+
+
+@pytest.mark.parametrize("chunk", [(1, 0), (37, 200), (100, 600), (250, 0), (400, 300), (800, 0)])
+def test_a_prefill_step_between_and_beyond_the_measured_ones(chunk: tuple[int, int]) -> None:
+    """Exact where the truth is a line in each axis; between two sums of tokens the pairs grow a little faster."""
+    assert ProfileLatency(profile()).prefill_s([chunk]) == pytest.approx(prefill_s(*chunk), rel=0.06)
+
+
+def test_a_measured_step_is_answered_as_it_was_measured() -> None:
+    made = profile()
+    latency = ProfileLatency(made)
+    for point in made.prefill:
+        assert latency.prefill_s(point.chunks) == pytest.approx(point.seconds)
+    for decode in made.decode:
+        assert latency.decode_line(decode.batch_size, decode.context_tokens).step_s == pytest.approx(decode.seconds)
+
+
+def test_chunks_of_one_step_count_by_their_sum_and_what_they_attend_to() -> None:
+    latency = ProfileLatency(profile())
+    together = latency.prefill_s([(50, 0), (50, 0)])
+    assert together < latency.prefill_s([(100, 0)])  # each attends to less
+    assert together == pytest.approx(0.01 + 1e-4 * 100 + 2e-7 * 100 * 25.5)
+
+
+def test_each_prompt_beyond_the_first_costs_what_was_measured() -> None:
+    four = PrefillPoint(chunks=((25, 0),) * 4, seconds=0.01 + 1e-4 * 100 + 2e-7 * 100 * 13 + 3 * 0.002)
+    latency = ProfileLatency(profile(prefill=(*profile().prefill, four)))
+    assert latency.prefill_s(four.chunks) == pytest.approx(four.seconds)
+    assert latency.prefill_s([(100, 0)]) == pytest.approx(prefill_s(100, 0))
+
+
+def test_what_lies_between_two_steps_belongs_to_a_step() -> None:
+    longer = ProfileLatency(profile(prefill_overhead_s=0.003)).prefill_s([(100, 0)])
+    assert longer == pytest.approx(prefill_s(100, 0) + 0.003)
+
+
+@pytest.mark.parametrize(("batch", "mean"), [(1, 500), (4, 50), (20, 700), (32, 2000), (64, 100)])
+def test_a_decode_step_is_affine_in_the_context(batch: int, mean: int) -> None:
+    context = batch * mean
+    line = ProfileLatency(profile()).decode_line(batch, context)
+    assert line.step_s == pytest.approx(0.01 + 1e-3 * batch + 1e-6 * context, rel=0.02)
+    later = ProfileLatency(profile()).decode_line(batch, context + 10 * batch)
+    assert decode_run_s(line, batch, 11) - decode_run_s(line, batch, 10) == pytest.approx(later.step_s)
+
+
+def test_times_never_fall_with_the_context_however_noisy_the_points() -> None:
+    falling = tuple(
+        replace(point, seconds=0.02 - 1e-6 * point.context_tokens / point.batch_size) for point in profile().decode
+    )
+    assert ProfileLatency(profile(decode=falling)).decode_line(8, 800).per_token_s == 0.0
+
+
+def test_points_held_out_change_no_answer() -> None:
+    wild = PrefillPoint(chunks=((200, 0),), seconds=9.0, held_out=True)
+    with_it = ProfileLatency(profile(prefill=(*profile().prefill, wild)))
+    assert with_it.prefill_s([(200, 0)]) == ProfileLatency(profile()).prefill_s([(200, 0)])
+
+
+def test_a_length_seen_with_one_context_only_has_the_slope_of_the_others() -> None:
+    fewer = tuple(point for point in profile().prefill if point.chunks != ((100, 600),))
+    assert ProfileLatency(profile(prefill=fewer)).prefill_s([(100, 600)]) == pytest.approx(
+        prefill_s(100, 600), rel=0.05
+    )
+
+
+def test_a_transfer_is_a_line_and_takes_no_time_for_nothing() -> None:
+    latency = ProfileLatency(profile())
+    assert [latency.transfer_s(n) for n in (0, 200, 500)] == pytest.approx([0.0, 0.003, 0.006])
+
+
+def test_a_mixed_step_takes_what_both_take_less_the_step_they_share() -> None:
+    latency = ProfileLatency(profile())
+    decode = latency.decode_line(8, 400).step_s
+    assert latency.mixed_s([], 8, 400) == decode
+    assert latency.mixed_s([(100, 0)], 0, 0) == latency.prefill_s([(100, 0)])
+    assert latency.mixed_s([(100, 0)], 8, 400) == pytest.approx(
+        decode + latency.prefill_s([(100, 0)]) - latency.prefill_s([(1, 0)])
+    )
+
+
+# The file
+
+
+def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    made = profile(slowdown=(SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),), notes={"load": 0.1})
+    write_profile(made, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == made
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(format="x"), "format is not kvrelay-profile"),
+        (lambda d: d.update(version=2), "version is 2, this kvrelay reads 1"),
+        (lambda d: d.pop("decode"), "decode is missing"),
+        (lambda d: d.update(prefill=[]), "prefill has no points"),
+        (lambda d: d["prefill"][1].update(seconds="soon"), r"prefill\[1\].seconds is 'soon'; give a number"),
+        (lambda d: d["prefill"][0].update(seconds=0), r"prefill\[0\].seconds is 0"),
+        (lambda d: d["prefill"][0].update(chunks=[[0, 1]]), r"prefill\[0\].chunks is \[\[0, 1\]\]"),
+        (lambda d: d["decode"][2].update(batch_size=0), r"decode\[2\].batch_size is 0; give a whole number"),
+        (lambda d: d["decode_pool"].update(num_pages=1.5), "decode_pool.num_pages is 1.5"),
+        (lambda d: d["error"].update(decode=float("nan")), "error.decode is nan"),
+        (lambda d: d.update(page_size=True), "page_size is True"),
+        (lambda d: d.update(slowdown=[{"batch_size": 1, "prefill": 0, "decode": 1}]), r"slowdown\[0\].prefill is 0"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_said_with_its_key(change: Change, says: str) -> None:
+    data = json.loads(json.dumps(profile_object(profile())))
+    change(data)
+    with pytest.raises(ProfileError, match=says):
+        profile_from(data)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "is not JSON"), ("[]", "format is not")])
+def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=rf"broken.json:? ?.*{says}"):
+        read_profile(path)
+    with pytest.raises(ProfileError, match=r"nowhere.json cannot be read"):
+        read_profile(tmp_path / "nowhere.json")
+
+
+# The catalogue, and the cluster that is simulated
+
+
+def test_the_catalogue_offers_the_degrees_that_were_measured_and_says_why_no_other() -> None:
+    catalog = ProfileCatalog(profile())
+    assert list(catalog.degrees(8)) == [Degrees(1, 1)]
+    offer = catalog.offer(Degrees(1, 1))
+    assert not isinstance(offer, str)
+    assert (offer.num_pages, offer.page_size, offer.max_batch_tokens, offer.max_batch_size) == (200, 16, 400, 32)
+    assert (offer.error, offer.pack_tokens) == (0.05, 100)
+    assert "TP 2 was not measured, only TP 1" in str(catalog.offer(Degrees(2, 1)))
+
+
+def test_the_measured_cluster_is_simulated_with_the_limits_that_it_keeps() -> None:
+    cluster = sim_cluster(profile(slowdown=(SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)), num_decode=2)
+    prefill, decode, other = cluster.workers
+    assert (prefill.prefill.max_batch_tokens, prefill.prefill.pack_tokens, prefill.prefix_cache) == (400, 100, False)
+    assert (decode.decode.max_batch_size, decode.decode.admission, decode.num_pages) == (32, "worst_case", 300)
+    assert other.name == "decode-1"
+    assert cluster.router.max_queued_requests == 7
+    assert [host.workers for host in cluster.hosts] == [("prefill-0", "decode-0"), ("decode-1",)]
+    assert cluster.hosts[0].by_batch == ((4, 1.2, 1.1),)
+    assert not sim_cluster(profile()).hosts
+
+
+def test_a_lone_request_takes_in_the_simulator_what_was_measured() -> None:
+    cluster = sim_cluster(profile(message_s=0.0))
+    outcome = simulate(cluster, from_rows([[0.0, 100, 11]]))
+    assert outcome.ttft_s[0] == pytest.approx(prefill_s(100, 0))
+    first = ProfileLatency(profile()).decode_line(1, 101)
+    assert outcome.phases["decode"][0] == pytest.approx(decode_run_s(first, 1, 10))

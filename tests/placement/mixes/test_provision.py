@@ -1,0 +1,330 @@
+"""The mixes found are those that trying them all finds; rates and budgets are kept; what cannot be is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from placement.catalogs.base import Degrees, Offer, PlanError
+from placement.mixes.designs import Mix, all_designs
+from placement.mixes.machines import MachineType, splitwise_machines
+from placement.mixes.provision import Provisioning, provision
+from placement.mixes.runs import Runs, Trial
+from placement.mixes.search import Found, Limit, Question, Questions, Space, cheapest, fastest, headroom, prompts_beside
+from placement.mixes.slowdowns import SlowdownSlo
+from placement.mixes.trial import Arrivals, Scene, judge
+from placement.plan import Plan, Slo, to_json
+from placement.search.planner import Ask
+from placement.workload.requests import Workload, from_rows
+from tests.placement.mixes.test_machines import Lines
+
+Oracle = Callable[[Question], bool]
+
+
+def ask_all(questions: Questions, oracle: Oracle) -> tuple[Found | None, int]:
+    """What the search found, and how many mixes it asked about."""
+    asked = 0
+    try:
+        wanted = next(questions)
+        while True:
+            asked += len(wanted)
+            wanted = questions.send([oracle(one) for one in wanted])
+    except StopIteration as end:
+        found: Found | None = end.value
+        return found, asked
+
+
+def pools(prompt_rate: float, token_rate: float, *, lends: float = 0.0) -> Oracle:
+    """Each prompt machine serves so many requests/s, each token machine so many; of what the other pool has to spare, a
+    share `lends` can be borrowed."""
+
+    def holds(question: Question) -> bool:
+        prompt, token, rate = question
+        spare = prompt - rate / prompt_rate, token - rate / token_rate
+        return min(spare) >= 0 or (lends > 0 and min(spare) + lends * max(spare) >= 0)
+
+    return holds
+
+
+def best_by_trial(oracle: Oracle, costs: tuple[float, float], rate: int, most: int) -> float:
+    return min(
+        costs[0] * prompt + costs[1] * token
+        for prompt in range(1, most)
+        for token in range(1, most)
+        if oracle((prompt, token, rate))
+    )
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (4.76, 2.21), (1.0, 3.3)])
+@pytest.mark.parametrize("lends", [0.0, 0.3])
+@pytest.mark.parametrize("guess", [(3, 3), (30, 4), (7, 25)])
+def test_the_cheapest_of_all_mixes_is_found(costs: tuple[float, float], lends: float, guess: tuple[int, int]) -> None:
+    oracle = pools(2.7, 5.3, lends=lends)
+    space = Space(guess=guess, floor=(1, 1), unit_costs=costs, is_baseline=False)
+    found, asked = ask_all(cheapest(space, 50), oracle)
+    assert found is not None
+    assert oracle((found.num_prompt, found.num_token, 50))
+    assert space.cost(found.num_prompt, found.num_token) == pytest.approx(best_by_trial(oracle, costs, 50, 60))
+    assert asked < 250  # of 3,481
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (4.76, 2.21), (1.0, 3.3)])
+@pytest.mark.parametrize("lends", [0.0, 0.3])
+def test_the_highest_rate_of_all_mixes_within_the_limits_is_found(costs: tuple[float, float], lends: float) -> None:
+    oracle = pools(2.7, 5.3, lends=lends)
+    limits = [Limit(unit_costs=costs, at_most=90.0), Limit(unit_costs=(1.0, 1.0), at_most=40.0)]
+    space = Space(guess=(5, 5), floor=(1, 1), unit_costs=costs, is_baseline=False)
+    found, asked = ask_all(fastest(space, limits, 40), oracle)
+    mixes = [(p, t) for t in range(1, 41) for p in range(1, 1 + prompts_beside(limits, t))]
+    best = max(rate for rate in range(1, 200) if any(oracle((p, t, rate)) for p, t in mixes))
+    assert found is not None
+    assert (found.num_prompt, found.num_token) in mixes
+    assert found.rate == best
+    assert asked < 120
+
+
+def test_a_baseline_has_one_kind_of_machine() -> None:
+    oracle: Oracle = lambda question: question[0] * 1.5 >= question[2] and question[1] == 0  # noqa: E731
+    space = Space(guess=(9, 0), floor=(1, 0), unit_costs=(2.0, 2.0), is_baseline=True)
+    assert ask_all(cheapest(space, 50), oracle)[0] == Found(num_prompt=34, num_token=0, rate=50)
+    limit = [Limit(unit_costs=(2.0, 2.0), at_most=41.0)]
+    assert ask_all(fastest(space, limit, 10), oracle)[0] == Found(num_prompt=20, num_token=0, rate=30)
+
+
+@pytest.mark.parametrize(("guess", "highest"), [(1, 37), (36, 37), (37, 37), (38, 37), (500, 37), (5, 0), (7, 1)])
+def test_the_highest_rate_is_found_from_any_guess(guess: int, highest: int) -> None:
+    found, _ = ask_all(headroom(3, 4, guess), lambda question: question[2] <= highest)
+    assert found == Found(num_prompt=3, num_token=4, rate=highest)
+
+
+def test_searches_end_where_nothing_holds() -> None:
+    space = Space(guess=(3, 3), floor=(1, 1), unit_costs=(1.0, 1.0), is_baseline=False)
+    assert ask_all(cheapest(space, 5), lambda _: False)[0] is None
+    assert ask_all(fastest(space, [Limit(unit_costs=(1.0, 1.0), at_most=9.0)], 5), lambda _: False)[0] is None
+    assert ask_all(fastest(space, [Limit(unit_costs=(5.0, 5.0), at_most=9.0)], 5), lambda _: True)[0] is None
+
+
+# with real trials
+
+
+def shop(scale: float = 1.0) -> list[MachineType]:
+    """Two small machines of one model: B twice as fast as C and at 1.8 times the price."""
+
+    def machine(short: str, usd: float, power: float, slower: float) -> MachineType:
+        offer = Offer(degrees=Degrees(tp=1), latency=Slower(slower * scale), num_pages=400, max_batch_size=32)
+        return MachineType(
+            name=short.lower(), short=short, title=short, model="m", offer=offer, usd_per_hour=usd, power=power
+        )
+
+    return [machine("B", 1.8, 700.0, 1.0), machine("C", 1.0, 300.0, 2.0)]
+
+
+class Slower(Lines):
+    """Lines whose times are `factor` times as long."""
+
+    def __init__(self, factor: float) -> None:
+        object.__setattr__(self, "source", f"lines times {factor:g}")
+        object.__setattr__(self, "stages", 1)
+        self.__dict__["factor"] = factor
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return float(Lines.prefill_s(self, chunks) * self.__dict__["factor"])
+
+
+def requests(count: int = 200) -> Workload:
+    rng = np.random.default_rng(3)
+    rows = [
+        [float(i), int(p), int(o)]
+        for i, (p, o) in enumerate(zip(rng.integers(20, 200, count), rng.integers(5, 60, count), strict=True))
+    ]
+    return from_rows(rows, "small")
+
+
+QUICK = Provisioning(seconds=6.0, min_requests=1, seeds=1, interval_seeds=2, compare_rules=False)
+SLO = Slo(ttft_s=0.6, tpot_s=0.03, attainment=0.9)
+
+
+def plan(ask: Ask, options: Provisioning = QUICK, machines: Sequence[MachineType] | None = None) -> Plan:
+    return provision(ask, machines or shop(), requests(), options=options)
+
+
+@pytest.mark.parametrize("rules", ["splitwise", "live"])
+def test_the_plan_is_the_best_of_all_mixes(rules: str) -> None:
+    options = replace(QUICK, rules=rules, designs=("BC",))  # type: ignore[arg-type]
+    ask = Ask(slo=SLO, objective="cost", rate=20.0, processes=0)
+    found = plan(ask, options)
+    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=SLO, rules=rules)  # type: ignore[arg-type]
+    design = all_designs(shop(), ["BC"])[0]
+    mixes = [Mix(design=design, num_prompt=p, num_token=t) for p in range(1, 6) for t in range(1, 6)]
+    held = [mix.total("usd_per_hour") for mix in mixes if judge(scene, mix, 20.0, 0).is_met]
+    assert found.chosen.usd_per_hour == pytest.approx(min(held))
+    assert found.at_rate.rate == 20.0
+    assert not found.chosen.candidate.is_colocated
+
+
+def test_more_rate_costs_no_less_and_more_budget_serves_no_less() -> None:
+    options = replace(QUICK, designs=("Baseline-B", "BC", "BB"))
+    costs = [
+        plan(Ask(slo=SLO, objective="cost", rate=rate, processes=0), options).chosen.usd_per_hour
+        for rate in (8.0, 24.0)
+    ]
+    assert costs[0] <= costs[1]
+    budgets = (5.0, 9.0)
+    plans = [plan(Ask(slo=SLO, budget_usd_per_hour=budget, processes=0), options) for budget in budgets]
+    assert all(found.chosen.usd_per_hour <= budget + 1e-9 for found, budget in zip(plans, budgets, strict=True))
+    assert plans[0].chosen.goodput.value <= plans[1].chosen.goodput.value
+
+
+def test_the_objective_and_the_budgets_decide() -> None:
+    designs = ("BB", "CC")
+    by = {
+        objective: plan(Ask(slo=SLO, objective=objective, rate=16.0, processes=0), replace(QUICK, designs=designs))
+        for objective in ("cost", "power", "goodput")
+    }
+    assert by["cost"].chosen.usd_per_hour == min(one.usd_per_hour for one in by["cost"].tried)
+    assert by["power"].chosen.watts == min(one.watts for one in by["power"].tried)
+    assert by["goodput"].chosen.candidate.gpus == min(one.candidate.gpus for one in by["goodput"].tried)
+    ask = Ask(slo=SLO, budget_usd_per_hour=math.inf, processes=0)
+    found = plan(ask, replace(QUICK, designs=designs, budget_power=2500.0))
+    assert all(one.watts <= 2500 for one in found.tried)
+
+
+def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
+    found = plan(Ask(slo=SLO, objective="cost", rate=16.0, processes=0), replace(QUICK, interval_seeds=3))
+    assert [one.candidate.design for one in found.tried] == sorted(
+        (one.candidate.design for one in found.tried),
+        key=lambda name: next(o.usd_per_hour for o in found.tried if o.candidate.design == name),
+    )
+    assert {one.candidate.design for one in found.tried} | set(found.refused) == {
+        "Baseline-B", "Baseline-C", "BB", "BC", "CB", "CC",
+    }  # fmt: skip
+    for one in found.tried:
+        assert one.goodput.low <= one.goodput.value <= one.goodput.high
+        rates = [point.rate for point in one.curve]
+        assert rates == sorted(rates)
+        assert len(rates) >= 4
+    assert any("lend themselves to the other phase" in sentence for sentence in found.advice)
+    assert found.sources["rules"] == "Splitwise's simulator, with its mixed pool"
+    assert to_json(found)["chosen"]["candidate"]["design"] == found.chosen.candidate.design
+
+
+def test_the_other_rules_are_told_where_they_are_asked_for() -> None:
+    options = replace(QUICK, designs=("BC",), compare_rules=True)
+    said = " ".join(plan(Ask(slo=SLO, objective="cost", rate=12.0, processes=0), options).advice)
+    assert "by the live policies BC (" in said
+
+
+def test_slowdowns_are_kept_by_the_mix_that_is_chosen() -> None:
+    machines = shop()
+    slo = SlowdownSlo(reference=machines[1].latency)
+    options = replace(QUICK, designs=("BC", "BB"), slowdowns=slo)
+    found = plan(Ask(slo=Slo(), objective="cost", rate=12.0, processes=0), options)
+    design = all_designs(machines, [found.chosen.candidate.design])[0]
+    counts = [pool.replicas for pool in found.chosen.candidate.pools]
+    mix = Mix(design=design, num_prompt=counts[0], num_token=counts[1])
+    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=slo)
+    held = judge(scene, mix, 12.0, 0)
+    assert held.is_met
+    assert set(held.ratios) == {f"{name}_p{share}" for name in ("ttft", "tbt", "e2e") for share in (50, 90, 99)}
+    assert max(held.ratios.values()) < 1
+    assert found.asked["slowdowns"]["tbt"] == [1.25, 1.5, 5.0]
+
+
+def test_a_slo_that_a_request_alone_misses_is_refused_with_the_reason() -> None:
+    ask = Ask(slo=Slo(ttft_s=1.0, tpot_s=0.005), rate=1.0, processes=0)
+    with pytest.raises(PlanError, match=r"no design does what is asked \(Baseline-B: TPOT is 2\.\d+ times its limit"):
+        plan(ask)
+    both = Slo(ttft_s=0.19, tpot_s=0.03, attainment=0.95)
+    found = plan(Ask(slo=both, rate=2.0, processes=0), replace(QUICK, designs=("BB", "CC")))
+    assert "alone" in found.refused["CC"]
+
+
+def test_bad_input_is_a_sentence() -> None:
+    def ask(**keys: object) -> Ask:
+        return Ask(slo=SLO, processes=0, **keys)  # type: ignore[arg-type]
+
+    with pytest.raises(PlanError, match="the budget is infinite; give one in USD per hour, GPUs or power"):
+        plan(ask(budget_usd_per_hour=math.inf))
+    with pytest.raises(PlanError, match="what the budget buys keeps the SLO at no rate"):
+        plan(ask(budget_usd_per_hour=0.5))
+    with pytest.raises(PlanError, match="b has no price per hour"):
+        plan(ask(objective="cost", rate=1.0), machines=[replace(shop()[0], usd_per_hour=0.0)])
+    with pytest.raises(PlanError, match="colocated is off"):
+        plan(ask(rate=1.0, colocated=False), replace(QUICK, designs=("Baseline-B",)))
+    with pytest.raises(PlanError, match="seconds is 0; give a number above 0"):
+        Provisioning(seconds=0.0)
+    with pytest.raises(PlanError, match="slowdown ttfb is not known"):
+        SlowdownSlo(reference=Lines(), limits={"ttfb": (1, 2, 3)})
+    with pytest.raises(PlanError, match=r"slowdown limits of tbt are \(1, 0, 3\)"):
+        SlowdownSlo(reference=Lines(), limits={"tbt": (1, 0, 3)})
+
+
+# draws
+
+
+@pytest.mark.parametrize("burstiness", [1.0, 0.3])
+def test_rates_are_compared_on_the_same_requests(burstiness: float) -> None:
+    arrivals = Arrivals(source=requests(), draw="apart", seconds=10.0, burstiness=burstiness)
+    slow, fast = arrivals.at(10.0, 7), arrivals.at(20.0, 7)
+    count = len(slow)
+    assert count < len(fast)
+    assert np.array_equal(slow.prompt_len, fast.prompt_len[:count])
+    assert np.array_equal(slow.output_len, fast.output_len[:count])
+    assert slow.arrival_s == pytest.approx(2 * fast.arrival_s[:count])
+    assert slow.arrival_s[-1] < 10
+    assert not np.array_equal(arrivals.at(10.0, 8).prompt_len[:50], slow.prompt_len[:50])
+
+
+def test_apart_breaks_the_tie_between_prompt_and_output() -> None:
+    tied = from_rows([[i, 10 + i, 10 + i] for i in range(50)])
+    together = Arrivals(source=tied, seconds=10.0).at(20.0, 0)
+    apart = Arrivals(source=tied, seconds=10.0, draw="apart").at(20.0, 0)
+    assert np.array_equal(together.prompt_len, together.output_len)
+    assert not np.array_equal(apart.prompt_len, apart.output_len)
+
+
+def test_a_replay_keeps_the_gaps_and_a_list_stops_after_its_seconds() -> None:
+    source = from_rows([[0, 5, 5], [1, 6, 6], [5, 7, 7]])
+    replay = Arrivals(source=source, draw="replay").at(2.0, 0)
+    assert np.diff(replay.arrival_s).tolist() == pytest.approx([0.2, 0.8])
+    listed = Arrivals(source=source, draw="list", seconds=2.0).at(2.0, 0)
+    assert listed.arrival_s.tolist() == [0.0, 0.5]
+
+
+# processes
+
+
+def test_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials in other processes, where the results come in whatever order; the pool runs the sources as they are."""
+    monkeypatch.setattr("placement.simulator.compiled.compiled_path", lambda cache=None: None)
+    options = replace(
+        QUICK,
+        designs=("Baseline-A100", "HA"),
+        seconds=5.0,
+        slowdowns=SlowdownSlo(reference=splitwise_machines()[0].latency),
+    )
+    asks = [Ask(slo=Slo(), objective="cost", rate=6.0, processes=processes) for processes in (0, 1, 2)]
+    plans = [provision(ask, splitwise_machines(), requests(), options=options) for ask in asks]
+    plain = [to_json(replace(found, cpu_s=0.0)) for found in plans]
+    assert plain[0] == plain[1] == plain[2]
+
+
+def test_progress_is_told_and_trials_are_remembered() -> None:
+    told: list[tuple[str, int, int]] = []
+    design = all_designs(shop(), ["BC"])[0]
+    scene = Scene(arrivals=Arrivals(source=requests(), seconds=5.0), slo=SLO)
+    runs = Runs(scene=scene, on_progress=lambda *step: told.append(step))
+    trial = (design, Trial("BC", 1, 1, 2.0, 0))
+    runs.play([trial])
+    runs.play([trial])
+    assert runs.num_simulated == runs.verdicts[trial[1]].num_requests
+    ask = Ask(slo=SLO, objective="cost", rate=8.0, processes=0)
+    provision(
+        ask, shop(), requests(), options=replace(QUICK, designs=("BC",)), on_progress=lambda *step: told.append(step)
+    )
+    assert told[-1][1:] == (2, 2)
+    assert any(what.startswith("mixes for the rate") for what, _, _ in told)

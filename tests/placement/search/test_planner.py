@@ -1,0 +1,164 @@
+"""Plans: what is chosen and said for a toy whose answer is plain, and why nothing is where nothing can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.catalogs.base import PlanError
+from placement.plan import Plan, RequestClass, Slo, to_json
+from placement.search.planner import Ask, plan
+from placement.workload.requests import Workload
+from tests.placement.toys import PROMPT, ToyCatalog, alike
+
+SLO = Slo(ttft_s=0.4, tpot_s=0.012)
+DISTURBED = Slo(ttft_s=0.4, tpot_s=0.0125)  # any step with a prompt in it takes ten decode steps
+
+
+def planned(
+    slo: Slo = DISTURBED, catalog: ToyCatalog | None = None, workload: Workload | None = None, **ask: Any
+) -> Plan:
+    ask = {"num_gpus": 4, "processes": 0, "thoroughness": 0.05} | ask
+    return plan(Ask(slo=slo, **ask), catalog or one_gpu(), workload or alike())
+
+
+def one_gpu(error: float = 0.0) -> ToyCatalog:
+    """Workers of one GPU; a decode worker keeps up with many prefill workers."""
+    return ToyCatalog(largest=1, error=error, latency={"slope_s": 0.0001})
+
+
+@pytest.fixture(scope="module")
+def four_gpus() -> Plan:
+    return planned(thoroughness=0.1)  # fewer requests leave it to chance which pool binds
+
+
+def test_a_colocated_worker_whose_steps_are_disturbed_loses(four_gpus: Plan) -> None:
+    assert four_gpus.is_disaggregated
+    assert four_gpus.chosen.candidate.gpus <= 4
+    assert any("colocated" in sentence for sentence in four_gpus.advice)
+
+
+def test_the_pool_that_binds_is_the_one_whose_worker_more_helps(four_gpus: Plan) -> None:
+    """Three prefill workers and one for decode, which could serve a dozen of them."""
+    assert [pool.replicas for pool in four_gpus.chosen.candidate.pools] == [3, 1]
+    assert four_gpus.binding == "prefill"
+    assert any("prefill pool binds" in sentence for sentence in four_gpus.advice)
+    assert four_gpus.at_rate.busy["prefill"] > 0.6
+    assert set(four_gpus.phase_goodput) == {"prefill", "decode"}
+
+
+def test_the_best_is_first_and_every_curve_falls(four_gpus: Plan) -> None:
+    assert four_gpus.tried[0] == four_gpus.chosen
+    assert [one.goodput.value for one in four_gpus.tried] == sorted(
+        (one.goodput.value for one in four_gpus.tried), reverse=True
+    )
+    for one in four_gpus.tried:
+        assert [point.rate for point in one.curve] == sorted(point.rate for point in one.curve)
+        assert one.goodput.low <= one.goodput.value <= one.goodput.high
+    assert four_gpus.chosen.curve[0].attainment.value > four_gpus.chosen.curve[-1].attainment.value
+
+
+def test_a_plan_is_plain_data_and_the_same_twice(four_gpus: Plan) -> None:
+    again = planned(thoroughness=0.1)
+    plain, other = to_json(four_gpus), to_json(again)
+    plain["cpu_s"] = other["cpu_s"] = 0
+    assert plain == other
+    assert plain["chosen"]["candidate"]["pools"][0]["role"] == "prefill"
+    assert plain["asked"]["num_gpus"] == 4
+
+
+def test_where_steps_may_be_long_the_answer_is_not_to_disaggregate() -> None:
+    found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=2)
+    assert not found.is_disaggregated
+    assert found.advice[0].startswith("Do not disaggregate")
+
+
+def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> None:
+    found = planned(num_gpus=None, rate=15.0, colocated=False)
+    assert found.at_rate.rate == 15.0
+    assert found.at_rate.attainment.value >= 0.9
+    assert found.chosen.goodput.value >= 15.0 * 0.98
+    prefill, decode = found.chosen.candidate.pools
+    assert 2 <= prefill.replicas <= 3
+    assert decode.replicas == 1
+    assert 0 <= found.headroom < 0.6
+
+
+def test_a_budget_is_as_many_gpus_as_it_pays_for() -> None:
+    found = planned(num_gpus=None, budget_usd_per_hour=5.9, colocated=False)
+    assert found.chosen.candidate.gpus == 2
+    assert found.chosen.usd_per_hour == 4.0
+    with pytest.raises(PlanError, match="one bench costs 2; give more"):
+        planned(num_gpus=None, budget_usd_per_hour=1.5)
+
+
+def test_the_latency_models_error_is_in_the_interval() -> None:
+    sure = planned(num_gpus=2, colocated=False).chosen.goodput
+    unsure = planned(num_gpus=2, colocated=False, catalog=one_gpu(error=0.1)).chosen.goodput
+    assert unsure.value == sure.value
+    assert unsure.low < 0.93 * sure.low
+    assert unsure.high > 1.05 * sure.high
+
+
+def test_request_classes_have_targets_of_their_own() -> None:
+    classes = (
+        RequestClass(name="chat", share=0.5, slo=DISTURBED),
+        RequestClass(name="batch", share=0.5, slo=Slo(ttft_s=60, tpot_s=1, attainment=0.99)),
+    )
+    found = planned(num_gpus=2, classes=classes, colocated=False)
+    assert set(found.at_rate.by_class) == {"chat", "batch"}
+    assert found.at_rate.by_class["batch"] >= 0.99
+
+
+# what cannot be
+
+
+def refusal(**ask: Any) -> str:
+    with pytest.raises(PlanError) as raised:
+        planned(**ask)
+    return str(raised.value)
+
+
+def test_a_tpot_below_a_single_step() -> None:
+    said = refusal(slo=Slo(ttft_s=1, tpot_s=0.001), catalog=ToyCatalog())
+    assert said.startswith("TPOT 1 ms: one decode step of toy at batch 1 takes 3.43 ms on bench even at TP 4; ask for")
+
+
+def test_a_ttft_below_a_single_prompt() -> None:
+    said = refusal(slo=Slo(ttft_s=0.02, tpot_s=1), catalog=ToyCatalog())
+    assert said.startswith("TTFT 20 ms: a prompt of 100 tokens (P90) takes 33 ms alone on bench even at TP 4; ask for")
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    assert "toy fits nowhere on 4 x bench: TP 1: the toy has 0 heads" in refusal(catalog=ToyCatalog(largest=0))
+
+
+def test_prompts_longer_than_all_pages() -> None:
+    long = Workload(
+        arrival_s=np.arange(10.0), prompt_len=np.full(10, PROMPT), output_len=np.full(10, 400), name="long.csv"
+    )
+    said = refusal(catalog=ToyCatalog(largest=1, num_pages=10), workload=long)
+    assert "long.csv: request 0 has 500 tokens, and the roomiest worker (TP 1) holds 160" in said
+
+
+def test_too_few_gpus_for_two_pools() -> None:
+    assert "num_gpus is 1: the smallest prefill and decode workers that keep the targets take 2" in refusal(
+        num_gpus=1, colocated=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        ({"num_gpus": 4, "rate": 3.0}, "num_gpus and rate is given; give one"),
+        ({"num_gpus": None}, "nothing is given"),
+        ({"num_gpus": 0}, "num_gpus is 0; give a number above 0"),
+        ({"slo": Slo(ttft_s=1, tpot_s=1, attainment=1.5)}, "attainment is 1.5"),
+        ({"slo": Slo(ttft_s=0)}, "ttft is 0 s"),
+        ({"max_pp": 0}, "max_pp is 0"),
+    ],
+)
+def test_an_ask_that_makes_no_sense(ask: dict[str, Any], said: str) -> None:
+    assert said in refusal(**ask)

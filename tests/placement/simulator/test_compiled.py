@@ -1,0 +1,93 @@
+"""Compiled or not, a simulation has one outcome."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.papers.distserve.coefficients import distserve_latency
+from placement.papers.distserve.rules import DistServeCluster
+from placement.papers.distserve.rules import simulate as simulate_distserve
+from placement.simulator.colocated import ColocatedCluster, simulate_colocated
+from placement.simulator.compiled import simulation_pool, with_constructors
+from placement.simulator.outcome import Outcome
+from placement.simulator.simulate import simulate
+from tests.placement.simulator.test_simulate import cluster, requests, workers
+
+
+def where_the_policies_are() -> str:
+    return str(sys.modules["decode_worker.policy"].__file__)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
+def test_the_compiled_simulator_finds_the_same(tmp_path: Path) -> None:
+    latency = distserve_latency("opt_13b", 1)
+    short = cluster(workers("prefill", 2, latency=latency), workers("decode", 2, latency=latency, num_pages=60))
+    both = ColocatedCluster(latency=latency, num_workers=2, num_pages=100)
+    workload = requests(rate=10)
+    with simulation_pool(1, cache=tmp_path) as pool:
+        found: list[Outcome] = [
+            pool.apply(simulate, (short, workload)),
+            pool.apply(simulate_colocated, (both, workload)),
+            pool.apply(simulate_distserve, (DistServeCluster(prefill=latency, decode=latency), workload)),
+        ]
+        assert not pool.apply(where_the_policies_are).endswith(".py")
+    expected = [
+        simulate(short, workload),
+        simulate_colocated(both, workload),
+        simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
+    ]
+    assert expected[0].counters["preempted"] > 0
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.first_token_s, other.first_token_s)
+        assert np.array_equal(one.finish_s, other.finish_s)
+        assert one.counters == other.counters
+
+
+def test_without_a_compiler_the_sources_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placement.simulator.compiled._build", lambda target: False)
+    workload = requests(20)
+    with simulation_pool(1, cache=tmp_path) as pool:
+        outcome: Outcome = pool.apply(simulate, (cluster(workers("prefill"), workers("decode")), workload))
+    assert outcome.served == 20
+
+
+def test_a_dataclass_with_its_constructor_written_out_is_the_same() -> None:
+    source = """
+from dataclasses import dataclass, field
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    name: str
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.share > 1:
+            raise ValueError(self.share)
+
+@dataclass(slots=True)
+class Account:
+    value: Value
+    waiting: dict[str, int] = field(default_factory=dict)
+"""
+    made = []
+    for text in (source, with_constructors(source)):
+        space: dict[str, Any] = {"__name__": __name__}
+        exec(text, space)
+        account = space["Account"](space["Value"](name="a"))
+        account.waiting["x"] = 1
+        with pytest.raises(ValueError, match="7"):
+            space["Value"](name="b", share=7)
+        with pytest.raises(TypeError):
+            space["Value"]("a")
+        assert space["Account"](account.value).waiting == {}
+        twins = [space["Value"](name="a", sizes=(), share=0.1) for _ in range(2)]
+        assert hash(twins[0]) == hash(twins[1])
+        made.append(repr(account))
+    assert made[0] == made[1]

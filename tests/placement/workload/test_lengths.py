@@ -1,0 +1,165 @@
+"""Workloads: any CSV, classes, fitted lengths and arrivals, traces with gaps, traffic on paired random numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placement.goodput.targets import Targets
+from placement.plan import RequestClass, Slo
+from placement.workload.lengths import KINDS, fit_arrivals, fit_lengths, log_correlation
+from placement.workload.requests import Workload, from_rows, from_trace
+from placement.workload.traces import WorkloadError
+from placement.workload.traffic import Traffic, with_classes
+
+pytestmark = pytest.mark.unit
+
+
+def lognormal(count: int = 4000, correlation: float = 0.6) -> Workload:
+    rng = np.random.default_rng(1)
+    first, second = rng.standard_normal(count), rng.standard_normal(count)
+    second = correlation * first + np.sqrt(1 - correlation**2) * second
+    return Workload(
+        arrival_s=np.cumsum(rng.exponential(0.5, count)),
+        prompt_len=np.rint(np.exp(6 + 0.8 * first)).astype(np.int64) + 1,
+        output_len=np.rint(np.exp(5 + 0.5 * second)).astype(np.int64) + 1,
+        name="made",
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_of_what_it_assumes_is_near_and_says_so(kind: str) -> None:
+    workload = lognormal(correlation=0.0 if kind == "apart" else 0.6)
+    fit = fit_lengths(workload, kind)  # type: ignore[arg-type]
+    for error in fit.errors().values():
+        assert error.distance < 0.03
+        assert abs(error.mean) < 0.03
+        assert abs(error.p90) < 0.05
+    assert fit.drawn_correlation() == pytest.approx(log_correlation(workload.prompt_len, workload.output_len), abs=0.03)
+    assert f"{kind} lengths after made" in fit.summary()
+
+
+def test_a_fit_of_what_it_does_not_assume_says_how_far_off_it_is() -> None:
+    """Two kinds of prompt, no lognormal; and drawing apart loses the correlation."""
+    rows = [[i, 10 if i % 2 else 4000, 1000 if i % 2 else 5] for i in range(1000)]
+    assert fit_lengths(from_rows(rows), "lognormal").errors()["prompt"].distance > 0.2
+    assert abs(fit_lengths(from_rows(rows), "apart").drawn_correlation()) < 0.05
+    assert fit_lengths(from_rows(rows), "empirical").drawn_correlation() < -0.99
+
+
+def test_a_fit_draws_within_the_trace_and_the_same_for_a_seed() -> None:
+    workload = lognormal()
+    drawn = fit_lengths(workload, "lognormal").workload(5000, seed=7)
+    assert workload.prompt_len.min() <= drawn.prompt_len.min()
+    assert drawn.prompt_len.max() <= workload.prompt_len.max()
+    again, other = (fit_lengths(workload, "lognormal").workload(5000, seed=seed) for seed in (7, 8))
+    assert np.array_equal(drawn.output_len, again.output_len)
+    assert not np.array_equal(drawn.output_len, other.output_len)
+
+
+def test_lengths_that_do_not_vary_can_be_fitted() -> None:
+    fit = fit_lengths(from_rows([[i, 7, 3] for i in range(50)]), "lognormal")
+    assert set(fit.workload(20, seed=0).prompt_len.tolist()) == {7}
+
+
+def test_poisson_arrivals_are_told_from_a_trace_with_silent_minutes() -> None:
+    rng = np.random.default_rng(2)
+    poisson = from_rows([[t, 1, 1] for t in np.cumsum(rng.exponential(0.5, 2000))])
+    fit = fit_arrivals(poisson)
+    assert fit.cv == pytest.approx(1, abs=0.08)
+    assert fit.distance < 0.05
+    assert not fit.warning
+    gappy = from_rows([[120 * (i // 100) + 0.01 * (i % 100), 1, 1] for i in range(1000)])
+    fit = fit_arrivals(gappy)
+    assert fit.cv > 5
+    assert fit.silent_share > 0.9
+    assert fit.longest_gap_s == pytest.approx(119.01)
+    assert "replay its own arrivals" in fit.warning
+
+
+def test_arrivals_all_at_once_cannot_be_fitted() -> None:
+    with pytest.raises(WorkloadError, match="come apart"):
+        fit_arrivals(from_rows([[0, 1, 1]] * 5))
+
+
+def csv(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_any_csv_with_arrivals_lengths_and_classes(tmp_path: Path) -> None:
+    text = "request_type,arrival_ms,prompt_tokens,output_tokens\nchat,1000,5,6\ncode,2500,7,8\nchat,2500,9,1\n"
+    workload = from_trace(csv(tmp_path, text))
+    assert workload.arrival_s.tolist() == [0.0, 1.5, 1.5]
+    assert workload.prompt_len.tolist() == [5, 7, 9]
+    assert workload.class_names == ("chat", "code")
+    assert workload.class_of.tolist() == [0, 1, 0]
+    assert workload.first(2).class_of.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("arrival_s,prompt_tokens\n1,2\n", "no column GeneratedTokens"),
+        ("arrival_s,prompt_len,output_len\n0,0,4\n", ":2: prompt_len is 0"),
+        ("arrival_s,prompt_len,output_len\n5,1,4\n3,1,4\n", ":3: arrival_s is 2 s before"),
+        ("arrival_s,prompt_len,output_len\nnan,1,4\n", ":2: arrival_s is 'nan'"),
+        ("arrival_ms,prompt_len,output_len\nsoon,1,4\n", "give milliseconds"),
+        ("arrival_s,prompt_len,output_len,class\n0,1,4,\n", ":2: class is missing"),
+        ("arrival_s,prompt_len,output_len\n", "has no requests"),
+    ],
+)
+def test_what_a_csv_has_wrong_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(WorkloadError, match=named):
+        from_trace(csv(tmp_path, text))
+
+
+def test_traffic_at_two_rates_is_the_same_requests() -> None:
+    traffic = Traffic(source=lognormal())
+    slow, fast = traffic.draw(1.0, 500, seed=3), traffic.draw(4.0, 1000, seed=3)
+    assert np.array_equal(slow.prompt_len, fast.prompt_len[:500])
+    assert slow.arrival_s == pytest.approx(4 * fast.arrival_s[:500])
+    assert fast.rate == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_replay_keeps_bursts_and_goes_round() -> None:
+    rows = [[0, 1, 1], [0, 2, 1], [8, 3, 1], [9, 4, 1]]
+    drawn = Traffic(source=from_rows(rows), is_replay=True).draw(2 * 3 / 9, 8, seed=5)
+    assert drawn.prompt_len.tolist() == [1, 2, 3, 4] * 2
+    assert drawn.arrival_s[:4].tolist() == [0, 0, 4, 4.5]
+    assert drawn.arrival_s[4] > drawn.arrival_s[3]
+
+
+def test_prompts_that_share_prefixes_keep_their_order_and_share_none_with_the_last_lap() -> None:
+    source = from_rows([[i, 1024, 1] for i in range(4)])
+    source = Workload(
+        arrival_s=source.arrival_s,
+        prompt_len=source.prompt_len,
+        output_len=source.output_len,
+        blocks=[(0, 1), (0, 2), (3, 4), (3, 5)],
+    )
+    drawn = Traffic(source=source).draw(1.0, 8, seed=1)
+    laps = [set().union(*drawn.blocks[i : i + 4]) for i in (0, 4)]
+    rows = [drawn.blocks[i][0] == drawn.blocks[i + 1][0] for i in range(7)]
+    assert sum(rows) >= 3
+    assert len(laps[0] | laps[1]) > 6
+
+
+CHAT = RequestClass(name="chat", share=0.75, slo=Slo(ttft_s=0.1, tpot_s=0.1))
+BATCH = RequestClass(name="batch", share=0.25, slo=Slo(ttft_s=10, tpot_s=10, attainment=0.5))
+
+
+def test_classes_are_drawn_by_their_shares_where_the_trace_names_none() -> None:
+    workload = with_classes(lognormal(), (CHAT, BATCH), seed=0)
+    assert workload.class_of.mean() == pytest.approx(0.25, abs=0.03)
+    ttft_s, _ = Targets(slo=Slo(), classes=(CHAT, BATCH)).limits_s(workload)
+    assert set(ttft_s.tolist()) == {0.1, 10.0}
+
+
+def test_a_class_of_the_trace_without_targets_is_named(tmp_path: Path) -> None:
+    workload = from_trace(csv(tmp_path, "arrival_s,prompt_len,output_len,class\n0,1,1,agent\n1,1,1,chat\n"))
+    with pytest.raises(WorkloadError, match="class agent has no targets"):
+        with_classes(workload, (CHAT, BATCH), seed=0)

@@ -1,0 +1,75 @@
+"""ScanningPolicy is RouterPolicy with every choice made by looking at all workers: the meaning of the indexed one."""
+
+from __future__ import annotations
+
+from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape
+from cluster.router.policy import PolicyOptions, RouterPolicy
+from cluster.router.pools import DecodePool, PrefillPool
+from engine.pages.pool import pages_for
+
+
+class ScanningPrefillPool(PrefillPool):
+    @property
+    def is_open(self) -> bool:
+        return any(not account.report.draining for account in self.accounts.values())
+
+    def best(self, shape: RequestShape) -> PrefillAccount | None:
+        fitting = [
+            p
+            for p in self.accounts.values()
+            if not p.report.draining and pages_for(shape.prompt_len, p.view.page_size) <= p.view.total_pages
+        ]
+        return min(
+            fitting,
+            key=lambda p: (p.view.name in shape.avoid, p.queued_tokens - p.cached_len(shape), p.view.name),
+            default=None,
+        )
+
+
+class ScanningDecodePool(DecodePool):
+    @property
+    def is_open(self) -> bool:
+        return any(not account.report.draining for account in self.accounts.values())
+
+    def take_report(self, account: DecodeAccount, report: Report) -> None:
+        if report.made_s < account.report.made_s:
+            return
+        ours = {**account.listed, **account.promised}
+        account.report = report
+        account.listed = {i: pages for i, pages in ours.items() if i in report.request_ids}
+        account.promised = {i: pages for i, pages in ours.items() if i not in report.request_ids}
+        account.promised_pages = sum(account.promised.values())
+        account.ended = account.ended_pages = 0
+
+    def best(self, shape: RequestShape) -> DecodeAccount | str:
+        why = "no decode worker that takes new requests has so many pages"
+        for worker in self._by_preference(shape):
+            overcommit = int(worker.view.total_pages * self._overcommit)
+            if worker.batch == 0 or worker.free_pages + overcommit >= self._needed(worker, shape):
+                return worker
+            why = f"{worker.view.name}: {max(0, worker.free_pages)} of {worker.view.total_pages} pages free"
+        return why
+
+    def with_pages(self, shape: RequestShape, pages: int, but: str) -> DecodeAccount | None:
+        better = [d for d in self._by_preference(shape) if d.view.name != but and d.free_pages >= pages]
+        return better[0] if better else None
+
+    def _by_preference(self, shape: RequestShape) -> list[DecodeAccount]:
+        def preference(worker: DecodeAccount) -> tuple[bool, bool, int, str]:
+            has_none = worker.free_pages < self._needed(worker, shape)
+            return (worker.view.name in shape.avoid, has_none, worker.batch, worker.view.name)
+
+        fitting = [
+            d
+            for d in self.accounts.values()
+            if not d.report.draining
+            and pages_for(shape.prompt_len + shape.max_tokens, d.view.page_size) <= d.view.total_pages
+        ]
+        return sorted(fitting, key=preference)
+
+
+class ScanningPolicy(RouterPolicy):
+    def __init__(self, options: PolicyOptions | None = None) -> None:
+        super().__init__(options)
+        self._prefill = ScanningPrefillPool()
+        self._decode = ScanningDecodePool(self.options.overcommit)

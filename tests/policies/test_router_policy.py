@@ -1,0 +1,384 @@
+"""RouterPolicy: who serves a request, who waits, who is refused, and what a lost worker takes with it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.policy import Assigned, Decision, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
+from engine.pages.pool import page_hashes
+
+pytestmark = pytest.mark.unit
+
+PAGE = 16
+
+
+def cluster(*names: str, pages: int = 100, options: PolicyOptions | None = None) -> RouterPolicy:
+    """Workers named p... prefill, d... decode."""
+    policy = RouterPolicy(options)
+    for name in names:
+        role = "prefill" if name.startswith("p") else "decode"
+        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE), now=0.0)  # type: ignore[arg-type]
+    return policy
+
+
+def shape(id: str, prompt_len: int = 32, max_tokens: int = 16, **more: object) -> RequestShape:
+    return RequestShape(id=id, prompt_len=prompt_len, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+
+
+def assigned(decision: Decision) -> Assigned:
+    assert isinstance(decision, Assigned), decision
+    return decision
+
+
+def assigned_id(decision: Assigned | None) -> str:
+    return "" if decision is None else decision.request_id
+
+
+# choosing
+
+
+def test_the_prefill_worker_with_fewest_queued_tokens_is_chosen_and_ties_go_by_name() -> None:
+    policy = cluster("p1", "p0", "d0")
+    assert assigned(policy.assign(shape("a", 100), 0.0)).prefill == "p0"
+    assert assigned(policy.assign(shape("b", 50), 0.0)).prefill == "p1"
+    assert assigned(policy.assign(shape("c", 10), 0.0)).prefill == "p1"
+    assert assigned(policy.assign(shape("d", 10), 0.0)).prefill == "p1"
+
+
+def test_a_stale_report_does_not_hide_what_was_sent_since() -> None:
+    """Both look idle in their reports; all the same, not everything may go to one."""
+    policy = cluster("p0", "p1", "d0")
+    for seq in range(1, 5):
+        choice = assigned(policy.assign(shape(f"r{seq}"), 0.0))
+        policy.on_submitted(choice.request_id, seq)
+        for name in ("p0", "p1"):
+            policy.on_report(name, Report(made_s=0.0, last_submit_seq=0, available_pages=100), 0.0)
+    assert [policy._requests[f"r{i}"].prefill for i in range(1, 5)] == ["p0", "p1", "p0", "p1"]
+
+
+def test_a_report_that_has_seen_a_submit_counts_it_instead_of_the_router() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_submitted(assigned(policy.assign(shape("a", 400), 0.0)).request_id, 1)
+    policy.on_report("p0", Report(made_s=1.0, last_submit_seq=1, waiting_tokens=8, available_pages=100), 1.0)
+    policy.on_report("p1", Report(made_s=1.0, waiting_tokens=30, available_pages=100), 1.0)
+    assert assigned(policy.assign(shape("b", 50), 1.0)).prefill == "p0"  # 8 left there of 400
+
+
+def test_what_other_routers_sent_counts_until_a_report_says_it_is_done() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_report("p0", Report(made_s=1.0, waiting_tokens=500, available_pages=100), 1.0)
+    assert assigned(policy.assign(shape("a"), 1.0)).prefill == "p1"
+    policy.on_report("p0", Report(made_s=2.0, waiting_tokens=0, available_pages=100), 2.0)
+    assert assigned(policy.assign(shape("b"), 2.0)).prefill == "p0"
+
+
+def test_a_report_older_than_the_last_is_dropped() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_report("p0", Report(made_s=2.0, waiting_tokens=500, available_pages=100), 2.0)
+    policy.on_report("p0", Report(made_s=1.0, waiting_tokens=0, available_pages=100), 2.1)
+    assert assigned(policy.assign(shape("a"), 2.1)).prefill == "p1"
+
+
+def test_a_first_token_takes_its_prompt_off_the_queue_before_the_next_report() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_submitted(assigned(policy.assign(shape("a", 400), 0.0)).request_id, 1)
+    policy.on_report("p0", Report(made_s=1.0, last_submit_seq=1, waiting_tokens=400, available_pages=100), 1.0)
+    policy.on_first_token("a", 1.5)
+    assert assigned(policy.assign(shape("b"), 1.5)).prefill == "p0"
+
+
+def test_a_prompt_goes_where_its_prefix_was_sent_while_that_is_not_much_busier() -> None:
+    policy = cluster("p0", "p1", "d0", pages=1000)
+    long = list(range(320))
+    first = shape("a", 320, page_hashes=page_hashes(long, PAGE))
+    assert assigned(policy.assign(first, 0.0)).prefill == "p0"
+    policy.on_first_token("a", 0.5)
+    policy.assign(shape("b", 100), 0.5)  # p0 again: 100 queued there
+    again = shape("c", 330, page_hashes=page_hashes([*long, *range(10)], PAGE))
+    assert assigned(policy.assign(again, 0.6)).prefill == "p0"
+    policy.assign(shape("d", 600), 0.6)  # p1
+    other = shape("e", 330, page_hashes=page_hashes(list(range(1, 331)), PAGE))
+    assert assigned(policy.assign(other, 0.7)).prefill == "p0"
+
+
+def test_the_decode_worker_with_pages_wins_then_the_smallest_batch_then_the_name() -> None:
+    policy = cluster("p0", "d0", "d1", "d2")
+    policy.on_report("d0", Report(made_s=1.0, num_running=1, available_pages=1), 1.0)
+    policy.on_report("d1", Report(made_s=1.0, num_running=9, available_pages=90), 1.0)
+    policy.on_report("d2", Report(made_s=1.0, num_running=8, available_pages=90), 1.0)
+    assert assigned(policy.assign(shape("a"), 1.0)).decode == "d2"
+    assert assigned(policy.assign(shape("b"), 1.0)).decode == "d1"  # 9 each now
+    assert assigned(policy.assign(shape("c"), 1.0)).decode == "d2"
+
+
+def test_promised_pages_count_until_a_report_lists_the_request() -> None:
+    policy = cluster("p0", "d0", "d1", pages=10)
+    assert assigned(policy.assign(shape("a", 100), 0.0)).decode == "d0"  # 7 of 10 pages
+    policy.on_report("d0", Report(made_s=1.0, available_pages=10), 1.0)  # has not heard of it
+    assert assigned(policy.assign(shape("b", 100), 1.0)).decode == "d1"
+    listed = Report(made_s=2.0, num_running=1, available_pages=3, request_ids=frozenset({"a"}))
+    policy.on_report("d0", listed, 2.0)
+    policy.on_finished("a")  # before a report says so
+    assert assigned(policy.assign(shape("c", 100), 2.0)).decode == "d0"
+    policy.check_invariants()
+
+
+def test_workers_that_failed_a_request_are_taken_only_if_there_is_no_other() -> None:
+    policy = cluster("p0", "d0", "d1")
+    assert assigned(policy.assign(shape("a", avoid=frozenset({"p0", "d0"})), 0.0)).decode == "d1"
+    policy.on_worker_lost("d1")
+    assert assigned(policy.assign(shape("b", avoid=frozenset({"p0", "d0"})), 0.0)).decode == "d0"
+
+
+def test_a_draining_worker_gets_nothing_new() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_report("p0", Report(made_s=1.0, draining=True, available_pages=100), 1.0)
+    assert assigned(policy.assign(shape("a"), 1.0)).prefill == "p1"
+    policy.on_report("p1", Report(made_s=1.0, draining=True, available_pages=100), 1.0)
+    assert policy.assign(shape("b"), 1.0) == Unavailable(reason="no prefill worker is ready")
+
+
+def test_the_reason_names_what_was_weighed() -> None:
+    policy = cluster("p0", "d0")
+    assert assigned(policy.assign(shape("a"), 0.0)).reason == (
+        "p0: 0 prompt tokens queued, 0 of 32 cached; d0: 100 of 100 pages free, batch 0"
+    )
+
+
+# waiting and refusing
+
+
+def test_without_a_role_a_request_is_unavailable_and_forgotten() -> None:
+    policy = cluster("p0")
+    assert policy.assign(shape("a"), 0.0) == Unavailable(reason="no decode worker is ready")
+    policy.on_worker_up(WorkerView(name="d0", role="decode", total_pages=9, page_size=PAGE), 0.0)
+    assert assigned(policy.assign(shape("a"), 0.0))
+
+
+def test_what_can_never_fit_is_rejected_for_good() -> None:
+    policy = cluster("p0", "d0", pages=4)
+    rejected = policy.assign(shape("a", 60, max_tokens=5), 0.0)
+    assert isinstance(rejected, Rejected)
+    assert rejected.retry_after_s is None
+    assert "65 tokens; the largest decode worker holds 64" in rejected.reason
+    assert assigned(policy.assign(shape("b", 60, max_tokens=4), 0.0))
+
+
+def test_beyond_the_backlog_requests_wait_and_go_first_come_first_served() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100))
+    assigned(policy.assign(shape("a", 90), 0.0))
+    assert policy.assign(shape("b", 50), 0.0) == Queued(reason="p0: 90 prompt tokens queued")
+    assert policy.assign(shape("c", 5), 0.0) == Queued(reason="1 requests wait before it")
+    assert policy.next_assignable(0.0) is None
+    policy.on_first_token("a", 1.0)
+    ids = []
+    while nxt := policy.next_assignable(1.0):
+        ids.append(nxt.request_id)
+    assert ids == ["b", "c"]
+
+
+def test_a_prompt_longer_than_the_backlog_goes_to_an_idle_worker() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100))
+    assert assigned(policy.assign(shape("a", 500), 0.0))
+
+
+def test_pages_may_be_promised_beyond_those_free_only_so_far() -> None:
+    policy = cluster("p0", "d0", pages=10, options=PolicyOptions(overcommit=0.5))
+    policy.on_report("d0", Report(made_s=1.0, num_running=3, available_pages=2), 1.0)
+    assert assigned(policy.assign(shape("a", 60), 1.0))  # 4 pages of 2 free and 5 beyond
+    assert policy.assign(shape("b", 60), 1.0) == Queued(reason="d0: 0 of 10 pages free")
+
+
+def test_a_full_queue_rejects_and_says_when_to_come_again() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10, max_queued_requests=2))
+    assigned(policy.assign(shape("a", 10), 0.0))
+    for name in "bc":
+        assert isinstance(policy.assign(shape(name, 50), 0.0), Queued)
+    rejected = policy.assign(shape("d", 50), 0.0)
+    assert rejected == Rejected(reason="the router's queue is full: 2 requests of 2", retry_after_s=1.0)
+    policy.check_invariants()
+
+
+def test_the_queue_is_bounded_in_tokens_too_but_takes_one_request_of_any_length() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10, max_queued_tokens=100))
+    assigned(policy.assign(shape("a", 10), 0.0))
+    assert isinstance(policy.assign(shape("b", 500), 0.0), Queued)
+    assert isinstance(policy.assign(shape("c", 1), 0.0), Rejected)
+
+
+def test_retry_after_follows_the_rate_at_which_prompts_were_computed() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100, max_queued_requests=1))
+    for i in range(5):
+        assigned(policy.assign(shape(f"r{i}", 100), float(i)))
+        policy.on_first_token(f"r{i}", float(i))
+    assigned(policy.assign(shape("a", 100), 5.0))
+    assert isinstance(policy.assign(shape("b", 250), 5.0), Queued)
+    rejected = policy.assign(shape("c", 100), 5.0)
+    assert isinstance(rejected, Rejected)
+    assert rejected.retry_after_s == pytest.approx(2.0)  # 250 tokens at 500 in 4 s
+
+
+def test_a_resent_request_passes_the_queue_and_its_bounds() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100, max_queued_requests=1))
+    assigned(policy.assign(shape("a", 90), 0.0))
+    assert isinstance(policy.assign(shape("b", 50), 0.0), Queued)
+    assert isinstance(policy.assign(shape("again", 50), 0.0, is_resent=True), Queued)
+    policy.on_first_token("a", 1.0)
+    nxt = policy.next_assignable(1.0)
+    assert nxt is not None
+    assert nxt.request_id == "again"
+
+
+# losing
+
+
+def test_a_lost_prefill_worker_takes_what_it_had_not_handed_off() -> None:
+    policy = cluster("p0", "p1", "d0")
+    for name in ("new", "token", "handed", "both"):
+        assigned(policy.assign(shape(name), 0.0))
+        policy._requests[name].prefill = "p0"
+    policy.on_first_token("token", 0.0)
+    policy.on_handed_off("handed", "d0")  # its first token died with the worker
+    policy.on_first_token("both", 0.0)
+    policy.on_handed_off("both", "d0")
+    assert policy.on_worker_lost("p0") == ["new", "token", "handed"]
+
+
+def test_a_lost_decode_worker_takes_all_that_was_assigned_to_it() -> None:
+    policy = cluster("p0", "d0", "d1")
+    at = {name: assigned(policy.assign(shape(name), 0.0)).decode for name in "abcd"}
+    assert at == {"a": "d0", "b": "d1", "c": "d0", "d": "d1"}
+    assert policy.on_worker_lost("d0") == ["a", "c"]
+    policy.check_invariants()
+    assert assigned(policy.assign(shape("a#2"), 0.0, is_resent=True)).decode == "d1"
+
+
+def test_the_last_worker_of_a_role_takes_the_queue_along() -> None:
+    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10))
+    assigned(policy.assign(shape("a"), 0.0))
+    assert isinstance(policy.assign(shape("b"), 0.0), Queued)
+    assert policy.on_worker_lost("p0") == ["a", "b"]
+    assert policy.num_queued == 0
+    assert policy.queued_tokens == 0
+
+
+def test_the_largest_worker_takes_along_what_waits_for_it_alone() -> None:
+    policy = cluster("p0", "d0")
+    policy.on_worker_up(WorkerView(name="d1", role="decode", total_pages=10, page_size=PAGE), 0.0)
+    assert assigned(policy.assign(shape("a", 1500, 32), 0.0)).decode == "d0"
+    assert isinstance(policy.assign(shape("large", 1000, 32), 0.0), Queued)
+    assert isinstance(policy.assign(shape("small"), 0.0), Queued)
+    assert policy.on_worker_lost("d0") == ["a", "large"]
+    assert assigned_id(policy.next_assignable(0.0)) == "small"
+
+
+def test_a_worker_that_comes_back_is_empty() -> None:
+    policy = cluster("p0", "d0", pages=10)
+    assigned(policy.assign(shape("a", 100), 0.0))
+    policy.on_worker_lost("d0")
+    policy.on_worker_up(WorkerView(name="d0", role="decode", total_pages=10, page_size=PAGE), 1.0)
+    assert "10 of 10 pages free, batch 0" in assigned(policy.assign(shape("b"), 1.0)).reason
+
+
+def test_a_stalled_request_moves_to_a_worker_that_has_pages_now() -> None:
+    policy = cluster("p0", "d0", "d1", pages=10)
+    assert assigned(policy.assign(shape("a", 60), 0.0)).decode == "d0"
+    assert policy.reassign("a", "d0") == "d1"
+    assert policy.reassign("a", "d0") is None  # it is not there any more
+    policy.on_report("d0", Report(made_s=1.0, available_pages=1), 1.0)
+    assert policy.reassign("a", "d1") is None
+    policy.check_invariants()
+
+
+def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
+    """The reassignment came too late: the first worker had granted pages meanwhile."""
+    policy = cluster("p0", "d0", "d1")
+    policy.assign(shape("a"), 0.0)
+    assert policy.reassign("a", "d0") == "d1"
+    policy.on_handed_off("a", "d0")
+    assert policy.on_worker_lost("d1") == []
+    assert policy.on_worker_lost("d0") == ["a"]
+
+
+# everything at once
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
+    rng = random.Random(seed)
+    options = PolicyOptions(max_backlog_tokens=200, max_queued_requests=8, max_queued_tokens=600)
+    policy = cluster("p0", "p1", "d0", "d1", pages=20, options=options)
+    up = {"p0", "p1", "d0", "d1"}
+    known: set[str] = set()
+    prompts = [[rng.randrange(50) for _ in range(rng.randrange(1, 200))] for _ in range(6)]
+    seqs = dict.fromkeys(("p0", "p1"), 0)
+
+    def submit(choice: Assigned) -> None:
+        assert {choice.prefill, choice.decode} <= up
+        seqs[choice.prefill] += 1
+        policy.on_submitted(choice.request_id, seqs[choice.prefill])
+
+    for step in range(600):
+        now = step / 10
+        sent = sorted(i for i in known if policy._requests[i].prefill)
+        match rng.randrange(12):
+            case 0 | 1 | 2 | 3:
+                prompt = rng.choice(prompts)
+                name = f"r{step}"
+                decision = policy.assign(
+                    shape(name, len(prompt), rng.randrange(1, 150), page_hashes=page_hashes(prompt, PAGE)),
+                    now,
+                    is_resent=rng.random() < 0.2,
+                )
+                if isinstance(decision, Assigned):
+                    submit(decision)
+                if isinstance(decision, Assigned | Queued):
+                    known.add(name)
+            case 4 | 5 if sent:
+                policy.on_first_token(rng.choice(sent), now)
+            case 6 if sent:
+                policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")))
+            case 7 if known:
+                name = rng.choice(sorted(known))
+                rng.choice((policy.on_finished, policy.on_cancelled, policy.on_preempted, policy.on_transfer_failed))(
+                    name
+                )
+                known.discard(name)
+            case 8 if known:
+                policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")))
+            case 9:
+                name = rng.choice(("p0", "p1", "d0", "d1"))
+                if name in up:
+                    known -= set(policy.on_worker_lost(name))
+                    up.discard(name)
+                else:
+                    seqs[name] = 0
+                    role = "prefill" if name.startswith("p") else "decode"
+                    view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)  # type: ignore[arg-type]
+                    policy.on_worker_up(view, now)
+                    up.add(name)
+            case _:
+                name = rng.choice(("p0", "p1", "d0", "d1"))
+                report = Report(
+                    made_s=now - rng.random(),
+                    last_submit_seq=rng.randint(0, seqs.get(name, 0)),
+                    num_running=rng.randrange(5),
+                    waiting_tokens=rng.randrange(300),
+                    available_pages=rng.randrange(21),
+                    draining=rng.random() < 0.1,
+                    request_ids=frozenset(i for i in known if rng.random() < 0.5),
+                )
+                policy.on_report(name, report, now)
+        while nxt := policy.next_assignable(now):
+            submit(nxt)
+        policy.check_invariants()
+        assert set(policy._requests) == known
+    for name in sorted(known):
+        policy.on_finished(name)
+    policy.check_invariants()
+    assert policy.num_queued == policy.queued_tokens == 0
+    assert all(not p.waiting and p.queued_tokens <= p.report.waiting_tokens for p in policy._prefill.accounts.values())
+    assert all(not d.promised and not d.listed for d in policy._decode.accounts.values())
