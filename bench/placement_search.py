@@ -26,7 +26,7 @@ from placement.search.planner import Ask, plan
 from placement.simulator.compiled import compiled_path
 from placement.workload.requests import Workload, from_trace, read_request_list
 
-SHAREGPT = REPO / "tests" / "placement" / "data" / "sharegpt_synth_N1000.json"
+SHAREGPT = REPO / "tests" / "placement" / "papers" / "data" / "sharegpt_synth_N1000.json"
 TRACES = (REPO / "configs" / "workloads", REPO.parent / "shared" / "data" / "azure")
 
 

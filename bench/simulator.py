@@ -36,7 +36,7 @@ from placement.workload.requests import Workload, from_rows, read_request_list
 from prefill_worker.policy import PrefillLimits
 from worker.options import Role
 
-DATA = REPO / "tests" / "placement" / "data"
+DATA = REPO / "tests" / "placement" / "papers" / "data"
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}
 ROOMY = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # those simulators reject nobody
 

@@ -39,7 +39,7 @@ from placement.simulator.systems import System, play
 from placement.workload.requests import Workload, read_request_list
 from placement.workload.traffic import Traffic
 
-DATA = REPO / "tests" / "placement" / "data"
+DATA = REPO / "tests" / "placement" / "papers" / "data"
 CASES = {case["id"]: case for case in json.loads((DATA / "distserve-cases.json").read_text())["cases"]}
 DATASETS = {"sharegpt": "sharegpt_synth", "humaneval": "humaneval_synth", "longbench": "longbench_synth"}
 SLOS = {  # of the paper's evaluation, s

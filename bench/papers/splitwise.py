@@ -36,7 +36,7 @@ from placement.plan import Slo
 from placement.search.planner import Ask
 from placement.workload.requests import Workload, from_rows, from_trace
 
-DATA = REPO / "tests" / "placement" / "data"
+DATA = REPO / "tests" / "placement" / "papers" / "data"
 CASES: dict[str, Any] = json.loads((DATA / "splitwise-cases.json").read_text())
 TRACES = {
     "code": ("AzureLLMInferenceTrace_code.csv",),

@@ -13,17 +13,17 @@ from typing import Literal
 
 from cluster.router.policy import PolicyOptions
 from decode_worker.policy import DecodeLimits
-from worker.options import Role
-from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
-from placement.simulator.colocated import ColocatedCluster, Sharing
-from placement.latency.base import DecodeLine
 from placement.build.from_profile import REPORT_GAP_S, hosts_of
-from placement.plan import Candidate, PoolPlan
+from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
+from placement.latency.base import DecodeLine
 from placement.latency.roofline import narrowed
+from placement.plan import Candidate, PoolPlan
 from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.colocated import ColocatedCluster, Sharing
 from placement.simulator.systems import System
 from placement.workload.requests import Workload
 from prefill_worker.policy import PrefillLimits
+from worker.options import Role
 
 PLENTY = 1 << 40
 SIZED_FOR_BURSTS = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=PLENTY, max_backlog_tokens=PLENTY)

@@ -18,16 +18,16 @@ from cluster.spec.model import ClusterSpec, PoolSpec
 from decode_worker.policy import DecodeLimits
 from engine.pages.layout import KvLayout, LayerKv
 from kv_transfer.plan import MAX_GROUPS, layer_groups
-from placement.catalogs.base import Degrees, PlanError
-from placement.simulator.colocated import ColocatedCluster, Sharing
-from placement.latency.hardware import Hardware
-from placement.latency.base import LatencyModel
 from placement.build.from_profile import shared_hosts
+from placement.catalogs.base import Degrees, PlanError
+from placement.catalogs.roofline import RooflineCatalog
+from placement.latency.base import LatencyModel
+from placement.latency.hardware import Hardware
 from placement.latency.model_shape import ModelShape
 from placement.latency.profile import Profile, ProfileLatency
-from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.roofline import narrowed
 from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.colocated import ColocatedCluster, Sharing
 from prefill_worker.policy import PrefillLimits
 
 MIN_REPORT_GAP_S = 0.05  # worker/router_streams.py: how often a worker that changes reports, at most

@@ -9,12 +9,12 @@ import pytest
 from cluster.spec.model import parse_spec
 from kvrelay.plan.cluster_file import spec_data
 from placement.build.from_offers import assemble, offers_of, pair_of
-from placement.catalogs.base import Degrees
 from placement.build.from_spec import RooflineWorkers, sim_cluster
+from placement.catalogs.base import Degrees
+from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import load_hardware
 from placement.latency.model_shape import load_shape
 from placement.plan import Goodput, Interval
-from placement.catalogs.roofline import RooflineCatalog
 from placement.simulator.cluster import SimCluster
 from tests.placement.toys import toy_offer
 

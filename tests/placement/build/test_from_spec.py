@@ -11,12 +11,12 @@ import pytest
 
 from cluster.front.server import RouterOptions
 from cluster.router.policy import PolicyOptions
-from cluster.spec.resolve import Machine, resolve, workers_of
 from cluster.spec.model import ClusterSpec, load_spec, parse_spec
+from cluster.spec.resolve import Machine, resolve, workers_of
 from decode_worker.policy import DecodeLimits
 from placement.build import from_spec
-from placement.catalogs.base import PlanError
 from placement.build.from_spec import ProfileWorkers, RooflineWorkers, colocated_cluster, sim_cluster
+from placement.catalogs.base import PlanError
 from placement.latency.hardware import load_hardware
 from placement.latency.model_shape import load_shape
 from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
