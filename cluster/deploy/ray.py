@@ -279,9 +279,6 @@ def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, in
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from decode_worker.actor import DecodeActor
-    from prefill_worker.actor import PrefillActor
-
     options = _always(plan.name) | {
         "num_cpus": plan.num_cpus,
         "num_gpus": plan.num_gpus,
@@ -290,8 +287,15 @@ def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, in
     }
     if bundle:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    actor = ray.remote(PrefillActor if plan.options.role == "prefill" else DecodeActor).options(**options)
+    actor = ray.remote(_actor_class(plan.options.role)).options(**options)
     actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, CONTROLLER)
+
+
+def _actor_class(role: str) -> type[Any]:
+    """Under the role's name, by which `ps` and Ray's dashboard tell workers apart."""
+    from worker.actor import WorkerActor
+
+    return type(f"{role.capitalize()}Actor", (WorkerActor,), {})
 
 
 def _launch_router(spec: ClusterSpec, index: int, secret: str) -> None:

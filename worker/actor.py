@@ -1,10 +1,10 @@
-"""DecodeActor is the process in which Ray starts one decode worker. It carries no request, token or KV byte: it
+"""WorkerActor is the process in which Ray starts one worker of any role. It carries no request, token or KV byte: it
 loads the engine, lets the worker serve over gRPC, and tells the cluster's controller how that goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,10 @@ import ray
 
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
+from worker.roles import kind_of
 
 
-class DecodeActor:
+class WorkerActor:
     """Made by Ray, again after each crash. `controller` names the actor (in this namespace) that hears the events."""
 
     def __init__(
@@ -24,12 +25,12 @@ class DecodeActor:
         set_thread_counts(engine["threads"])
 
         def build(incarnation: str, progress: Progress) -> Service:
-            from decode_worker.driver import DecodeWorker
             from engine.engine import Engine, EngineOptions
 
+            make: Callable[[WorkerOptions, Engine], Service] = kind_of(options.role).load_driver()
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
-            return DecodeWorker(replace(options, host=host, incarnation=incarnation), loaded)
+            return make(replace(options, host=host, incarnation=incarnation), loaded)
 
         def tell(event: ServiceEvent) -> None:
             ray.get_actor(controller).on_event.remote(event.as_dict())
