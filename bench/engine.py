@@ -38,7 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import about, demo_model, other_cores, save
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 
 NAMES = ("kvrelay", "generate", "generate_batch")

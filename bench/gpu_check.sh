@@ -70,15 +70,15 @@ for name in the_contract_of_transports_holds_on_a_gpu bytes_between_two_processe
     elsewhere="$elsewhere --deselect=tests/gpu/test_transports.py::test_$name"
 done
 
-part environment 150 bash -c 'bench gpu_env'
+part environment 150 bash -c 'bench gpu.env'
 part kernels 900 "$python" -m tests.gpu.kernels $rehearse  # minutes, once on a machine; seconds when they are there
 began=$SECONDS
 part correctness 140 "$python" -m pytest -q -m gpu $elsewhere tests/gpu
 part contract 45 "$python" -m pytest -q $contract
-part engine 130 bash -c 'bench gpu_engine ${rehearse:+--no-peers}'
-part transports 75 bash -c 'bench gpu_transports'
-part cluster 160 bash -c 'bench gpu_cluster'
-[ -z "$comparison" ] || part comparison 300 bash -c 'bench gpu_one_gpu'
+part engine 130 bash -c 'bench gpu.engine ${rehearse:+--no-peers}'
+part transports 75 bash -c 'bench gpu.transports'
+part cluster 160 bash -c 'bench gpu.cluster'
+[ -z "$comparison" ] || part comparison 300 bash -c 'bench gpu.one_gpu'
 
 printf '\n== all but the environment and the building of kernels, %s s\n' "$((SECONDS - began))"
 "$python" -m bench.gpu.table "$status" $rehearse --out "$out"

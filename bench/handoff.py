@@ -339,7 +339,8 @@ async def bench_handoff(
 async def bench_hidden(
     model_dir: str, prompts: Sequence[int], rounds: int, options: TransferOptions
 ) -> list[dict[str, Any]]:
-    from engine.engine import Engine, EngineOptions
+    from engine.engine import Engine
+    from engine.options import EngineOptions
 
     rows = []
     num_pages = max(prompts) // PAGE_SIZE

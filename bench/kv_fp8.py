@@ -20,7 +20,8 @@ from rich.table import Table
 
 from bench import common
 from bench.gpu import common as gpu_common
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import Chunk
 
 CHUNK = 64

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -15,20 +14,14 @@ from pathlib import Path
 
 import torch
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-KV_DTYPES = ("auto", "fp8_e4m3")
+from engine.options import check_device_name
+
 AOT_FOLDER = Path("data") / "aot"  # of FlashInfer: modules built beforehand
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError for a device that no machine has."""
-    if not DEVICE.fullmatch(name):
-        raise ValueError(f"device is {name!r}; give one of auto, cpu, cuda, cuda:N")
 
 
 def resolve(name: str) -> torch.device:
     """The device called `name`; `auto` is the current GPU where there is one. Raises ValueError with one sentence."""
-    check_name(name)
+    check_device_name(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from engine.attention.hooks import UnsupportedModel
 from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.staging import on_device
 from engine.gpu.steps import Flight, GpuSteps, Landed
+from engine.options import EngineOptions
 from engine.pages import fp8 as kv_fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
@@ -36,51 +37,10 @@ from engine.sampling.host import NonFiniteLogits, sample
 from engine.types import PENDING, Chunk, ModelInfo, SampledToken, SampleSpec, Step
 from engine.weights import loader
 
-__all__ = ["Engine", "EngineOptions", "UnsupportedModel"]
-
 logger = logging.getLogger(__name__)
 
 MIN_SHARE_FOR_FLOAT32 = 0.5  # of rows within tolerance: with fewer, the kernels are wrong, not the ties
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    model: str  # a Hugging Face directory or hub name
-    dtype: str = "auto"  # auto | float32 | bfloat16
-    page_size: int = 16  # tokens
-    num_pages: int | None = None  # or kv_bytes; 1 GiB of pages when neither is given
-    kv_bytes: int | None = None
-    max_model_len: int | None = None  # None: the config's max_position_embeddings
-    attention: str = "auto"  # auto | torch | native (CPU) | flashinfer (GPU)
-    threads: int | None = None  # None: torch's own choice
-    parity_check: bool = True
-    device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
-    kv_dtype: str = "auto"  # auto: as the model computes | fp8_e4m3: scaled, half the bytes to hold and to relay
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for all of it, where no page count is given
-    cuda_graphs: bool = True  # decode steps replay captured graphs
-    max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
-    tensor_parallel: int = 1  # processes that share each layer's heads and columns; on CPUs, `threads` are of each
-    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
-
-    def validate(self) -> None:
-        """Raise ValueError for the first option that is out of range."""
-        for key in ("page_size", "num_pages", "kv_bytes", "threads", "max_graph_batch", "tensor_parallel"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key} is {value}; give a whole number of 1 or more")
-        if self.num_pages is not None and self.kv_bytes is not None:
-            raise ValueError(f"num_pages is {self.num_pages} and kv_bytes is {self.kv_bytes}; give one of the two")
-        device.check_name(self.device)
-        if self.kv_dtype not in device.KV_DTYPES:
-            raise ValueError(f"kv_dtype is {self.kv_dtype!r}; give one of {', '.join(device.KV_DTYPES)}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            share = self.gpu_memory_utilization
-            raise ValueError(f"gpu_memory_utilization is {share:g}; give a share above 0 and up to 1")
-        if self.tensor_parallel > 1 and self.kv_dtype != "auto":
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} with kv_dtype {self.kv_dtype!r}; give one of the two"
-            )
 
 
 def _silent(stage: str, fraction: float) -> None:

@@ -7,7 +7,6 @@ FlashInfer's kernels over joined weights; the others run as transformers wrote t
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -20,12 +19,10 @@ from engine.attention.flashinfer.backend import HALF, FlashInferBackend, Shape, 
 from engine.attention.registry import make_backend
 from engine.kernels.cpu import CpuKernels
 from engine.kernels.gpu import FlashInferKernels, TorchKernels
+from engine.options import EngineOptions
 from engine.pages import fp8 as kv_fp8
 from engine.pages.layout import KvLayout
 from engine.weights import fuse, linear
-
-if TYPE_CHECKING:
-    from engine.engine import EngineOptions
 
 logger = logging.getLogger(__name__)
 

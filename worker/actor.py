@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 
+from engine.process import pin_process, set_thread_counts
 from worker.options import WorkerOptions
-from worker.process import Progress, Service, ServiceEvent, ServiceThread, pin_process, set_thread_counts
+from worker.process import Progress, Service, ServiceEvent, ServiceThread
 from worker.roles import kind_of
 
 
@@ -25,7 +26,8 @@ class WorkerActor:
         set_thread_counts(engine["threads"])
 
         def build(incarnation: str, progress: Progress) -> Service:
-            from engine.engine import Engine, EngineOptions
+            from engine.engine import Engine
+            from engine.options import EngineOptions
 
             make: Callable[[WorkerOptions, Engine], Service] = kind_of(options.role).load_driver()
             loaded = Engine.load(EngineOptions(**engine), progress=progress)

@@ -3,7 +3,6 @@
     started -> progress ... -> ready -> ended | failed
 
 It knows no Ray and no role: `build` makes the service (slow: it may load a model), `tell` carries the events away.
-Threads and cores are settled here too, because torch reads them when it is imported.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from engine.process import LOG_FORMAT, sentence_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-OUR_PACKAGES = ("engine.", "kv_transfer.", "prefill_worker.", "decode_worker.", "cluster.")
+OUR_PACKAGES = ("engine.", "kv_transfer.", "worker.", "prefill_worker.", "decode_worker.", "cluster.")
 Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
-THREAD_KEYS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Service(Protocol):
@@ -137,7 +135,7 @@ class ServiceThread:
             logger.exception("%s failed", self._event.name)
             if self._event.stage == "ready":
                 self._crash(BROKEN_EXIT_CODE)  # a bug, not a bad model: a new process may serve again
-            self._say("failed", reason=sentence_of(error))
+            self._say("failed", reason=sentence_of(error, OUR_PACKAGES))
         finally:
             self._ended.set()
 
@@ -153,32 +151,3 @@ class ServiceThread:
         if broken.done():
             broken.result()
         broken.cancel()
-
-
-def sentence_of(error: BaseException) -> str:
-    """What a person is told: the error's own words where they are ours or meant for them, its kind too where not."""
-    text = " ".join(str(error).split())
-    is_ours = type(error).__module__.startswith(OUR_PACKAGES)
-    if text and (is_ours or isinstance(error, ValueError | OSError)):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def set_thread_counts(threads: int) -> None:
-    """For libraries that read their thread count when they are imported: call before torch is."""
-    for key in THREAD_KEYS:
-        os.environ[key] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def pin_process(cpus: Iterable[int]) -> None:
-    """Pin every thread of this process, those of torch's pool among them; new threads inherit it."""
-    wanted = set(cpus)
-    if not wanted:
-        return
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), wanted)
-        except ProcessLookupError:  # the thread has ended since
-            continue

@@ -136,7 +136,8 @@ class Reference:
     """One engine that computes requests by themselves: prompts in chunks, then decode steps of a few together."""
 
     def __init__(self, model: str, rehearse: bool, pages: int) -> None:
-        from engine.engine import Engine, EngineOptions
+        from engine.engine import Engine
+        from engine.options import EngineOptions
 
         attention = "auto" if rehearse else "torch"
         options = engine_options(model, rehearse, attention=attention, num_pages=pages)

@@ -188,7 +188,8 @@ def _worker_main(pipe: Connection, name: str, spec: WorkerProcess) -> None:
 
 async def _serve(pipe: Connection, name: str, spec: WorkerProcess) -> None:
     from decode_worker.driver import DecodeWorker
-    from engine.engine import Engine, EngineOptions
+    from engine.engine import Engine
+    from engine.options import EngineOptions
     from prefill_worker.driver import PrefillWorker
     from worker.options import WorkerOptions
 

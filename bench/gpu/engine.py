@@ -28,7 +28,8 @@ from rich.table import Table
 from bench.gpu import common as gpu_common
 from bench.gpu.floor import Ceilings, Work, ceilings
 from bench.gpu.peers import peers
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 
 WANTED_DECODE, WANTED_PREFILL, WANTED_IDLE = 0.65, 0.60, 0.05

@@ -47,7 +47,8 @@ def arrivals(rate: float, seconds: float, prompts: tuple[int, int], outputs: tup
 
 
 def colocated(model: str, plans: Sequence[Sequence[Arrival]], rehearse: bool) -> list[list[Outcome]]:
-    from engine.engine import Engine, EngineOptions
+    from engine.engine import Engine
+    from engine.options import EngineOptions
 
     sizes: dict[str, Any] = {"num_pages": 512} if rehearse else {"kv_bytes": 24 << 30}
     engine = Engine.load(EngineOptions(**engine_options(model, rehearse, **sizes)))

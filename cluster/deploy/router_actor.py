@@ -11,7 +11,8 @@ from typing import Any
 import ray
 
 from cluster.spec.model import ClusterSpec
-from worker.process import Progress, Service, ServiceEvent, ServiceThread, set_thread_counts
+from engine.process import set_thread_counts
+from worker.process import Progress, Service, ServiceEvent, ServiceThread
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 CALL_TIMEOUT_S = 10.0

@@ -170,7 +170,7 @@ class WorkerPlan:
     """One worker to start: its options, its engine's options by name, its cores, and what Ray sets aside for it."""
 
     options: WorkerOptions
-    engine: Mapping[str, Any]  # keyword arguments of engine.engine.EngineOptions
+    engine: Mapping[str, Any]  # keyword arguments of engine.options.EngineOptions
     cpus: tuple[int, ...]  # of the worker's own process, which leads the others; empty: not pinned
     num_cpus: float
     num_gpus: float

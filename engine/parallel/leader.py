@@ -16,13 +16,14 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.attention import hooks
 from engine.attention.base import StepMeta
+from engine.options import EngineOptions
 from engine.pages.memory import KvMemory
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
@@ -31,9 +32,6 @@ from engine.parallel.processes import Processes
 from engine.parallel.sharding import HeadSlice, Shard
 from engine.parallel.steps import memory_frame, step_frame
 from engine.weights.loader import load_config, set_attention
-
-if TYPE_CHECKING:
-    from engine.engine import EngineOptions
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,12 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.attention.hooks import UnsupportedModel
 from engine.execution import EngineBroken
+from engine.options import EngineOptions
 from engine.parallel.frames import BadFrame, Channel, Frame
-from worker.process import THREAD_KEYS
-
-if TYPE_CHECKING:
-    from engine.engine import EngineOptions
+from engine.process import THREAD_KEYS
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ import torch
 
 from engine import loading as prepare
 from engine.attention import hooks
-from engine.engine import EngineOptions
+from engine.options import EngineOptions
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.sharding import Cut, HeadSlice, Shard
 from engine.parallel.steps import memory_of, step_of
+from engine.process import LOG_FORMAT, pin_process, sentence_of
 from engine.weights import loader
-from worker.process import LOG_FORMAT, pin_process, sentence_of
 
 PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1

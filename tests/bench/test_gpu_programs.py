@@ -24,7 +24,8 @@ from bench.gpu.common import WrongResult
 from cluster.spec.model import load_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
 from engine import device
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from kvrelay.client.types import Completion, Receipt
 from kvrelay.demo_model import make_demo_model
 
@@ -183,11 +184,11 @@ def test_the_script_is_shell_and_names_programs_that_exist() -> None:
     script = ROOT / "bench" / "gpu_check.sh"
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     called = {
-        word for line in script.read_text().splitlines() if "bash -c" in line for word in line.split() if "gpu_" in word
+        word for line in script.read_text().splitlines() if "bash -c" in line for word in line.split() if "gpu." in word
     }
     assert called
     for word in called:
-        assert (ROOT / "bench" / f"{word.strip(chr(39))}.py").exists(), word
+        assert (ROOT / "bench" / f"{word.strip(chr(39)).replace('.', '/')}.py").exists(), word
 
 
 # What a worker may take of a GPU

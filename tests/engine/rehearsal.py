@@ -14,7 +14,8 @@ import torch
 from engine import loading as prepare
 from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer.backend import FlashInferBackend, Kernels
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
 
 VOCAB = 160

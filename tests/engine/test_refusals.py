@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from engine import parity
-from engine.engine import Engine, EngineOptions, UnsupportedModel
+from engine.attention.hooks import UnsupportedModel
+from engine.engine import Engine
+from engine.options import EngineOptions
 from tests.engine.test_engine import save
 
 UNSUPPORTED = {

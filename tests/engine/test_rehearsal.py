@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from bench.gpu.engine import what_is_missing
-from engine.engine import Engine, EngineOptions, UnsupportedModel
+from engine.attention.hooks import UnsupportedModel
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import PENDING, Chunk, SampledToken, SampleSpec, SamplingParams, Step
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import greedy, page_tables, prompts, save

@@ -15,8 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.engine import Engine, EngineOptions, UnsupportedModel
+from engine.attention.hooks import UnsupportedModel
+from engine.engine import Engine
 from engine.kernels.native import NativeUnavailable
+from engine.options import EngineOptions
 from engine.pages.pool import pages_for
 from engine.types import Chunk, SampleSpec, SamplingParams, Step, banned_token_ids
 from tests.zoo import EXTRA, TEN, UNSUPPORTED, VOCAB, make_tiny_model

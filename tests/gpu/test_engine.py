@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.test_engine import greedy, page_tables, prompts
 

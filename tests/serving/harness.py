@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from cluster.deploy.local import LocalCluster
 from cluster.front.server import RouterOptions
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import SampledToken, Step
 from tests.zoo import VOCAB
 from worker.options import WorkerOptions

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from engine.engine import EngineOptions
+from engine.options import EngineOptions
 from placement.build.from_profile import sim_cluster
 from placement.checks.margin import load_margin
 from placement.latency.profile_file import read_profile

@@ -12,7 +12,8 @@ import pytest
 
 from cluster.deploy import local
 from cluster.deploy.local import LocalCluster
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.types import Step
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions

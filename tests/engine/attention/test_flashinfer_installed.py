@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from engine.attention.flashinfer import build as flashinfer_build
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
+from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
 from tests.engine.attention.contract import (
     CHUNKED_LENGTHS,

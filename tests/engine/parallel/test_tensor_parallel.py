@@ -20,8 +20,9 @@ import torch
 import transformers
 
 from engine.attention.hooks import UnsupportedModel
-from engine.engine import Engine, EngineOptions
+from engine.engine import Engine
 from engine.execution import EngineBroken, run_step
+from engine.options import EngineOptions
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
 from engine.parallel.leader import Ranks
@@ -155,7 +156,7 @@ def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(dire
 
 def test_processes_end_with_their_engine_and_with_its_process(directories: dict[str, str]) -> None:
     script = (
-        "import sys, time; from engine.engine import Engine, EngineOptions\n"
+        "import sys, time; from engine.engine import Engine; from engine.options import EngineOptions\n"
         "engine = Engine.load(EngineOptions(model=sys.argv[1], num_pages=8, threads=1, tensor_parallel=2,"
         " dtype='float32', parity_check=False))\n"
         "print(*engine._ranks.pids, flush=True); time.sleep(600)"
