@@ -40,10 +40,10 @@ from rich.table import Table
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from kv_transfer.base import Segment, SendEnd, TransferOptions
+from kv_transfer.base import Segment, SendEnd
 from kv_transfer.checksum import Checksummer, RunningDigest
-from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.thread import cut_job
+from kv_transfer.options import TransferOptions
+from kv_transfer.plan import cut_segments, layer_groups
 from kv_transfer.transports import process_group
 from kv_transfer.transports.registry import load_transport
 
@@ -62,7 +62,7 @@ def layout_of(model: str, num_tokens: int) -> KvLayout:
 
 def segments_of(layout: KvLayout, order: Sequence[int]) -> list[Segment]:
     """What the sender makes of a prompt that fills all pages, in `order`."""
-    cuts = [cut for group in layer_groups(layout, len(order), 0) for cut in cut_job(layout, group, len(order))]
+    cuts = [cut for group in layer_groups(layout, len(order), 0) for cut in cut_segments(layout, group, len(order))]
     pages = [list(order[index.start : index.stop]) for _, index in cuts]
     return [
         Segment(seq=seq, layers=layers, src_pages=chosen, dst_pages=chosen)
@@ -233,7 +233,7 @@ class FreeHost:
     num_pages: int
 
     def reserve(self, request: Any) -> Any:
-        from kv_transfer.decode_side.servicer import Granted
+        from kv_transfer.lease import Granted
 
         return Granted(tuple(range(-(-len(request.prompt_ids) // PAGE_SIZE))))
 
@@ -276,15 +276,16 @@ async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOpti
 
 
 async def connect_peer(pipe: Connection, memory: KvMemory, options: TransferOptions) -> Any:
-    from kv_transfer.prefill_side.pair import HandoffPeer
+    from kv_transfer.prefill_side.connect import connect
     from kvrelay.v1 import worker_pb2
+    from worker.rpc import handoff_dial
 
-    return await HandoffPeer.connect(
+    return await connect(
         worker_pb2.WorkerAddress.FromString(await asyncio.to_thread(pipe.recv)),
         me=worker_pb2.WorkerAddress(name="prefill-0", incarnation="1"),
         model_fingerprint=FINGERPRINT,
         memory=memory,
-        secret=SECRET,
+        dial=handoff_dial(SECRET),
         options=options,
         host=HOST,
     )

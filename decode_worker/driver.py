@@ -34,7 +34,6 @@ from engine.types import (
 )
 from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
-from kv_transfer.prefill_side.pair import TransferOptions
 from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
@@ -115,7 +114,7 @@ class DecodeWorker:
             memory=engine.memory,
             me=self.address,
             model_fingerprint=engine.info.fingerprint,
-            options=TransferOptions.from_worker(options),
+            options=options.transfer,
             lease_ttl_s=options.lease_ttl_s,
             address_host=options.host,
         )

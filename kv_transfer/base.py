@@ -13,13 +13,12 @@ can look in between whether the pages are still meant for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.pages.memory import KvMemory
 from engine.pages.rows import Seen
-from worker.options import WorkerOptions
 
 
 class TransferError(Exception):
@@ -95,39 +94,3 @@ class Transport(Protocol):
         self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
     ) -> SendEnd:
         """Blocks until both ends stand. Raises TransferError."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Faults:
-    """What a test makes go wrong at the sending end of any transport. Segments count from 0, over all its pairs."""
-
-    delay_s: float = 0.0  # before each segment
-    corrupt: frozenset[int] = frozenset()  # these segments arrive with bytes that are not theirs
-    drop: frozenset[int] = frozenset()  # these are announced but never moved
-    drop_all: bool = False
-    fail: frozenset[int] = frozenset()  # sending these raises TransferError
-    before_send: Callable[[Segment], None] | None = None  # called in the sender's thread
-    sent: int = field(default=0, init=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOptions:
-    """The limits a pair keeps, and the transports it may use, the preferred first."""
-
-    transports: tuple[str, ...] = ("cuda_ipc", "shared_memory", "process_group")
-    checksums: bool = True
-    layers_per_group: int = 0
-    transfer_timeout_s: float = 5.0
-    max_resends: int = 2
-    faults: Faults | None = None
-
-    @classmethod
-    def from_worker(cls, options: WorkerOptions, faults: Faults | None = None) -> TransferOptions:
-        return cls(
-            transports=options.transports,
-            checksums=options.checksums,
-            layers_per_group=options.layers_per_group,
-            transfer_timeout_s=options.transfer_timeout_s,
-            max_resends=options.max_resends,
-            faults=faults,
-        )

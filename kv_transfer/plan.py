@@ -1,93 +1,20 @@
-"""The transfer plan says which rank sends which layers and KV heads to which rank. Arithmetic only, no bytes.
+"""The transfer plan says in which pieces KV leaves the prefill worker. Arithmetic only, no bytes.
 
-A worker with tensor-parallel degree tp and pipeline-parallel degree pp has tp * pp ranks; rank = stage * tp + tp_rank.
-A stage holds a run of layers (the first stages one more where the division leaves a rest). Within a stage each rank
-holds a run of KV heads; with more ranks than heads, several ranks hold the same head (replicas).
+The layers of a step leave in groups, each as soon as its last layer is computed; what is ready of a group is cut into
+segments, each of which is announced, verified and, if need be, sent again by itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import pairwise
 
 from engine.pages.layout import KvLayout
 
-GROUP_BYTES = 1 << 20  # about what a segment should weigh: below it the cost of a message shows
+GROUP_BYTES = 1 << 20  # about what a group should weigh: below it the cost of a message shows
 MAX_GROUPS = 8  # more of them hide no more of the transfer: only the last is exposed
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tp < 1 or self.pp < 1:
-            raise ValueError(f"parallel degrees are tp={self.tp} pp={self.pp}; give whole numbers of 1 or more")
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank sends to another: `heads` of every one of `layers`, numbered as in the whole model."""
-
-    src_rank: int
-    dst_rank: int
-    layers: range
-    heads: range
-
-
-def layers_of(parallel: Parallel, rank: int, num_layers: int) -> range:
-    """The layers that a rank's pipeline stage holds."""
-    stage = rank // parallel.tp
-    share, rest = divmod(num_layers, parallel.pp)
-    start = stage * share + min(stage, rest)
-    return range(start, start + share + (stage < rest))
-
-
-def heads_of(parallel: Parallel, rank: int, kv_heads: int) -> range:
-    """The KV heads that a rank holds: a run of its own, or one shared with its replicas when tp > kv_heads."""
-    tp_rank = rank % parallel.tp
-    first = tp_rank * kv_heads // parallel.tp
-    if parallel.tp >= kv_heads:
-        return range(first, first + 1)
-    return range(first, (tp_rank + 1) * kv_heads // parallel.tp)
-
-
-def plan_transfer(src: Parallel, dst: Parallel, num_layers: int, kv_heads: int) -> tuple[Piece, ...]:
-    """The pieces that give every destination rank each of its (layer, head) pairs exactly once."""
-    return tuple(
-        piece for dst_rank in range(dst.ranks) for piece in _pieces_to(dst_rank, src, dst, num_layers, kv_heads)
-    )
-
-
-def _pieces_to(dst_rank: int, src: Parallel, dst: Parallel, num_layers: int, kv_heads: int) -> list[Piece]:
-    wanted_layers = layers_of(dst, dst_rank, num_layers)
-    wanted_heads = heads_of(dst, dst_rank, kv_heads)
-    pieces = []
-    for stage in range(src.pp):
-        layers = _overlap(wanted_layers, layers_of(src, stage * src.tp, num_layers))
-        for tp_rank, heads in _holders(src, wanted_heads, kv_heads, spread=dst_rank % dst.tp):
-            if layers:
-                pieces.append(Piece(stage * src.tp + tp_rank, dst_rank, layers, heads))
-    return pieces
-
-
-def _holders(src: Parallel, wanted: range, kv_heads: int, *, spread: int) -> list[tuple[int, range]]:
-    """(tp rank, heads) that together hold `wanted` once. Among replicas, `spread` chooses, so that all of them send."""
-    held: dict[range, list[int]] = {}
-    for tp_rank in range(src.tp):
-        overlap = _overlap(wanted, heads_of(src, tp_rank, kv_heads))
-        if overlap:
-            held.setdefault(overlap, []).append(tp_rank)
-    return [(replicas[spread % len(replicas)], heads) for heads, replicas in held.items()]
-
-
-def _overlap(a: range, b: range) -> range:
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
+SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
+GPU_SEGMENT_BYTES = 64 << 20  # a launch and a message cost more there, and a copy of so much takes microseconds
 
 
 def layer_groups(layout: KvLayout, pages: int, layers_per_group: int) -> list[range]:
@@ -101,5 +28,28 @@ def layer_groups(layout: KvLayout, pages: int, layers_per_group: int) -> list[ra
         starts = range(0, layout.num_layers, layers_per_group)
         return [range(start, min(start + layers_per_group, layout.num_layers)) for start in starts]
     wanted = -(-layout.page_bytes() * pages // GROUP_BYTES)
-    count = max(1, min(wanted, MAX_GROUPS, layout.num_layers))
-    return [layers_of(Parallel(1, count), stage, layout.num_layers) for stage in range(count)]
+    return _even_groups(layout.num_layers, max(1, min(wanted, MAX_GROUPS, layout.num_layers)))
+
+
+def _even_groups(num_layers: int, count: int) -> list[range]:
+    """The first groups hold one layer more where the division leaves a rest."""
+    share, rest = divmod(num_layers, count)
+    starts = [group * share + min(group, rest) for group in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def cut_segments(
+    layout: KvLayout, layers: range, num_pages: int, segment_bytes: int = SEGMENT_BYTES
+) -> Iterator[tuple[range, range]]:
+    """(layers, index range of the pages) of the segments that num_pages of `layers` make: whole layers while they
+    fit. None for no pages."""
+    start = layers.start
+    while start < layers.stop:
+        stop, nbytes = start + 1, layout.page_bytes(range(start, start + 1)) * num_pages
+        while stop < layers.stop and nbytes + layout.page_bytes(range(stop, stop + 1)) * num_pages <= segment_bytes:
+            nbytes += layout.page_bytes(range(stop, stop + 1)) * num_pages
+            stop += 1
+        step = max(1, num_pages * segment_bytes // max(nbytes, segment_bytes))
+        for at in range(0, num_pages, step):
+            yield range(start, stop), range(at, min(at + step, num_pages))
+        start = stop

@@ -3,7 +3,7 @@
     submit --> [connecting to the decode worker] --> policy --> step --> first token to the router
                                                        \\-- layer groups to the decode worker, as computed --> commit
 The loop: take the next batch, run it in the engine's thread, report what it brought. While a step runs, every layer
-group it completes is put into the pages of the decode worker by the pair's own thread (kv_transfer.prefill_side.pair).
+group it completes is put into the pages of the decode worker by the pair's own thread (kv_transfer.prefill_side).
 
 What fails, fails for one request: the router is told, with a reason and whether another attempt may do better, and
 the pages come back once neither the engine nor a handoff reads them.
@@ -32,17 +32,12 @@ from engine.types import (
     banned_token_ids,
     finish_reason,
 )
-from kv_transfer.base import Faults
 from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.pair import (
-    Handoff,
-    HandoffDenied,
-    HandoffFailed,
-    HandoffLost,
-    HandoffPeer,
-    HandoffRefused,
-    TransferOptions,
-)
+from kv_transfer.prefill_side.connect import connect
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.handoff import Handoff
+from kv_transfer.prefill_side.pair import PrefillPair
+from kv_transfer.transports.faulty import Faults
 from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
@@ -51,7 +46,7 @@ from worker.convert import model_info_to_proto, sampling_from_proto, token_outpu
 from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.router_streams import RouterLink, WorkerService
-from worker.rpc import bind, make_server
+from worker.rpc import bind, handoff_dial, make_server
 from worker.run_ahead import Flights, StepInFlight
 
 log = logging.getLogger(__name__)
@@ -112,8 +107,8 @@ class PrefillWorker:
             record_calls(self.policy, options.record, options.name)
         self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
-        self._peers: dict[tuple[str, str], asyncio.Task[HandoffPeer]] = {}
-        self._transfer = TransferOptions.from_worker(options, faults)
+        self._peers: dict[tuple[str, str], asyncio.Task[PrefillPair]] = {}
+        self._faults = faults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._flights = Flights(engine, self._thread)
         self._wake = asyncio.Event()
@@ -482,7 +477,7 @@ class PrefillWorker:
 
     # Peers
 
-    def _peer(self, decode: pb.WorkerAddress) -> asyncio.Task[HandoffPeer]:
+    def _peer(self, decode: pb.WorkerAddress) -> asyncio.Task[PrefillPair]:
         """The pair with a decode worker, opened at first use and again after it was lost."""
         key = (decode.name, decode.incarnation)
         task = self._peers.get(key)
@@ -491,17 +486,18 @@ class PrefillWorker:
             self._peers[key] = task
         return task
 
-    async def _connect(self, decode: pb.WorkerAddress, key: tuple[str, str]) -> HandoffPeer:
+    async def _connect(self, decode: pb.WorkerAddress, key: tuple[str, str]) -> PrefillPair:
         """What cannot be connected, or is lost, is forgotten: a restarted decode worker has another key."""
         try:
-            peer = await HandoffPeer.connect(
+            peer = await connect(
                 decode,
                 me=self.address,
                 model_fingerprint=self.engine.info.fingerprint,
                 memory=self.engine.memory,
-                secret=self.options.secret,
-                options=self._transfer,
+                dial=handoff_dial(self.options.secret),
+                options=self.options.transfer,
                 host=self.options.host,
+                faults=self._faults,
             )
         except BaseException:
             self._peers.pop(key, None)
@@ -509,7 +505,7 @@ class PrefillWorker:
         peer.on_lost = lambda _: self._peers.pop(key, None)
         return peer
 
-    async def _enqueue_when_connected(self, live: _Live, peer: asyncio.Task[HandoffPeer]) -> None:
+    async def _enqueue_when_connected(self, live: _Live, peer: asyncio.Task[PrefillPair]) -> None:
         try:
             await asyncio.shield(peer)
         except (HandoffLost, HandoffRefused) as error:
@@ -555,6 +551,6 @@ class PrefillWorker:
         return {**self.counters, "prefix_hit_tokens": pool.hit_tokens, "prefix_lookup_tokens": pool.lookup_tokens}
 
 
-def _is_open(peer: asyncio.Task[HandoffPeer]) -> bool:
+def _is_open(peer: asyncio.Task[PrefillPair]) -> bool:
     """Whether the pair is connected and stands."""
     return peer.done() and not peer.cancelled() and peer.exception() is None and not peer.result().is_lost

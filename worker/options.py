@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kv_transfer.options import TransferOptions
+
 Role = Literal["prefill", "decode"]
 LIMITS: dict[Role, tuple[str, ...]] = {  # what each role's policy goes by, and whoever predicts it must know
     "prefill": (
@@ -53,6 +55,16 @@ class WorkerOptions:
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is
+
+    @property
+    def transfer(self) -> TransferOptions:
+        return TransferOptions(
+            transports=self.transports,
+            checksums=self.checksums,
+            layers_per_group=self.layers_per_group,
+            transfer_timeout_s=self.transfer_timeout_s,
+            max_resends=self.max_resends,
+        )
 
     @property
     def limits(self) -> dict[str, str]:

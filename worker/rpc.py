@@ -10,14 +10,15 @@ import hmac
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-PROTOCOL_VERSION = 1
+from kv_transfer.handshake import PROTOCOL_VERSION as PROTOCOL_VERSION
+from kv_transfer.prefill_side.stream import ControlStream, Dial
+from kvrelay.v1 import worker_pb2_grpc
+
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 
@@ -53,6 +54,17 @@ def secret_metadata(secret: str) -> tuple[tuple[str, str], ...]:
     return ((SECRET_KEY, secret),) if secret else ()
 
 
+def handoff_dial(secret: str) -> Dial:
+    """Opens the stream of a pair to a decode worker, with the secret in it."""
+
+    def dial(address: str) -> ControlStream:
+        channel = open_channel(address)
+        stub: Any = worker_pb2_grpc.HandoffStub  # grpc generates no types
+        return ControlStream(channel, stub(channel).Connect(metadata=secret_metadata(secret)))
+
+    return dial
+
+
 def make_server(secret: str = "", protected: Sequence[str] = ()) -> grpc.aio.Server:
     """A server whose services named in `protected` want the secret (all of them open when it is empty)."""
     interceptors = [_SecretInterceptor(secret, tuple(protected))] if secret else []
@@ -79,14 +91,6 @@ def _why_not(host: str, port: int) -> str:
     except OSError as error:
         return f"{os.strerror(error.errno or 0).lower()}; give another port, or 0 for any free one"
     return "gRPC could not bind it"
-
-
-@cache
-def host_id() -> str:
-    """Names this host and boot: two processes with the same one may share memory (if they see each other's /proc)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()}/{namespace}"
 
 
 class _SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

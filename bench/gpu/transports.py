@@ -33,8 +33,7 @@ from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import Checksummer, device_checksummer
-from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.thread import GPU_SEGMENT_BYTES, cut_job
+from kv_transfer.plan import GPU_SEGMENT_BYTES, cut_segments, layer_groups
 from kv_transfer.transports.gpu import nccl
 from kv_transfer.transports.registry import load_transport
 
@@ -69,7 +68,7 @@ def segments_of(layout: KvLayout, src: Sequence[int], dst: Sequence[int]) -> lis
     cuts = [
         cut
         for group in layer_groups(layout, len(src), 0)
-        for cut in cut_job(layout, group, len(src), GPU_SEGMENT_BYTES)
+        for cut in cut_segments(layout, group, len(src), GPU_SEGMENT_BYTES)
     ]
     return [
         Segment(

@@ -19,7 +19,7 @@ from cluster.router.worker_link import LinkState, Member
 from decode_worker.driver import DecodeWorker
 from engine.engine import Engine
 from engine.options import EngineOptions
-from kv_transfer.base import Faults
+from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.driver import PrefillWorker
 from worker.options import WorkerOptions

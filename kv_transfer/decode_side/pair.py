@@ -21,9 +21,9 @@ import numpy as np
 
 from kv_transfer.base import ReceiveEnd, Segment
 from kv_transfer.decode_side.thread import Arrival, Landing, ReceiveThread
+from kv_transfer.handshake import host_id
 from kv_transfer.lease import Granted
 from kvrelay.v1 import generate_pb2, worker_pb2
-from worker.rpc import host_id
 
 if TYPE_CHECKING:
     from kv_transfer.decode_side.servicer import HandoffServicer

@@ -29,16 +29,13 @@ import numpy as np
 
 from engine.pages.memory import KvMemory
 from kv_transfer.base import ReceiveEnd, TransferError
-from kv_transfer.base import TransferOptions as TransferOptions
 from kv_transfer.checksum import Checksummer, SegmentChecksummer, device_checksummer
 from kv_transfer.decode_side.pair import DecodePair, LeaseKey, Malformed, Reservation
-from kv_transfer.lease import Denied as Denied
-from kv_transfer.lease import Ended, LeaseState, LeaseTable
-from kv_transfer.lease import Granted as Granted
-from kv_transfer.lease import Queued as Queued
+from kv_transfer.handshake import host_id, mismatch
+from kv_transfer.lease import Denied, Ended, Granted, LeaseState, LeaseTable, Queued
+from kv_transfer.options import TransferOptions
 from kv_transfer.transports.registry import MODULES, load_transport, usable
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
-from worker.rpc import PROTOCOL_VERSION, host_id
 
 FENCE_POLL_S = 0.05  # how often a lost sender is looked at, while pages wait for it
 
@@ -169,19 +166,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         """Why the two do not fit together, with both values; empty if they do."""
         if self._is_closed:
             return f"{self._me.name} is stopping"
-        ours_theirs = {
-            "protocol version": (PROTOCOL_VERSION, hello.protocol_version),
-            "model fingerprint": (self._model_fingerprint, hello.model_fingerprint),
-            "KV layout": (self.memory.layout.signature, hello.layout),
-            "tensor-parallel degree": (1, hello.tensor_parallel),
-            "pipeline-parallel degree": (1, hello.pipeline_parallel),
-        }
-        for what, (ours, theirs) in ours_theirs.items():
-            if ours != theirs:
-                return (
-                    f"{what} of {self._me.name} is {ours}, but of {hello.worker.name} {theirs}; they must be the same"
-                )
-        return ""
+        return mismatch(hello, self._me, self._model_fingerprint, self.memory.layout)
 
     def _offer(self, hello: worker_pb2.HandoffHello) -> tuple[str, ReceiveEnd] | str:
         """The first transport of the sender's that works here, or why none does."""

@@ -3,7 +3,7 @@
     reserve -> (stalled) -> granted -> segments, as layers are computed -> commit -> receipt
                                     \\-> abort, from anywhere
 
-Made by HandoffPeer.reserve (sender.py), which owns the stream and the thread. The engine's thread only calls
+Made by PrefillPair.reserve (pair.py), which owns the stream and the thread. The engine's thread only calls
 `segment_ready`. The source pages are the caller's: they must stay as they are until `commit` has returned or raised,
 or `abort` has returned.
 """
@@ -15,42 +15,50 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from kv_transfer.prefill_side.thread import Job, Lane, Sent
+from engine.pages.layout import KvLayout
+from kv_transfer.event_loop import call_in_loop, quiet_future
+from kv_transfer.options import TransferOptions
+from kv_transfer.plan import cut_segments
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost
+from kv_transfer.prefill_side.thread import Flow, SegmentToSend, SentSegment
 from kvrelay.v1 import generate_pb2, worker_pb2
 
-if TYPE_CHECKING:
-    from kv_transfer.prefill_side.pair import HandoffPeer
+ANSWER_TIMEOUTS = 3  # an answer may wait behind this many transfers
 
 
-class HandoffDenied(Exception):
-    """The decode worker will not take the request, or no longer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTerms:
+    """What holds for every handoff of a pair."""
 
-    def __init__(self, reason: str, *, retryable: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retryable = retryable
+    peer: str  # name of the decode worker
+    transport: str
+    layout: KvLayout
+    segment_bytes: int  # what is larger is cut
+    options: TransferOptions
 
-
-class HandoffLost(Exception):
-    """The pair broke; its peer must be connected anew."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    @property
+    def answer_timeout_s(self) -> float:
+        return ANSWER_TIMEOUTS * self.options.transfer_timeout_s
 
 
-class HandoffFailed(Exception):
-    """The bytes did not arrive whole, however often they were sent. The pair still stands; the lease is over."""
+class Pair(Protocol):
+    """What a handoff asks of its pair, in the event loop; `send` in any thread."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def write(self, **kind: Any) -> None:
+        """Queue one message to the peer."""
 
+    def send(self, segment: SegmentToSend) -> None: ...
 
-class HandoffRefused(Exception):
-    """The two workers do not fit together: one sentence with both values."""
+    def all_sent(self) -> asyncio.Future[None]:
+        """Done when all segments given so far are sent; never, if the transport fails before."""
+
+    async def stop_flow(self, flow: Flow) -> None:
+        """Returns when nothing of the flow is being written, nor will be."""
+
+    def lose(self, reason: str) -> None:
+        """The pair is of no more use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _ReadyPages:
     layers: range
     page_begin: int
     page_end: int
@@ -69,18 +77,30 @@ class _Ready:
 
 
 class Handoff:
-    """One request's pages on their way. Made by HandoffPeer.reserve; used in the event loop but for segment_ready."""
+    """One request's pages on their way. Made by PrefillPair.reserve; used in the event loop but for segment_ready."""
 
-    def __init__(self, peer: HandoffPeer, lease_id: int, on_stalled: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        lease_id: int,
+        pair: Pair,
+        terms: PairTerms,
+        *,
+        on_stalled: Callable[[str], None],
+        forget: Callable[[], object],
+    ) -> None:
+        """`on_stalled(reason)`: pages must be waited for. `forget()`: the peer's messages concern it no more."""
         self.lease_id = lease_id
-        self.lane = Lane()
-        self._peer = peer
+        self.flow = Flow()
+        self._pair = pair
+        self._terms = terms
         self._on_stalled = on_stalled
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
         self._granted: asyncio.Future[Grant] = quiet_future()
         self._answer: asyncio.Future[worker_pb2.Receipt] = quiet_future()
         self._ready_lock = threading.Lock()
-        self._ready: list[_Ready] = []  # segments that came before the grant
-        self._sent: list[Job] = []  # by segment number
+        self._ready: list[_ReadyPages] = []  # what came before the grant
+        self._sent: list[SegmentToSend] = []  # by segment number
         self._bytes_sent = 0
         self._transfer_s = 0.0
         self._error: Exception | None = None  # why this is over, if it is over badly
@@ -100,12 +120,12 @@ class Handoff:
         From any thread; returns at once. What comes before the grant is kept; what the peer has cached is skipped.
         """
         assert len(src_pages) == page_end - page_begin, "src_pages must name one page for each token page"
-        ready = _Ready(layers, page_begin, page_end, tuple(src_pages), after)
+        ready = _ReadyPages(layers, page_begin, page_end, tuple(src_pages), after)
         with self._ready_lock:
             if not self._granted.done():
                 self._ready.append(ready)
                 return
-        self._enqueue(ready)
+        self._send(ready)
 
     @property
     def is_granted(self) -> bool:
@@ -124,7 +144,7 @@ class Handoff:
         HandoffLost, HandoffFailed.
         """
         grant = await self.granted()
-        for resends_left in range(self._peer.options.max_resends, -1, -1):
+        for resends_left in range(self._terms.options.max_resends, -1, -1):
             receipt = await self._commit_once(token_id, num_tokens, computed_ns)
             if receipt.ok:
                 self._finish()
@@ -132,24 +152,24 @@ class Handoff:
             if not receipt.bad_segments or not resends_left:
                 break
             for number in receipt.bad_segments:
-                self._peer.thread.put(replace(self._sent[number], resend=True))
-        reason = f"{self._peer.name}: {receipt.reason}"
+                self._pair.send(replace(self._sent[number], resend=True))
+        reason = f"{self._terms.peer}: {receipt.reason}"
         await self.abort(reason)
         raise HandoffFailed(reason)
 
     async def abort(self, reason: str) -> None:
         """Give up. Returns when nothing more will be written, so that the source pages may be used again."""
         if self.is_over:  # the peer has ended it, but a segment may be on its way still
-            await self._peer.stop_lane(self.lane)
+            await self._pair.stop_flow(self.flow)
             return
         self._finish()
         self._fail(HandoffDenied(reason, retryable=False))
-        await self._peer.stop_lane(self.lane)
-        self._peer.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
+        await self._pair.stop_flow(self.flow)
+        self._pair.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
 
     def _finish(self) -> None:
         self.is_over = True
-        self._peer.forget(self)
+        self._forget()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -160,10 +180,11 @@ class Handoff:
     async def _commit_once(self, token_id: int, num_tokens: int, computed_ns: int) -> worker_pb2.Receipt:
         if self._answer.done() and self._error is None:
             self._answer = quiet_future()
-        await self._peer.drained_or(self._answer)
+        either: set[asyncio.Future[Any]] = {self._pair.all_sent(), self._answer}  # an answer now: the lease is over
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._error is not None:
             raise self._error
-        self._peer.write(
+        self._pair.write(
             commit=worker_pb2.Commit(
                 lease_id=self.lease_id,
                 segments=len(self._sent),
@@ -172,33 +193,41 @@ class Handoff:
                 computed_ns=computed_ns,
             )
         )
-        return await self._peer.answer_in_time(self._answer, "receipt")
+        limit_s = self._terms.answer_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._answer), limit_s)
+        except TimeoutError:
+            reason = f"{self._terms.peer} sent no receipt for {limit_s:g} s"
+            self._pair.lose(reason)
+            raise HandoffLost(reason) from None
 
     def _receipt(self, grant: Grant, receipt: worker_pb2.Receipt, computed_ns: int) -> generate_pb2.HandoffReceipt:
         return generate_pb2.HandoffReceipt(
-            transport=self._peer.transport if self._sent else "",
+            transport=self._terms.transport if self._sent else "",
             pages=receipt.pages,
             bytes=receipt.bytes,
-            checksums_ok=self._peer.options.checksums,
+            checksums_ok=self._terms.options.checksums,
             cached_pages=grant.cached_pages,
-            resends=sum(job.resend for job in self._sent),
+            resends=sum(segment.resend for segment in self._sent),
             transfer_s=self._transfer_s,
             exposed_s=max(0.0, (time.monotonic_ns() - computed_ns) / 1e9),
         )
 
-    def _enqueue(self, ready: _Ready) -> None:
+    def _send(self, ready: _ReadyPages) -> None:
         if self._granted.cancelled() or self._granted.exception() is not None:
             return
-        grant = self._granted.result()
+        grant, terms = self._granted.result(), self._terms
         begin = max(ready.page_begin, grant.cached_pages)
         if ready.page_end > len(grant.pages):
-            self._peer.lose(f"{self._peer.name} granted {len(grant.pages)} pages, and page {ready.page_end} is needed")
+            reason = f"{terms.peer} granted {len(grant.pages)} pages, and page {ready.page_end} is needed"
+            call_in_loop(self._loop, self._pair.lose, reason)
             return
         src_pages = ready.src_pages[begin - ready.page_begin :]
-        for layers, index in self._peer.cut(ready.layers, ready.page_end - begin):
-            self._peer.thread.put(
-                Job(
-                    lane=self.lane,
+        num_pages = max(0, ready.page_end - begin)
+        for layers, index in cut_segments(terms.layout, ready.layers, num_pages, terms.segment_bytes):
+            self._pair.send(
+                SegmentToSend(
+                    flow=self.flow,
                     lease_id=self.lease_id,
                     layers=layers,
                     page_begin=begin + index.start,
@@ -216,9 +245,9 @@ class Handoff:
         with self._ready_lock:
             if not self._granted.done():
                 self._granted.set_result(grant)
-            ready, self._ready = self._ready, []
-        for entry in ready:
-            self._enqueue(entry)
+            earlier, self._ready = self._ready, []
+        for ready in earlier:
+            self._send(ready)
 
     def on_queued(self, reason: str) -> None:
         self.was_answered = True
@@ -233,14 +262,7 @@ class Handoff:
         if not self._answer.done():
             self._answer.set_result(receipt)
 
-    def on_sent(self, sent: Sent) -> None:
-        self._sent.append(sent.job)
+    def on_sent(self, sent: SentSegment) -> None:
+        self._sent.append(sent.segment)
         self._bytes_sent += sent.nbytes
         self._transfer_s += sent.transfer_s
-
-
-def quiet_future() -> asyncio.Future[Any]:
-    """A future whose exception nobody has to fetch."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future

@@ -1,7 +1,7 @@
 """SendThread owns the sending end of one pair's transport: it sleeps on a queue, checksums segments and sends them.
 
-It knows no lease, no message and no event loop: its owner gives it jobs and is called back, in this thread. A Lane
-stands for one handoff: stopping it drops its queued jobs, and says when none of its segments is being written.
+It knows no lease, no message and no event loop: its owner gives it segments and is called back, in this thread. A Flow
+is what one handoff sends: stopping it drops its queued segments, and says when none of them is being written.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import RunningDigest, device_checksummer
 
 log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
-GPU_SEGMENT_BYTES = 64 << 20  # a launch and a message cost more there, and a copy of so much takes microseconds
 
-
-class Lane:
-    """One handoff's jobs. `stopped` and `on_idle` are read and written under the thread's lock only."""
+class Flow:
+    """One handoff's segments. `stopped` and `on_idle` are read and written under the thread's lock only."""
 
     __slots__ = ("num_announced", "on_idle", "stopped")
 
@@ -37,10 +32,10 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SegmentToSend:
     """Send the KV of token pages page_begin .. page_end - 1 in `layers`."""
 
-    lane: Lane
+    flow: Flow
     lease_id: int
     layers: range
     page_begin: int
@@ -52,34 +47,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentSegment:
     """A segment that was sent (one-sided) or is on its way (two-sided). checksum None: checksums are off."""
 
-    job: Job
+    segment: SegmentToSend
     seq: int
     nbytes: int
     checksum: int | None
     transfer_s: float
-
-
-class OnSent(Protocol):
-    def __call__(self, sent: Sent) -> None: ...
-
-
-def cut_job(
-    layout: KvLayout, layers: range, num_pages: int, segment_bytes: int = SEGMENT_BYTES
-) -> Iterator[tuple[range, range]]:
-    """(layers, index range of the pages) of the segments that a job is cut into: whole layers while they fit."""
-    start = layers.start
-    while start < layers.stop:
-        stop, nbytes = start + 1, layout.page_bytes(range(start, start + 1)) * num_pages
-        while stop < layers.stop and nbytes + layout.page_bytes(range(stop, stop + 1)) * num_pages <= segment_bytes:
-            nbytes += layout.page_bytes(range(stop, stop + 1)) * num_pages
-            stop += 1
-        step = max(1, num_pages * segment_bytes // max(nbytes, segment_bytes))
-        for at in range(0, num_pages, step):
-            yield range(start, stop), range(at, min(at + step, num_pages))
-        start = stop
 
 
 class SendThread:
@@ -90,7 +65,7 @@ class SendThread:
         *,
         name: str,
         checksums: bool,
-        on_sent: OnSent,
+        on_sent: Callable[[SentSegment], None],
         on_error: Callable[[str], None],
     ) -> None:
         self._end = end
@@ -99,36 +74,36 @@ class SendThread:
         self._device_checksummer = device_checksummer(memory) if checksums else None
         self._on_sent = on_sent
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[SegmentToSend | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._current: Lane | None = None
+        self._current: Flow | None = None
         self._seq = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
-        self._queue.put(job)
+    def put(self, segment: SegmentToSend) -> None:
+        self._queue.put(segment)
 
     def call_when_drained(self, then: Callable[[], None]) -> None:
-        """Call `then` in this thread after all jobs put so far. Never called if the transport fails before."""
+        """Call `then` in this thread after all segments put so far. Never called if the transport fails before."""
         self._queue.put(then)
 
-    def stop_lane(self, lane: Lane, then: Callable[[], None]) -> None:
-        """Drop the lane's jobs; call `then`, at once or in this thread, when none of them is being written."""
+    def stop_flow(self, flow: Flow, then: Callable[[], None]) -> None:
+        """Drop the flow's segments; call `then`, at once or in this thread, when none of them is being written."""
         with self._lock:
-            lane.stopped = True
-            if self._current is lane:
-                lane.on_idle.append(then)
+            flow.stopped = True
+            if self._current is flow:
+                flow.on_idle.append(then)
                 return
         then()
 
     def abort(self) -> None:
-        """Make the thread end soon, in the middle of its jobs."""
+        """Make the thread end soon, in the middle of its segments."""
         self._end.abort()
         self._queue.put(None)
 
     def close(self) -> None:
-        """End the thread after the jobs put so far."""
+        """End the thread after the segments put so far."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -139,7 +114,7 @@ class SendThread:
     def _run(self) -> None:
         try:
             while (item := self._next()) is not None:
-                if isinstance(item, Job):
+                if isinstance(item, SegmentToSend):
                     self._send_unless_stopped(item)
                 else:
                     item()
@@ -151,38 +126,42 @@ class SendThread:
         finally:
             self._end.close()
 
-    def _next(self) -> Job | Callable[[], None] | None:
+    def _next(self) -> SegmentToSend | Callable[[], None] | None:
         try:
             return self._queue.get_nowait()
         except queue.Empty:
             self._end.flush()
             return self._queue.get()
 
-    def _send_unless_stopped(self, job: Job) -> None:
+    def _send_unless_stopped(self, queued: SegmentToSend) -> None:
         with self._lock:
-            if job.lane.stopped:
+            if queued.flow.stopped:
                 return
-            self._current = job.lane
+            self._current = queued.flow
         try:
-            self._send(job)
+            self._send(queued)
         finally:
             with self._lock:
                 self._current = None
-                on_idle, job.lane.on_idle = job.lane.on_idle, []
+                on_idle, queued.flow.on_idle = queued.flow.on_idle, []
             for then in on_idle:
                 then()
 
-    def _send(self, job: Job) -> None:
+    def _send(self, queued: SegmentToSend) -> None:
         digest = RunningDigest() if self._checksums and self._device_checksummer is None else None
         segment = Segment(
-            seq=self._seq, layers=job.layers, src_pages=job.src_pages, dst_pages=job.dst_pages, after=job.after
+            seq=self._seq,
+            layers=queued.layers,
+            src_pages=queued.src_pages,
+            dst_pages=queued.dst_pages,
+            after=queued.after,
         )
         self._seq += 1
-        nbytes = self._layout.page_bytes(job.layers) * len(job.src_pages)
+        nbytes = self._layout.page_bytes(queued.layers) * len(queued.src_pages)
         started = time.perf_counter()
         self._end.send(segment, digest.see if digest else None)
         took_s = time.perf_counter() - started
         checksum = digest.value if digest else None
         if self._device_checksummer is not None:
-            checksum = self._device_checksummer.digest(job.layers, job.src_pages, job.after)
-        self._on_sent(Sent(job=job, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=took_s))
+            checksum = self._device_checksummer.digest(queued.layers, queued.src_pages, queued.after)
+        self._on_sent(SentSegment(segment=queued, seq=segment.seq, nbytes=nbytes, checksum=checksum, transfer_s=took_s))

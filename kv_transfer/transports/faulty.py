@@ -1,16 +1,30 @@
-"""FaultySendEnd makes any transport go wrong in the ways that a test asks for (base.Faults). Never used otherwise."""
+"""FaultySendEnd makes any transport go wrong in the ways that a test asks for (Faults). Never used otherwise."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from engine.pages.memory import KvMemory
 from engine.pages.rows import Seen
-from kv_transfer.base import Faults, Segment, SendEnd, TransferError
+from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import Checksummer
+
+
+@dataclass(slots=True, kw_only=True)
+class Faults:
+    """What a test makes go wrong at the sending end of any transport. Segments count from 0, over all its pairs."""
+
+    delay_s: float = 0.0  # before each segment
+    corrupt: frozenset[int] = frozenset()  # these segments arrive with bytes that are not theirs
+    drop: frozenset[int] = frozenset()  # these are announced but never moved
+    drop_all: bool = False
+    fail: frozenset[int] = frozenset()  # sending these raises TransferError
+    before_send: Callable[[Segment], None] | None = None  # called in the pair's thread
+    sent: int = field(default=0, init=False)
 
 
 class FaultySendEnd:

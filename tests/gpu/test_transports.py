@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from engine.pages.layout import LayerKv
-from kv_transfer.base import Faults, Segment, TransferOptions
+from kv_transfer.base import Segment
 from kv_transfer.checksum import device_checksummer
+from kv_transfer.options import TransferOptions
+from kv_transfer.transports.faulty import Faults
 from kv_transfer.transports.registry import load_transport
 from tests.kv_transfer import sides
 from tests.kv_transfer.sides import LAYERS, assert_pages_moved, random_memory, snapshot
@@ -96,11 +98,11 @@ def test_the_digest_is_the_one_that_is_written_down(layers: tuple[LayerKv, ...])
 
 @pytest.mark.parametrize("corrupt", [frozenset(), frozenset({1})], ids=["intact", "damaged"])
 async def test_a_handoff_brings_the_right_pages_and_finds_damaged_ones(corrupt: frozenset[int]) -> None:
-    options = TransferOptions(transports=("cuda_ipc",), layers_per_group=1, faults=Faults(corrupt=corrupt))
+    options = TransferOptions(transports=("cuda_ipc",), layers_per_group=1)
     memory = random_memory(29, seed=1, device=GPU)
     target = random_memory(37, seed=2, device=GPU)
     async with sides.decode_side(options, memory=target) as decode:
-        peer = await sides.connect(decode, options, memory)
+        peer = await sides.connect(decode, options, memory, faults=Faults(corrupt=corrupt))
         handoff = peer.reserve(sides.request("r", 30), on_stalled=lambda reason: None)
         grant = await handoff.granted()
         src = list(range(7, 7 + len(grant.pages)))

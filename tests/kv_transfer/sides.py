@@ -7,18 +7,22 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc.aio
 import torch
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from kv_transfer.base import TransferOptions
-from kv_transfer.decode_side.servicer import Denied, Granted, HandoffServicer, Queued
-from kv_transfer.prefill_side.pair import Handoff, HandoffPeer
+from kv_transfer.decode_side.servicer import HandoffServicer
+from kv_transfer.lease import Denied, Granted, Queued
+from kv_transfer.options import TransferOptions
+from kv_transfer.prefill_side import connect as prefill_side
+from kv_transfer.prefill_side.handoff import Handoff
+from kv_transfer.prefill_side.pair import PrefillPair
+from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
-from worker.rpc import bind, make_server
+from worker.rpc import bind, handoff_dial, make_server
 
 SECRET = "open sesame"
 PAGE_SIZE = 4
@@ -137,7 +141,7 @@ async def decode_side(
         memory=memory,
         me=address,
         model_fingerprint=fingerprint,
-        options=replace(options, faults=None),
+        options=options,
         lease_ttl_s=lease_ttl_s,
         address_host="127.0.0.1",
     )
@@ -159,15 +163,17 @@ async def connect(
     name: str = "prefill-0",
     fingerprint: str = "m",
     secret: str = SECRET,
-) -> HandoffPeer:
-    return await HandoffPeer.connect(
+    faults: Faults | None = None,
+) -> PrefillPair:
+    return await prefill_side.connect(
         decode.address,
         me=worker_pb2.WorkerAddress(name=name, address="127.0.0.1:1", incarnation="p1"),
         model_fingerprint=fingerprint,
         memory=memory,
-        secret=secret,
+        dial=handoff_dial(secret),
         options=options,
         host="127.0.0.1",
+        faults=faults,
     )
 
 

@@ -10,10 +10,12 @@ import time
 import pytest
 
 from engine.pages.layout import LayerKv
-from kv_transfer.base import Faults, TransferOptions
-from kv_transfer.decode_side.servicer import Denied, Queued
-from kv_transfer.prefill_side.pair import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer, HandoffRefused
+from kv_transfer.lease import Denied, Queued
+from kv_transfer.options import TransferOptions
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports import shared_memory
+from kv_transfer.transports.faulty import Faults
 from tests.kv_transfer.sides import (
     PAGE_SIZE,
     DecodeSide,
@@ -37,7 +39,7 @@ def options(transport: str = "shared_memory", **kwargs: object) -> TransferOptio
     return TransferOptions(transports=(transport,), **kwargs)  # type: ignore[arg-type]
 
 
-async def hand_off(decode: DecodeSide, peer: HandoffPeer, name: str = "a", num_pages: int = 9) -> None:
+async def hand_off(decode: DecodeSide, peer: PrefillPair, name: str = "a", num_pages: int = 9) -> None:
     """One request, checked to the last byte."""
     src = random.Random(name).sample(range(peer.memory.layout.num_pages), num_pages)
     before = snapshot(decode.memory)
@@ -70,9 +72,9 @@ async def test_good_handoff(transport: str, checksums: bool) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_damaged_segment_is_caught_and_sent_again(transport: str) -> None:
-    chosen = options(transport, faults=Faults(corrupt=frozenset({1})))
+    chosen = options(transport)
     async with decode_side(chosen) as decode:
-        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        peer = await connect(decode, chosen, random_memory(50, seed=1), faults=Faults(corrupt=frozenset({1})))
         await hand_off(decode, peer)
         assert decode.host.committed["a"][2].resends == 1
         counters = decode.servicer.counters
@@ -81,9 +83,9 @@ async def test_damaged_segment_is_caught_and_sent_again(transport: str) -> None:
 
 
 async def test_transfer_that_never_happens_fails() -> None:
-    chosen = options(faults=Faults(drop_all=True), max_resends=1)
+    chosen = options(max_resends=1)
     async with decode_side(chosen) as decode:
-        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        peer = await connect(decode, chosen, random_memory(50, seed=1), faults=Faults(drop_all=True))
         handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
         send_all(handoff, peer.memory, [3, 5])
         with pytest.raises(HandoffFailed, match="2 of 2 pages are not whole: 3 of 6 segments damaged"):
@@ -128,9 +130,9 @@ async def test_cancel_during_a_transfer_waits_for_the_fence(transport: str) -> N
         entered.set()
         assert go_on.wait(20)
 
-    chosen = options(transport, faults=Faults(before_send=hold))
+    chosen = options(transport)
     async with decode_side(chosen) as decode:
-        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        peer = await connect(decode, chosen, random_memory(50, seed=1), faults=Faults(before_send=hold))
         handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
         send_all(handoff, peer.memory, [3, 5])
         await asyncio.to_thread(entered.wait, 20)
@@ -243,9 +245,9 @@ async def test_closing_the_sender_gives_pages_back() -> None:
 
 
 async def test_a_failing_transport_ends_the_pair_on_both_sides() -> None:
-    chosen = options(faults=Faults(fail=frozenset({1})))
+    chosen = options()
     async with decode_side(chosen) as decode:
-        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        peer = await connect(decode, chosen, random_memory(50, seed=1), faults=Faults(fail=frozenset({1})))
         told: list[str] = []
         peer.on_lost = told.append
         handoff = peer.reserve(request("a", 8), on_stalled=no_stall)

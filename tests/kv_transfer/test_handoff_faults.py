@@ -18,12 +18,16 @@ import grpc.aio
 import pytest
 import torch
 
-from kv_transfer.base import Faults, TransferOptions
-from kv_transfer.decode_side.servicer import Granted, Queued
-from kv_transfer.prefill_side.pair import HandoffDenied, HandoffFailed, HandoffLost, HandoffPeer
+from kv_transfer.handshake import PROTOCOL_VERSION, host_id
+from kv_transfer.lease import Granted, Queued
+from kv_transfer.options import TransferOptions
+from kv_transfer.prefill_side.connect import connect as connect_pair
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost
+from kv_transfer.prefill_side.pair import PrefillPair
+from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from tests.kv_transfer.sides import SECRET, DecodeSide, connect, decode_side, random_memory, request, send_all, snapshot
-from worker.rpc import PROTOCOL_VERSION, host_id, open_channel, secret_metadata
+from worker.rpc import handoff_dial, open_channel, secret_metadata
 
 NUM_PAGES = 37
 
@@ -35,14 +39,15 @@ async def _hold_in_send(address: bytes, transport: str, pipe: Connection) -> Non
         pipe.send("writing")
         time.sleep(600)
 
-    peer = await HandoffPeer.connect(
+    peer = await connect_pair(
         worker_pb2.WorkerAddress.FromString(address),
         me=worker_pb2.WorkerAddress(name="prefill-0", incarnation="p1"),
         model_fingerprint="m",
         memory=random_memory(50, seed=1),
-        secret=SECRET,
-        options=TransferOptions(transports=(transport,), faults=Faults(before_send=hold)),
+        dial=handoff_dial(SECRET),
+        options=TransferOptions(transports=(transport,)),
         host="127.0.0.1",
+        faults=Faults(before_send=hold),
     )
     handoff = peer.reserve(request("a", 30), on_stalled=print)
     send_all(handoff, peer.memory, list(range(8)))
@@ -231,17 +236,14 @@ async def test_random_handoffs_with_everything_going_wrong(transport: str) -> No
     """Aborts, cancels, queues, damage and lost pairs in random order: no page is lost, none is given twice, and what
     was committed is right."""
     rng = random.Random(7)
-    options = TransferOptions(
-        transports=(transport,),
-        transfer_timeout_s=2.0,
-        faults=Faults(
-            corrupt=frozenset(rng.sample(range(1000), 100)),
-            fail=frozenset(rng.sample(range(60, 300), 3)),
-            delay_s=1e-4,
-        ),
+    options = TransferOptions(transports=(transport,), transfer_timeout_s=2.0)
+    faults = Faults(
+        corrupt=frozenset(rng.sample(range(1000), 100)),
+        fail=frozenset(rng.sample(range(60, 300), 3)),
+        delay_s=1e-4,
     )
     async with decode_side(options, memory=random_memory(60, seed=2)) as decode:
-        sides = Soak(decode, options, rng)
+        sides = Soak(decode, options, faults, rng)
         await asyncio.gather(*(sides.client(n) for n in range(8)))
         await decode.host.until(lambda: decode.servicer.leased_pages == 0)
         await asyncio.gather(*(peer.close() for peer in sides.peers))
@@ -255,10 +257,10 @@ async def test_random_handoffs_with_everything_going_wrong(transport: str) -> No
 
 
 class Soak:
-    def __init__(self, decode: DecodeSide, options: TransferOptions, rng: random.Random) -> None:
-        self.decode, self.options, self.rng = decode, options, rng
+    def __init__(self, decode: DecodeSide, options: TransferOptions, faults: Faults, rng: random.Random) -> None:
+        self.decode, self.options, self.faults, self.rng = decode, options, faults, rng
         self.memory = random_memory(50, seed=1)
-        self.peers: list[HandoffPeer] = []
+        self.peers: list[PrefillPair] = []
         self.outcomes = dict.fromkeys(["good", "denied", "failed", "lost"], 0)
         self.sources: dict[str, list[int]] = {}
         self.queue: list[worker_pb2.RequestState] = []
@@ -283,10 +285,11 @@ class Soak:
             else:
                 self.decode.servicer.grant(wanted.request_id, wanted.attempt, self.decode.host.take(wanted))
 
-    async def peer(self) -> HandoffPeer:
+    async def peer(self) -> PrefillPair:
         live = [peer for peer in self.peers if not peer.is_lost]
         if len(live) < 2:
-            self.peers.append(await connect(self.decode, self.options, self.memory, name=f"prefill-{len(self.peers)}"))
+            name = f"prefill-{len(self.peers)}"
+            self.peers.append(await connect(self.decode, self.options, self.memory, name=name, faults=self.faults))
             return self.peers[-1]
         return self.rng.choice(live)
 

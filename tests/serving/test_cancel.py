@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from kv_transfer.base import Faults, Segment
+from kv_transfer.base import Segment
+from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir

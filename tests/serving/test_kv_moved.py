@@ -1,6 +1,6 @@
 """The KV really moved: what decode reads is what prefill wrote, byte for byte, and what is lost on the way is seen.
 
-Damage and loss are injected at the sending end (kv_transfer.base.Faults), below everything that could know of them.
+Damage and loss are injected at the sending end (kv_transfer.transports.faulty), below all that could know of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from cluster.deploy.local import LocalCluster
 from engine.pages.memory import KvMemory
 from engine.types import SampledToken, Step
-from kv_transfer.base import Faults
+from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from kv_transfer.base import Faults
+from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import counters, engine_with, router_with, worker_with

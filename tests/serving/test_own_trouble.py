@@ -10,8 +10,9 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from engine.types import SampledToken, Step
-from kv_transfer.base import Faults, Segment
-from kv_transfer.prefill_side.pair import HandoffPeer
+from kv_transfer.base import Segment
+from kv_transfer.prefill_side.pair import PrefillPair
+from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError
 from kvrelay.v1 import worker_pb2 as pb
@@ -49,10 +50,10 @@ async def test_what_a_failed_chunk_left_in_its_pages_is_never_cached(model_dir: 
 async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
     model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*args: object, **kwargs: object) -> HandoffPeer:
+    async def broken(*args: object, **kwargs: object) -> PrefillPair:
         raise RuntimeError("not expected by anybody")
 
-    monkeypatch.setattr(HandoffPeer, "connect", broken)
+    monkeypatch.setattr("prefill_worker.driver.connect", broken)
     async with _cluster(model_dir) as cluster:
         client = AsyncClient(cluster.endpoint)
         with pytest.raises(KvrelayError, match="not expected by anybody"):
