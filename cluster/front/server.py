@@ -58,13 +58,13 @@ class RouterOptions:
             max_queued_tokens=self.max_queued_tokens,
             max_backlog_tokens=self.max_backlog_tokens,
             overcommit=self.overcommit,
+            max_attempts=self.max_attempts,
+            unavailable_grace_s=self.unavailable_grace_s,
         )
         return RoutingOptions(
             name=self.name,
             secret=self.secret,
             dead_after_s=self.dead_after_s,
-            max_attempts=self.max_attempts,
-            unavailable_grace_s=self.unavailable_grace_s,
             policy=policy,
             record=self.record,
         )

@@ -48,6 +48,7 @@ class RequestShape:
     max_tokens: int  # still to be generated at most
     page_hashes: Sequence[PageHash] = ()
     avoid: frozenset[str] = frozenset()  # workers that failed it; taken only when there is no other
+    failures: int = 0  # attempts of it that have failed
 
 
 @dataclass(slots=True)

@@ -27,7 +27,8 @@ from cluster.router.links import Fleet
 from cluster.router.live_requests import LiveRequest, NewRequest, RequestFailed, Submission, Update
 from cluster.router.metrics import RouterMetrics
 from cluster.router.policy import Assigned, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
-from cluster.router.worker_link import LinkState, Member, WorkerLink
+from cluster.router.retry import GiveUp, Retry
+from cluster.router.worker_link import Member, WorkerLink
 from engine.pages.pool import page_hashes
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
@@ -37,16 +38,12 @@ from worker.recording import record_calls
 
 log = logging.getLogger(__name__)
 
-RETRY_BACKOFF_S = (0.0, 0.1, 0.4)  # before the 2nd, 3rd, 4th attempt of a request whose attempts failed
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
     name: str = "router-0"
     secret: str = ""
     dead_after_s: float = 2.0  # a worker that says nothing for so long is lost
-    max_attempts: int = 4  # after so many failed ones a request fails; preemption is no failure
-    unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     record: str = ""  # a folder to write every call of the policy into; empty: none is
 
@@ -148,6 +145,7 @@ class Router:
             max_tokens=live.tokens_left,
             page_hashes=hashes,
             avoid=avoid,
+            failures=live.failures,
         )
 
     def _route(self, live: LiveRequest, avoid: frozenset[str] = frozenset()) -> None:
@@ -158,8 +156,8 @@ class Router:
                 self._send(live, decision)
             case Queued():
                 pass  # _pump sends it
-            case Unavailable(reason=reason):
-                self._park(live, reason)
+            case Unavailable(reason=reason, wait_s=wait_s):
+                self._park(live, f"{reason}; try again later", wait_s)
             case Rejected(reason=reason, retry_after_s=retry_after_s):
                 can_retry = retry_after_s is not None
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED if can_retry else grpc.StatusCode.INVALID_ARGUMENT
@@ -178,19 +176,17 @@ class Router:
         self.policy.on_submitted(live.wire_id, seq)
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)
 
-    def _park(self, live: LiveRequest, reason: str) -> None:
-        """A role has no worker: fail at once, or wait for one within the grace."""
-        if self.options.unavailable_grace_s <= 0:
-            self._fail(
-                self._owner[live.wire_id], RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{reason}; try again later")
-            )
-            return
+    def _park(self, live: LiveRequest, reason: str, wait_s: float) -> None:
+        """A role has no worker: fail at once, or wait so long for one."""
         self._parked[live.wire_id] = live
-        asyncio.get_running_loop().call_later(self.options.unavailable_grace_s, self._give_up, live.wire_id, reason)
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._give_up_parked, live.wire_id, reason)
+        else:
+            self._give_up_parked(live.wire_id, reason)
 
-    def _give_up(self, wire_id: str, reason: str) -> None:
+    def _give_up_parked(self, wire_id: str, reason: str) -> None:
         if self._parked.pop(wire_id, None) is not None:
-            self._fail(self._owner[wire_id], RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{reason}; try again later"))
+            self._fail(self._owner[wire_id], RequestFailed(grpc.StatusCode.UNAVAILABLE, reason))
 
     def _unpark(self) -> None:
         if self._parked and self.is_ready:
@@ -206,26 +202,21 @@ class Router:
         while assigned := self.policy.next_assignable(self._clock()):
             self._send(self._live[assigned.request_id], assigned)
 
-    def _resend(
-        self, live: LiveRequest, reason: str, *, is_failure: bool = True, avoid: frozenset[str] = frozenset()
-    ) -> None:
-        """Begin another attempt. The policy has forgotten the last one."""
+    def _retry(self, live: LiveRequest, retry: Retry) -> None:
+        """The attempt is over, and the policy has forgotten it: begin another one, or fail."""
         submission = self._forget_wire(live)
-        live.failures += is_failure
-        if live.failures >= self.options.max_attempts:
-            message = f"given up after {live.failures} failed attempts; the last: {reason}"
-            self._fail(submission, RequestFailed(grpc.StatusCode.UNAVAILABLE, message))
+        if isinstance(retry, GiveUp):
+            self._fail(submission, RequestFailed(grpc.StatusCode.UNAVAILABLE, retry.reason))
             return
-        log.info("%s is sent again: %s", live.wire_id, reason)
-        live.begin_attempt(self._clock())
+        log.info("%s is sent again: %s", live.wire_id, retry.reason)
+        live.begin_attempt(self._clock(), failures=retry.failures)
         self.metrics.counts["retries"] += 1
         self._owner[live.wire_id] = submission
         self._live[live.wire_id] = live
-        wait_s = RETRY_BACKOFF_S[min(live.failures, len(RETRY_BACKOFF_S)) - 1] if is_failure else 0.0
-        if wait_s == 0:
-            self._route(live, avoid)
+        if retry.after_s == 0:
+            self._route(live, retry.avoid)
         else:
-            asyncio.get_running_loop().call_later(wait_s, self._resend_now, live.wire_id, avoid)
+            asyncio.get_running_loop().call_later(retry.after_s, self._resend_now, live.wire_id, retry.avoid)
 
     def _resend_now(self, wire_id: str, avoid: frozenset[str]) -> None:
         if live := self._live.get(wire_id):
@@ -270,13 +261,12 @@ class Router:
         """Forget the worker; what it had is sent elsewhere, or fails at once when there is nowhere."""
         self.fleet.forget_report(link)
         self.metrics.counts["workers_lost"] += self.fleet.get(link.name) is link  # else it was sent away
-        affected = [self._live[wire_id] for wire_id in self.policy.on_worker_lost(link.name)]
+        retries = self.policy.on_worker_lost(link.name, reason)
         self._note_readiness()
-        for live in affected:
-            if live.finish is not None or live.wire_id not in self._live:
-                continue  # failed with another choice of the same call
-            self._cancel_at_workers(live, f"{link.name} is lost", but=link.name)
-            self._resend(live, f"{link.name} is lost: {reason}")
+        for retry in retries:
+            if live := self._live.get(retry.request_id):  # else it failed with another choice of the same call
+                self._cancel_at_workers(live, f"{link.name} is lost", but=link.name)
+                self._retry(live, retry)
         self._pump()
 
     def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None:
@@ -320,26 +310,22 @@ class Router:
                 self._move(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
                 live.timeline.enter("decode_queue", at_s)
-                live.decode, live.is_handed_off = link.name, True
-                self.policy.on_handed_off(live.wire_id, link.name)
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
+                self._on_handed_off(live, link.name)
             case pb.EVENT_KIND_HANDED_OFF:
-                self._on_handed_off(live, event)
+                if event.HasField("receipt"):
+                    live.receipt = event.receipt
+                self._on_handed_off(live, event.decode_worker or live.decode)
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s)
 
-    def _on_handed_off(self, live: LiveRequest, event: pb.RequestEvent) -> None:
-        """Prefill has the receipt. A reassignment can have come too late, and who holds the KV may be lost by now."""
-        live.decode, live.is_handed_off = event.decode_worker or live.decode, True
-        if event.HasField("receipt"):
-            live.receipt = event.receipt
-        holder = self.fleet.get(live.decode)
-        if holder is not None and holder.state is LinkState.READY:
-            self.policy.on_handed_off(live.wire_id, live.decode)
-            return
-        self.policy.on_transfer_failed(live.wire_id)
-        self._resend(live, f"{live.decode} was lost after it had taken the KV")
+    def _on_handed_off(self, live: LiveRequest, holder: str) -> None:
+        """A reassignment can have come too late, and who holds the KV may be lost by now."""
+        live.decode, live.is_handed_off = holder, True
+        retry = self.policy.on_handed_off(live.wire_id, holder)
+        if retry is not None:
+            self._retry(live, retry)
 
     def _move_stalled(self) -> None:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
@@ -366,8 +352,7 @@ class Router:
             return  # a decode worker that it was moved away from
         if event.kind == pb.EVENT_KIND_PREEMPTED:
             self.metrics.counts["preempted"] += 1
-            self.policy.on_preempted(live.wire_id)
-            self._resend(live, f"{link.name} preempted it", is_failure=False)
+            self._retry(live, self.policy.on_preempted(live.wire_id))
             return
         if event.kind == pb.EVENT_KIND_CANCELLED and live.is_handed_off and link.name == live.prefill:
             return  # prefill had nothing left of it
@@ -375,11 +360,8 @@ class Router:
         if event.kind == pb.EVENT_KIND_FAILED and not event.retryable:
             self._fail(self._owner[live.wire_id], RequestFailed(grpc.StatusCode.INTERNAL, reason))
             return
-        self.policy.on_transfer_failed(live.wire_id)
         self._cancel_at_workers(live, reason, but=link.name)
-        # After the first token it is the handoff or the decode worker that failed, and prefill has the prompt cached.
-        avoid = {live.decode} if live.has_first_token else {live.prefill, live.decode}
-        self._resend(live, reason, avoid=frozenset(avoid))
+        self._retry(live, self.policy.on_failed(live.wire_id, reason))
 
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
         submission = self._owner[live.wire_id]

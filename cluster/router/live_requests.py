@@ -110,11 +110,12 @@ class LiveRequest:
         self.recomputed_tokens += max(0, self._computed_len - cached_tokens)
         self._computed_len = len(self.prompt_ids) + len(self.output_ids)
 
-    def begin_attempt(self, now: float) -> None:
+    def begin_attempt(self, now: float, *, failures: int) -> None:
         """Send it again: the tokens delivered so far stay, all else begins anew."""
         if self._computed_len:
             self._computed_len = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
         self.attempt += 1
+        self.failures = failures
         self.prefill = self.decode = ""
         self.has_first_token = self.is_handed_off = False
         self.receipt = None

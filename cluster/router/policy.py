@@ -6,6 +6,7 @@ The places a request stands in:
     assign -> Rejected | Unavailable                                   (forgotten)
            -> Queued -> next_assignable -> Assigned -> ... -> finished (forgotten)
            -> Assigned(prefill, decode): submitted -> first token -> handed off
+    failed, preempted, its worker lost -> Resend | GiveUp              (forgotten)
 
 What workers hold is known from reports, which are old when they arrive. So the policy adds what it has sent since:
 prompt tokens for each prefill worker (a report says the last Submit it had seen), pages for each decode worker (until
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.pools import DecodePool, PrefillPool
+from cluster.router.retry import Resend, Retry, retry_failed, retry_preempted
 from engine.pages.pool import pages_for
 from worker.options import Role
 
@@ -33,6 +35,8 @@ class PolicyOptions:
     max_queued_tokens: int = 1_048_576  # prompt tokens in the router's queue
     max_backlog_tokens: int = 32_768  # prompt tokens sent to one prefill worker and not computed
     overcommit: float = 0.25  # share of a decode worker's pages that may be promised beyond those free
+    max_attempts: int = 4  # after so many failed ones a request fails; preemption is no failure
+    unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,7 @@ class Rejected:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
     reason: str
+    wait_s: float = 0.0  # how long a worker of that role may be waited for
 
 
 Decision = Assigned | Queued | Rejected | Unavailable
@@ -102,8 +107,8 @@ class RouterPolicy:
         else:
             self._decode.up(DecodeAccount(view, empty))
 
-    def on_worker_lost(self, name: str) -> list[str]:
-        """Forget a worker. Returns the requests to route again, which are forgotten too, in the order they came.
+    def on_worker_lost(self, name: str, reason: str) -> list[Retry]:
+        """Forget a worker. Returns what becomes of the requests that it fails, forgotten too, in the order they came.
 
         A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the last
         worker of a role, what waits in the queue; the largest, what no other could ever hold, or the queue would stand.
@@ -115,9 +120,8 @@ class RouterPolicy:
         affected = [r.shape.id for r in self._requests.values() if self._is_hit(r, name)]
         is_role_gone = not self._prefill.accounts or not self._decode.accounts
         affected += [i for i in self._queue if is_role_gone or self._never_fits(self._requests[i].shape)]
-        for request_id in affected:
-            self._forget(request_id)
-        return affected
+        reason = f"{name} is lost: {reason}"
+        return [self._retry(self._requests[request_id], reason, frozenset()) for request_id in affected]
 
     def _is_hit(self, request: RoutedRequest, name: str) -> bool:
         if request.decode == name:
@@ -141,7 +145,7 @@ class RouterPolicy:
         assert shape.id not in self._requests, f"{shape.id} is assigned already"
         for role in ROLES:
             if not self.has_role(role):
-                return Unavailable(reason=f"no {role} worker is ready")
+                return Unavailable(reason=f"no {role} worker is ready", wait_s=self.options.unavailable_grace_s)
         if why := self._never_fits(shape):
             return Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape)
@@ -199,14 +203,19 @@ class RouterPolicy:
         self._prefill.drop(request)
         self._rate.append((now, request.work))
 
-    def on_handed_off(self, request_id: str, decode: str) -> None:
-        """`decode` holds its KV. It may be another than was named last: a reassignment can come too late."""
+    def on_handed_off(self, request_id: str, decode: str) -> Retry | None:
+        """`decode` holds its KV. It may be another than was named last: a reassignment can come too late. Returns what
+        becomes of the request if that worker is lost by now."""
         request = self._requests.get(request_id)
         if request is None:
-            return
+            return None
         request.is_handed_off = True
-        if decode != request.decode and (holder := self._decode.accounts.get(decode)):
+        holder = self._decode.accounts.get(decode)
+        if holder is None:
+            return self._retry(request, f"{decode} was lost after it had taken the KV", frozenset())
+        if decode != request.decode:
             self._move(request, holder)
+        return None
 
     def on_finished(self, request_id: str) -> None:
         self._forget(request_id)
@@ -214,13 +223,20 @@ class RouterPolicy:
     def on_cancelled(self, request_id: str) -> None:
         self._forget(request_id)
 
-    def on_transfer_failed(self, request_id: str) -> None:
-        """The handoff failed, or a worker gave up on it: assign it again."""
-        self._forget(request_id)
+    def on_failed(self, request_id: str, reason: str) -> Retry:
+        """The handoff failed, or a worker gave up on it.
 
-    def on_preempted(self, request_id: str) -> None:
-        """The decode worker gave its pages to others: assign it again."""
+        After the first token it is the handoff or the decode worker that failed, and prefill has the prompt cached.
+        """
+        request = self._requests[request_id]
+        avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
+        return self._retry(request, reason, frozenset(avoid))
+
+    def on_preempted(self, request_id: str) -> Resend:
+        """The decode worker gave its pages to others."""
+        request = self._requests[request_id]
         self._forget(request_id)
+        return retry_preempted(request.shape, f"{request.decode} preempted it")
 
     # inside
 
@@ -281,6 +297,10 @@ class RouterPolicy:
             return 1.0
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
         return min(max(self._queued_tokens / max(tokens_per_s, 1.0), MIN_RETRY_S), MAX_RETRY_S)
+
+    def _retry(self, request: RoutedRequest, reason: str, avoid: frozenset[str]) -> Retry:
+        self._forget(request.shape.id)
+        return retry_failed(request.shape, reason, avoid, self.options.max_attempts)
 
     def _move(self, request: RoutedRequest, to: DecodeAccount) -> None:
         self._decode.drop(request)

@@ -225,6 +225,8 @@ def router_options(spec: ClusterSpec) -> PolicyOptions:
         max_queued_tokens=router.max_queued_tokens,
         max_backlog_tokens=router.max_backlog_tokens,
         overcommit=router.overcommit,
+        max_attempts=router.max_attempts,
+        unavailable_grace_s=router.unavailable_grace_s,
     )
 
 

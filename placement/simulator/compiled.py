@@ -37,6 +37,7 @@ COMPILED = (
     "cluster/router/policy.py",
     "cluster/router/pools.py",
     "cluster/router/ranking.py",
+    "cluster/router/retry.py",
     "prefill_worker/policy.py",
     "decode_worker/policy.py",
     "placement/simulator/clock.py",

@@ -29,8 +29,10 @@ class Live:
 
     __slots__ = (
         "attempt",
+        "avoid",
         "computed",
         "decode",
+        "failures",
         "granted",
         "hashes",
         "id",
@@ -48,7 +50,16 @@ class Live:
         "wire_end_s",
     )
 
-    def __init__(self, index: int, attempt: int, num_tokens: int, left: int, hashes: list[PageHash]) -> None:
+    def __init__(
+        self,
+        index: int,
+        attempt: int,
+        num_tokens: int,
+        left: int,
+        hashes: list[PageHash],
+        failures: int,
+        avoid: frozenset[str],
+    ) -> None:
         self.index = index
         self.attempt = attempt
         self.id = f"{index}" if attempt == 1 else f"{index}/{attempt}"
@@ -56,6 +67,8 @@ class Live:
         self.max_new = left
         self.left = left  # tokens still to make
         self.hashes = hashes
+        self.failures = failures  # attempts before that failed
+        self.avoid = avoid  # workers that failed it
         self.prefill: PrefillMachine | None = None
         self.decode: DecodeMachine | None = None
         self.seq = 0

@@ -7,7 +7,8 @@
 The same objects that serve decide here (cluster.router.policy, prefill_worker.policy, decode_worker.policy,
 engine.pages.pool); this module is the router's driver, cluster/router/driver.py without its sockets, and decides
 nothing. It draws no random number: one workload gives one outcome. What it leaves out: clients that cancel, several
-routers, generated tokens that a later prompt repeats (their pages are not cached here).
+routers, generated tokens that a later prompt repeats (their pages are not cached here), and the end of waiting for a
+role that has no worker: requests wait until one is back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 
 from cluster.router.accounts import RequestShape, WorkerView
 from cluster.router.policy import Assigned, Queued, RouterPolicy, Unavailable
+from cluster.router.retry import GiveUp, Retry
 from engine.pages.pool import PagePool
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
@@ -95,7 +97,7 @@ class Simulation:
     # requests
 
     def _arrive(self, index: int) -> None:
-        self._route(self._attempt(index, 1, 0))
+        self._route(self._attempt(index, 1, 0, 0, frozenset()))
         self._next_arrival = math.inf
         if index + 1 < len(self._arrival):
             self._next_arrival = self._arrival[index + 1]
@@ -107,7 +109,7 @@ class Simulation:
         is_waiting = self._stalled or self.policy.num_queued
         self.next_decision_s = 0.0 if is_waiting else self._next_arrival
 
-    def _attempt(self, index: int, attempt: int, made: int) -> Live:
+    def _attempt(self, index: int, attempt: int, made: int, failures: int, avoid: frozenset[str]) -> Live:
         """The request anew, `made` tokens of its output behind its prompt."""
         num_tokens = self._prompt_len[index] + made
         hashes = []
@@ -115,13 +117,20 @@ class Simulation:
             hashes = block_hashes(
                 self.workload.blocks[index], self.workload.block_len, self._prompt_len[index], self._page_size
             )
-        live = Live(index, attempt, num_tokens, self._output_len[index] - made, hashes)
+        live = Live(index, attempt, num_tokens, self._output_len[index] - made, hashes, failures, avoid)
         self._live[live.id] = live
         return live
 
     def _route(self, live: Live) -> None:
         self._take_reports()
-        shape = RequestShape(id=live.id, prompt_len=live.num_tokens, max_tokens=live.left, page_hashes=live.hashes)
+        shape = RequestShape(
+            id=live.id,
+            prompt_len=live.num_tokens,
+            max_tokens=live.left,
+            page_hashes=live.hashes,
+            avoid=live.avoid,
+            failures=live.failures,
+        )
         decision = self.policy.assign(shape, self.clock.now, is_resent=live.attempt > 1)
         if isinstance(decision, Assigned):
             self._send(live, decision)
@@ -151,14 +160,21 @@ class Simulation:
             self._send(self._live[assigned.request_id], assigned)
         self._note_decision()
 
-    def _resend(self, live: Live) -> None:
-        """Another attempt, with the tokens made so far. The policy has forgotten the last one."""
+    def _retry(self, live: Live, retry: Retry) -> None:
+        """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
         self._drop(live)
+        if isinstance(retry, GiveUp):
+            self.ledger.counters["failed"] += 1
+            return
         self.ledger.counters["retries"] += 1
         self.ledger.enter(live.index, ROUTE, self.clock.now)
         made = self._output_len[live.index] - live.left
         self.ledger.counters["recomputed_tokens"] += live.num_tokens + live.max_new - live.left
-        self._route(self._attempt(live.index, live.attempt + 1, made))
+        again = self._attempt(live.index, live.attempt + 1, made, retry.failures, retry.avoid)
+        if retry.after_s:
+            self.clock.at(self.clock.now + retry.after_s, self._route, again)
+        else:
+            self._route(again)
 
     def _drop(self, live: Live) -> None:
         live.is_gone = True
@@ -182,8 +198,10 @@ class Simulation:
             return
         assert live.prefill is not None
         assert live.decode is not None
-        self.policy.on_handed_off(live.id, live.decode.name)
+        retry = self.policy.on_handed_off(live.id, live.decode.name)
         live.prefill.on_receipt(live)
+        if retry is not None:
+            self._retry(live, retry)
 
     def on_finished(self, live: Live) -> None:
         if live.is_gone:
@@ -197,16 +215,14 @@ class Simulation:
         if live.is_gone:
             return
         self.ledger.counters["preempted"] += 1
-        self.policy.on_preempted(live.id)
-        self._resend(live)
+        self._retry(live, self.policy.on_preempted(live.id))
 
     def on_handoff_failed(self, live: Live) -> None:
         if live.is_gone:
             return
-        self.policy.on_transfer_failed(live.id)
         if live.prefill is not None:
             self.clock.at(self.clock.now + self.message_s, live.prefill.end, live)
-        self._resend(live)
+        self._retry(live, self.policy.on_failed(live.id, "no decode worker could ever hold it"))
 
     def on_stalled(self, live: Live) -> None:
         if not live.is_gone and not live.granted:
@@ -298,14 +314,14 @@ class Simulation:
 
     def _on_lost(self, machine: PrefillMachine | DecodeMachine) -> None:
         self.ledger.counters["workers_lost"] += 1
-        affected = [self._live[request_id] for request_id in self.policy.on_worker_lost(machine.name)]
-        for live in affected:
+        for retry in self.policy.on_worker_lost(machine.name, "it died"):
+            live = self._live[retry.request_id]
             for other in (live.prefill, live.decode):
                 if isinstance(other, PrefillMachine) and other is not machine:
                     self.clock.at(self.clock.now + self.message_s, other.end, live)
                 elif isinstance(other, DecodeMachine) and other is not machine:
                     self.clock.at(self.clock.now + self.message_s, other.cancel, live)
-            self._resend(live)
+            self._retry(live, retry)
         self._pump()
 
     def _on_back(self, machine: PrefillMachine | DecodeMachine) -> None:

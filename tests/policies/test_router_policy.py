@@ -37,6 +37,11 @@ def assigned_id(decision: Assigned | None) -> str:
     return "" if decision is None else decision.request_id
 
 
+def lost(policy: RouterPolicy, name: str) -> list[str]:
+    """The requests that a worker's loss fails."""
+    return [retry.request_id for retry in policy.on_worker_lost(name, "it said nothing")]
+
+
 # choosing
 
 
@@ -129,7 +134,7 @@ def test_promised_pages_count_until_a_report_lists_the_request() -> None:
 def test_workers_that_failed_a_request_are_taken_only_if_there_is_no_other() -> None:
     policy = cluster("p0", "d0", "d1")
     assert assigned(policy.assign(shape("a", avoid=frozenset({"p0", "d0"})), 0.0)).decode == "d1"
-    policy.on_worker_lost("d1")
+    lost(policy, "d1")
     assert assigned(policy.assign(shape("b", avoid=frozenset({"p0", "d0"})), 0.0)).decode == "d0"
 
 
@@ -244,14 +249,14 @@ def test_a_lost_prefill_worker_takes_what_it_had_not_handed_off() -> None:
     policy.on_handed_off("handed", "d0")  # its first token died with the worker
     policy.on_first_token("both", 0.0)
     policy.on_handed_off("both", "d0")
-    assert policy.on_worker_lost("p0") == ["new", "token", "handed"]
+    assert lost(policy, "p0") == ["new", "token", "handed"]
 
 
 def test_a_lost_decode_worker_takes_all_that_was_assigned_to_it() -> None:
     policy = cluster("p0", "d0", "d1")
     at = {name: assigned(policy.assign(shape(name), 0.0)).decode for name in "abcd"}
     assert at == {"a": "d0", "b": "d1", "c": "d0", "d": "d1"}
-    assert policy.on_worker_lost("d0") == ["a", "c"]
+    assert lost(policy, "d0") == ["a", "c"]
     policy.check_invariants()
     assert assigned(policy.assign(shape("a#2"), 0.0, is_resent=True)).decode == "d1"
 
@@ -260,7 +265,7 @@ def test_the_last_worker_of_a_role_takes_the_queue_along() -> None:
     policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10))
     assigned(policy.assign(shape("a"), 0.0))
     assert isinstance(policy.assign(shape("b"), 0.0), Queued)
-    assert policy.on_worker_lost("p0") == ["a", "b"]
+    assert lost(policy, "p0") == ["a", "b"]
     assert policy.num_queued == 0
     assert policy.queued_tokens == 0
 
@@ -271,14 +276,14 @@ def test_the_largest_worker_takes_along_what_waits_for_it_alone() -> None:
     assert assigned(policy.assign(shape("a", 1500, 32), 0.0)).decode == "d0"
     assert isinstance(policy.assign(shape("large", 1000, 32), 0.0), Queued)
     assert isinstance(policy.assign(shape("small"), 0.0), Queued)
-    assert policy.on_worker_lost("d0") == ["a", "large"]
+    assert lost(policy, "d0") == ["a", "large"]
     assert assigned_id(policy.next_assignable(0.0)) == "small"
 
 
 def test_a_worker_that_comes_back_is_empty() -> None:
     policy = cluster("p0", "d0", pages=10)
     assigned(policy.assign(shape("a", 100), 0.0))
-    policy.on_worker_lost("d0")
+    lost(policy, "d0")
     policy.on_worker_up(WorkerView(name="d0", role="decode", total_pages=10, page_size=PAGE), 1.0)
     assert "10 of 10 pages free, batch 0" in assigned(policy.assign(shape("b"), 1.0)).reason
 
@@ -299,8 +304,8 @@ def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
     policy.assign(shape("a"), 0.0)
     assert policy.reassign("a", "d0") == "d1"
     policy.on_handed_off("a", "d0")
-    assert policy.on_worker_lost("d1") == []
-    assert policy.on_worker_lost("d0") == ["a"]
+    assert lost(policy, "d1") == []
+    assert lost(policy, "d0") == ["a"]
 
 
 # everything at once
@@ -340,19 +345,20 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
             case 4 | 5 if sent:
                 policy.on_first_token(rng.choice(sent), now)
             case 6 if sent:
-                policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")))
+                retry = policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")))
+                if retry is not None:
+                    known.discard(retry.request_id)
             case 7 if known:
                 name = rng.choice(sorted(known))
-                rng.choice((policy.on_finished, policy.on_cancelled, policy.on_preempted, policy.on_transfer_failed))(
-                    name
-                )
+                end = rng.choice((policy.on_finished, policy.on_cancelled, policy.on_preempted, policy.on_failed))
+                end(name, *["the handoff failed"] * (end == policy.on_failed))
                 known.discard(name)
             case 8 if known:
                 policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")))
             case 9:
                 name = rng.choice(("p0", "p1", "d0", "d1"))
                 if name in up:
-                    known -= set(policy.on_worker_lost(name))
+                    known -= set(lost(policy, name))
                     up.discard(name)
                 else:
                     seqs[name] = 0

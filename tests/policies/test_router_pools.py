@@ -85,9 +85,9 @@ class Lockstep:
 
     def lose(self, name: str) -> None:
         self.up.pop(name)
-        for request_id in self.both("on_worker_lost", name):  # type: ignore[attr-defined]
-            self.sent.pop(request_id, None)
-            self.queued.pop(request_id, None)
+        for retry in self.both("on_worker_lost", name, "it died"):  # type: ignore[attr-defined]
+            self.sent.pop(retry.request_id, None)
+            self.queued.pop(retry.request_id, None)
         self.seen["lost"] += 1
 
     def send(self, assigned: Assigned) -> None:

@@ -34,6 +34,8 @@ ODD: dict[str, Any] = {  # no value is a default
         "max_queued_tokens": 2222,
         "max_backlog_tokens": 3333,
         "overcommit": 0.5,
+        "max_attempts": 7,
+        "unavailable_grace_s": 1.5,
     },
     "pools": [
         {

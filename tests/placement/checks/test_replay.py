@@ -27,7 +27,7 @@ def _record_router(folder: Path) -> Path:
         shape = RequestShape(id=f"r{i}", prompt_len=40, max_tokens=9, page_hashes=hashes, avoid=frozenset({"p1"}))
         assert isinstance(policy.assign(shape, 0.2 + i, is_resent=i == 2), Assigned)
     policy.on_report("d0", Report(made_s=1.0, available_pages=9, request_ids=frozenset({"r1", "r0"})), 1.1)
-    policy.on_worker_lost("d0")
+    policy.on_worker_lost("d0", "it said nothing")
     return folder / "router-0.jsonl"
 
 
