@@ -34,7 +34,8 @@ from bench.common import MODELS, REPO, CpuWatch, about, demo_model, other_cores,
 from bench.e2e import Cluster, cluster, spec
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.run import Settings
-from kvrelay.calibrate.calibration import QUICK, CalibrationError, Effort, calibrate
+from kvrelay.calibrate.calibration import CalibrationError, calibrate
+from kvrelay.calibrate.effort import QUICK, Effort
 from kvrelay.calibrate.probes import ProbeError, Prober
 from kvrelay.calibrate.verifying import Question, foretell, judge, play, workload_of
 from kvrelay.client.client import AsyncClient

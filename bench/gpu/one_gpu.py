@@ -29,8 +29,8 @@ from bench.gpu.common import WrongResult, engine_options, processes
 from kvrelay.bench import load
 from kvrelay.bench.metrics import Outcome, percentile
 from kvrelay.client.client import AsyncClient
+from kvrelay.client.messages import build_request
 from kvrelay.client.types import KvrelayError
-from kvrelay.client.wire import build_request
 
 RATES = (2.0, 8.0, 16.0)  # requests/s
 SECONDS = 20.0

@@ -20,8 +20,8 @@ from kvrelay.bench import workload
 from kvrelay.bench.load import Planned, play
 from kvrelay.bench.metrics import Outcome
 from kvrelay.client.client import AsyncClient
+from kvrelay.client.messages import build_request
 from kvrelay.client.types import ServedModel
-from kvrelay.client.wire import build_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

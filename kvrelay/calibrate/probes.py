@@ -1,7 +1,7 @@
 """Probes ask a running cluster single questions by its ordinary API: how long a prefill step, a decode step, a handoff.
 
 Each sends a few requests and reads when tokens came and what the server's timelines say. They neither repeat nor judge:
-kvrelay/calibrate/calibration.py does. Prompts are random tokens that no prefix cache has, unless a probe says
+kvrelay/calibrate/measuring.py does. Prompts are random tokens that no prefix cache has, unless a probe says
 otherwise.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from kvrelay.bench.load import Planned, play
 from kvrelay.bench.metrics import Outcome
 from kvrelay.client.client import AsyncClient
+from kvrelay.client.messages import build_request
 from kvrelay.client.types import KvrelayError, ServedModel
-from kvrelay.client.wire import build_request
 
 WAIT_S = 120.0  # for any one probe
 LEAST_STEPS = 6  # in a window, or it says nothing
@@ -30,7 +30,7 @@ class ProbeError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSeen:
+class PrefillSample:
     """`seconds`: from the first chunk's begin to the sampled token."""
 
     worker: str
@@ -45,7 +45,7 @@ class PrefillSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffSeen:
+class HandoffSample:
     tokens: int
     bytes: int
     pages: int
@@ -54,7 +54,7 @@ class HandoffSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSeen:
+class DecodeSample:
     """The mean step while all of the batch ran; `context_tokens` in the window's middle."""
 
     batch_size: int
@@ -91,40 +91,44 @@ class Prober:
         options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "seed": 0}
         return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
 
-    async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSeen], list[HandoffSeen]]:
+    async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSample], list[HandoffSample]]:
         """Prompts sent at once, each of which makes a token here and one at the decode worker."""
         outcomes = await self.send([(prompt, 2) for prompt in prompts])
-        return [_prefill_seen(outcome) for outcome in outcomes], _handoffs(outcomes)
+        return [_prefill_sample(outcome) for outcome in outcomes], _handoffs(outcomes)
 
     async def remember(self, prompts: Sequence[Sequence[int]]) -> None:
         """Compute prompts so that the prefill worker has them cached, where it caches."""
         await self.send([(prompt, 1) for prompt in prompts])
 
-    async def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[DecodeSeen]:
+    async def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[DecodeSample]:
         """Decode `prompts` together: one for each decode worker that had all of its share running for long enough."""
-        return _decodes(await self.send([(prompt, steps + 2) for prompt in prompts]))
+        return _decode_samples(await self.send([(prompt, steps + 2) for prompt in prompts]))
 
     async def decode_beside_prefill(
         self, prompts: Sequence[Sequence[int]], steps: int, prompt_len: int, feeders: int
-    ) -> tuple[list[DecodeSeen], list[PrefillSeen]]:
+    ) -> tuple[list[DecodeSample], list[PrefillSample]]:
         """The same while `feeders` keep prefill busy with prompts of `prompt_len`; and what prefill took meanwhile."""
         running = asyncio.ensure_future(self.send([(prompt, steps + 2) for prompt in prompts]))
         feeding = [asyncio.ensure_future(self._feed(running, prompt_len)) for _ in range(feeders)]
         try:
-            seen = _decodes(await running)
-            fed = [one for found in await asyncio.gather(*feeding) for one in found]
+            samples = _decode_samples(await running)
+            fed = [sample for each in await asyncio.gather(*feeding) for sample in each]
         finally:
             for task in (running, *feeding):
                 task.cancel()
-        begun_s = max((one.begun_s for one in seen), default=0.0)
-        ended_s = min((one.ended_s for one in seen), default=0.0)
-        return seen, [one for one in fed if begun_s <= one.first_token_s - one.seconds <= one.first_token_s <= ended_s]
+        begun_s = max((sample.begun_s for sample in samples), default=0.0)
+        ended_s = min((sample.ended_s for sample in samples), default=0.0)
+        return samples, [
+            sample
+            for sample in fed
+            if begun_s <= sample.first_token_s - sample.seconds <= sample.first_token_s <= ended_s
+        ]
 
-    async def _feed(self, until: asyncio.Future[list[Outcome]], prompt_len: int) -> list[PrefillSeen]:
-        seen: list[PrefillSeen] = []
+    async def _feed(self, until: asyncio.Future[list[Outcome]], prompt_len: int) -> list[PrefillSample]:
+        samples: list[PrefillSample] = []
         while not until.done():
-            seen += (await self.prefill([self.prompt(prompt_len)]))[0]
-        return seen
+            samples += (await self.prefill([self.prompt(prompt_len)]))[0]
+        return samples
 
 
 def _good(outcome: Outcome) -> Outcome:
@@ -135,12 +139,12 @@ def _good(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _prefill_seen(outcome: Outcome) -> PrefillSeen:
+def _prefill_sample(outcome: Outcome) -> PrefillSample:
     assert outcome.timeline is not None
     assert outcome.usage is not None
     phases = outcome.timeline.phases_s
     until_token_s = sum(phases.get(name, 0.0) for name in ("route", "prefill_queue", "prefill"))
-    return PrefillSeen(
+    return PrefillSample(
         worker=outcome.timeline.prefill_worker,
         prompt_len=outcome.usage.prompt_tokens,
         cached=outcome.usage.cached_tokens,
@@ -153,9 +157,9 @@ def _prefill_seen(outcome: Outcome) -> PrefillSeen:
     )
 
 
-def _handoffs(outcomes: Sequence[Outcome]) -> list[HandoffSeen]:
+def _handoffs(outcomes: Sequence[Outcome]) -> list[HandoffSample]:
     return [
-        HandoffSeen(
+        HandoffSample(
             tokens=outcome.usage.prompt_tokens,
             bytes=outcome.receipt.bytes,
             pages=outcome.receipt.pages,
@@ -167,16 +171,16 @@ def _handoffs(outcomes: Sequence[Outcome]) -> list[HandoffSeen]:
     ]
 
 
-def _decodes(outcomes: Sequence[Outcome]) -> list[DecodeSeen]:
+def _decode_samples(outcomes: Sequence[Outcome]) -> list[DecodeSample]:
     by_worker: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         assert outcome.timeline is not None
         by_worker.setdefault(outcome.timeline.decode_worker, []).append(outcome)
-    seen = [_decode_seen(group) for group in by_worker.values()]
-    return [one for one in seen if one is not None]
+    samples = [_decode_sample(group) for group in by_worker.values()]
+    return [sample for sample in samples if sample is not None]
 
 
-def _decode_seen(outcomes: Sequence[Outcome]) -> DecodeSeen | None:
+def _decode_sample(outcomes: Sequence[Outcome]) -> DecodeSample | None:
     """Between the last first token of the decode worker and the first end, by the client's clock."""
     begun_s = max((outcome.token_times_s[1] for outcome in outcomes if outcome.output_len > 1), default=0.0)
     ended_s = min(outcome.token_times_s[-1] for outcome in outcomes)
@@ -187,7 +191,7 @@ def _decode_seen(outcomes: Sequence[Outcome]) -> DecodeSeen | None:
     middle_s = (begun_s + ended_s) / 2
     made = [sum(at <= middle_s for at in outcome.token_times_s) for outcome in outcomes]
     context = sum(outcome.input_len + count for outcome, count in zip(outcomes, made, strict=True))
-    return DecodeSeen(
+    return DecodeSample(
         batch_size=len(outcomes),
         context_tokens=context,
         seconds=statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in inside),

@@ -23,7 +23,7 @@ import numpy as np
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.run import Settings, run, timed_shapes
 from kvrelay.client.types import ClusterStatus
-from kvrelay.plan.request import request_of
+from kvrelay.plan.reading import request_of
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import PlanError
 from placement.checks.margin import MarginRun
@@ -178,7 +178,7 @@ def _settings(request: Any, rate: float) -> Settings:
 
 
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
-    from kvrelay.plan.planning import catalogs
+    from kvrelay.plan.catalogs import catalogs
     from placement.build.from_offers import assemble, offers_of
 
     catalog = catalogs(request)[0]

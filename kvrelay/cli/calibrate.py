@@ -19,7 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.calibrate.calibration import QUICK, CalibrationError, Effort, calibrate
+from kvrelay.calibrate.calibration import CalibrationError, calibrate
+from kvrelay.calibrate.effort import QUICK, USUAL, Effort
 from kvrelay.calibrate.probes import ProbeError
 from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError, JsonOption, note, print_json, report
 from kvrelay.cli.generate import EndpointOption, SecretOption, report_error
@@ -92,7 +93,7 @@ def _measure(
         raise CliError(f"--seed is {seed}; give 0 or more", USAGE)
     seed = secrets.randbits(32) if seed is None else seed
     _check_writable(out)
-    effort = QUICK if quick else Effort()
+    effort = QUICK if quick else USUAL
     effort = replace(effort, repeats=repeats) if repeats is not None else effort
     before = os.getloadavg()[0]
     with progress(show=show) as on_progress:

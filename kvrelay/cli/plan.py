@@ -117,8 +117,9 @@ def plan(
 
 
 def _plan(path: Path | None, flags: dict[str, Any], out: Path | None, *, as_json: bool, show: bool) -> None:
-    from kvrelay.plan.planning import ASKED_WRONGLY, check_folder, make_plan, plan_object, save
-    from kvrelay.plan.request import build_request, parse_class
+    from kvrelay.plan.folder import check_folder, plan_object, save
+    from kvrelay.plan.planning import ASKED_WRONGLY, make_plan
+    from kvrelay.plan.reading import build_request, parse_class
 
     try:
         flags["classes"] = [parse_class(text) for text in flags["classes"] or ()] or None

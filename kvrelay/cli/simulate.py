@@ -147,7 +147,7 @@ def _question(
 def _duration(flag: str, text: str | None) -> float:
     import math
 
-    from kvrelay.plan.request import parse_duration
+    from kvrelay.plan.durations import parse_duration
     from placement.catalogs.base import PlanError
 
     try:

@@ -141,7 +141,7 @@ def _question(
 
 
 def _target(key: str, text: str | None) -> float | None:
-    from kvrelay.plan.request import parse_duration
+    from kvrelay.plan.durations import parse_duration
 
     if text is None:
         return None

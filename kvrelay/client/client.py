@@ -26,9 +26,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.failures import raise_kvrelay
+from kvrelay.client.messages import build_request, completion_from, model_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
 from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
-from kvrelay.client.wire import build_request, completion_from, model_from, status_from
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from worker.rpc import CHANNEL_OPTIONS, open_channel, secret_metadata
 
@@ -67,7 +67,7 @@ class Client:
         return self.send(build_request(prompt, options), timeout_s=timeout_s)
 
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Stream:
-        """`stream` for a request that was built before, with kvrelay.client.wire.build_request."""
+        """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return Stream(call, self.endpoint, opened_s)
@@ -151,7 +151,7 @@ class AsyncClient:
         return self.send(build_request(prompt, options), timeout_s=timeout_s)
 
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """`stream` for a request that was built before, with kvrelay.client.wire.build_request."""
+        """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         return AsyncStream(call, self.endpoint, opened_s)

@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 
 from kvrelay.client.failures import kvrelay_error, raise_kvrelay
+from kvrelay.client.messages import Fold, delta_from
 from kvrelay.client.types import Completion, Delta
-from kvrelay.client.wire import Fold, delta_from
 from kvrelay.v1 import generate_pb2
 
 

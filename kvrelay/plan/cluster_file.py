@@ -15,7 +15,7 @@ import yaml
 
 from cluster.spec.model import ClusterSpec, SpecError, parse_spec
 from cluster.spec.resolve import why_not_served
-from kvrelay.plan import words
+from kvrelay.plan import amounts, words
 from placement.plan import Goodput, Plan, PoolPlan
 
 RULE = 100  # a comment line's length
@@ -76,7 +76,7 @@ def spec_text(plan: Plan, found: Goodput, data: Mapping[str, Any], command: str)
             f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve yet. "
             "This is the best placement with two pools."
         )
-    lines.append(f"Meets {words.goal(plan)} up to {words.between(found.goodput)} requests/s.")
+    lines.append(f"Meets {words.goal(plan)} up to {amounts.between(found.goodput)} requests/s.")
     kinds = dict.fromkeys((pool.role, pool.hardware) for pool in found.candidate.pools)
     if len({hardware for _, hardware in kinds}) > 1:
         lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]

@@ -2,39 +2,30 @@
 
     PlanRequest -> Catalog (one for each kind of machine) + Workload -> planner.plan | provision.provision -> Plan
 
-It decides nothing about placements. `save` writes a plan's folder: cluster.yaml, plan.json, report.html, PNGs.
+It decides nothing about placements. What is written of a plan: kvrelay.plan.folder.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvrelay.bench.workload import fit, random_shapes
-from kvrelay.plan import cluster_file as cluster
-from kvrelay.plan import words
+from kvrelay.plan import amounts
+from kvrelay.plan.catalogs import Narrowed, catalogs
 from kvrelay.plan.request import PlanRequest
-from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer, PlanError
-from placement.catalogs.roofline import RooflineCatalog, open_catalog
+from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
+from placement.catalogs.roofline import RooflineCatalog
 from placement.checks.margin import load_margin
 from placement.goodput.bounds import decode_bound, prefill_bound
 from placement.latency.base import LatencyError
-from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape, loadable_name
-from placement.latency.profile import ProfileCatalog
-from placement.latency.profile_file import read_profile
 from placement.mixes.machines import MachineType, PowerCap, capped, machine_of
 from placement.mixes.provision import Provisioning, provision
-from placement.papers.distserve.coefficients import DistServeCatalog
 from placement.plan import Plan, to_json
 from placement.search import planner
 from placement.simulator.cluster import SetupError
@@ -45,9 +36,6 @@ MAX_WORKERS = 1024
 RANDOM_REQUESTS = 4096  # of which the search draws
 Progress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
-
-
-# From a request to a plan
 
 
 def make_plan(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
@@ -68,7 +56,7 @@ def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
         return told
     margin = load_margin(request.margin)
     counted = sum(run.counts for run in margin.runs)
-    found = f"{request.margin.name}: times were wrong by {margin.error:.0%} in {words.count(counted, 'verified run')}"
+    found = f"{request.margin.name}: times were wrong by {margin.error:.0%} in {amounts.count(counted, 'verified run')}"
     return {**told, "margin": found}
 
 
@@ -111,72 +99,6 @@ def _requests(request: PlanRequest) -> Workload:
     rng = np.random.default_rng(request.seed)
     shapes = random_shapes(RANDOM_REQUESTS, input_len, output_len, request.random_range_ratio, 0, rng)
     return from_shapes(shapes, f"random lengths of {input_len} and {output_len} tokens")
-
-
-def catalogs(request: PlanRequest) -> list[Catalog]:
-    """One for each kind of machine, narrowed to what the request allows."""
-    found = _catalogs(request)
-    error = load_margin(request.margin).error if request.margin is not None else 0.0
-    if not error and request.tensor_parallel is None:
-        return found
-    return [Narrowed(of=catalog, tp=request.tensor_parallel, error=error) for catalog in found]
-
-
-def _catalogs(request: PlanRequest) -> list[Catalog]:
-    if request.latency_kind == "profile":
-        return [_measured(request)]
-    assert request.model is not None
-    if request.latency_kind == "distserve":
-        return [DistServeCatalog(name=request.model, **_limits(request))]
-    options = {"max_pp": request.max_pp, **_limits(request)}
-    return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
-
-
-def _limits(request: PlanRequest) -> dict[str, Any]:
-    limits = {"max_batch_tokens": request.max_batch_tokens, "max_batch_size": request.max_batch_size}
-    return {key: value for key, value in limits.items() if value is not None}
-
-
-def _measured(request: PlanRequest) -> Catalog:
-    assert request.profile is not None
-    cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
-    return ProfileCatalog(read_profile(request.profile), cost=cost)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Narrowed:
-    """A catalog with one tensor-parallel degree alone, and with the error that was found of its times where that is
-    larger than its own."""
-
-    of: Catalog
-    tp: int | None
-    error: float
-
-    @property
-    def model(self) -> str:
-        return self.of.model
-
-    @property
-    def hardware(self) -> str:
-        return self.of.hardware
-
-    @property
-    def gpus_per_node(self) -> int:
-        return self.of.gpus_per_node
-
-    @property
-    def cost(self) -> MachineCost:
-        return self.of.cost
-
-    def degrees(self, max_gpus: int) -> Sequence[Degrees]:
-        if self.tp is None:
-            return self.of.degrees(max_gpus)
-        found = [degrees for degrees in self.of.degrees(max_gpus) if degrees.tp == self.tp]
-        return found or ([Degrees(self.tp)] if self.tp <= max_gpus else [])  # its offer says why there is none
-
-    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
-        found = self.of.offer(degrees, within_node=within_node)
-        return found if isinstance(found, str) else replace(found, error=max(found.error, self.error))
 
 
 def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: Progress | None) -> Plan:
@@ -279,154 +201,3 @@ def short_name(hardware: str, among: Sequence[str]) -> str:
     own = gpu_name(hardware)
     alike = [name for name in among if gpu_name(name)[:1] == own[:1]]
     return own[:1].upper() if len(alike) == 1 else own
-
-
-# From a plan to a folder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """`notes`: sentences that a person should read, about what was written."""
-
-    files: tuple[Path, ...]
-    notes: tuple[str, ...]
-
-
-def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
-    """Writes the folder; files of the same names are replaced. Raises PlanError where nothing can be written."""
-    from kvrelay.plan import plots as plan_plots
-    from kvrelay.plan import report as plan_report
-
-    spec, no_spec, notes = cluster_spec(plan, request)
-    context = plan_report.Context(
-        title=title(plan, request),
-        asked=asked_words(plan, request),
-        commands=_commands(plan, request, has_spec=bool(spec)),
-        spec=spec,
-        no_spec=no_spec,
-    )
-    wide, narrow = plan_plots.figures(plan, "wide"), plan_plots.figures(plan, "narrow")
-    written: dict[str, str | bytes] = {
-        "plan.json": json.dumps(plan_object(plan), indent=1) + "\n",
-        "report.html": plan_report.report(plan, context, wide, narrow),
-    }
-    if spec:
-        written["cluster.yaml"] = spec
-    written |= {f"{name}.png": plan_plots.png(figure) for name, figure in wide.items()}
-    return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
-
-
-def check_folder(folder: Path) -> None:
-    """Raises PlanError where nothing can be written, before a search that would be in vain."""
-    at = folder.resolve()
-    while not at.exists():
-        at = at.parent
-    if not at.is_dir() or not os.access(at, os.W_OK | os.X_OK):
-        raise PlanError(f"--out is {folder}, and {at} is no folder that can be written to; give another")
-
-
-def _write(folder: Path, name: str, content: str | bytes) -> Path:
-    path = folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise PlanError(f"--out is {folder}, where {name} cannot be written ({error.strerror}); give another") from None
-    return path
-
-
-def plan_object(plan: Plan) -> dict[str, Any]:
-    """Everything, as plain data: the plan's own fields, and in `answer` what a program wants first."""
-    chosen = plan.chosen
-    answer = {
-        "placement": words.label(chosen.candidate),
-        "is_disaggregated": plan.is_disaggregated,
-        "gpus": chosen.candidate.gpus,
-        "goodput": to_json(chosen.goodput),
-        "goodput_per_gpu": chosen.per_gpu,
-        "usd_per_hour": chosen.usd_per_hour,
-        "watts": chosen.watts,
-        "words": words.answer(plan),
-    }
-    return {"kvrelay": version("kvrelay"), "answer": answer, **to_json(plan)}
-
-
-def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
-    """(the spec's text, or why there is none, sentences to tell)."""
-    found = cluster.to_run(plan)
-    if found is None:
-        return "", "There is none: only colocated workers meet the targets, and kvrelay serves two pools.", []
-    model, kv_bytes = _model_and_kv(request, plan)
-    name = cluster.cluster_name(model)
-    data = cluster.spec_data(found, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
-    refusal = cluster.checked(data)
-    text = cluster.spec_text(plan, found, data, request.command())
-    if isinstance(refusal, str):
-        note = f"kvrelay up of this version does not take the spec yet: {refusal}"
-        return f"# Note: {note}\n{text}", "", [note]
-    return text, "", []
-
-
-def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int] | None]:
-    """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
-    model = _loaded_model(request)
-    try:
-        kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
-    except PlanError:
-        return model, None
-    kinds = {pool.hardware for found in plan.tried for pool in found.candidate.pools}
-    return model, dict.fromkeys(kinds, kv_bytes)
-
-
-def _loaded_model(request: PlanRequest) -> str:
-    """A model's directory by its full path, or its hub id."""
-    given = request.model
-    if given is None:
-        assert request.profile is not None
-        given = str(read_profile(request.profile).model.get("name", "model"))
-    return loadable_name(given)
-
-
-def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
-    """(sentence, what to type). Two pools can be run and verified; of colocated workers kvrelay has none."""
-    again = ("Plan again:", request.command())
-    if not has_spec:
-        return [again]
-    if not plan.is_disaggregated:
-        split = "kvrelay serves two pools. If that is what you want all the same, this starts the best split:"
-        return [(split, "kvrelay up cluster.yaml"), again]
-    verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
-    return [
-        ("Start this cluster:", "kvrelay up cluster.yaml"),
-        (verify, "kvrelay verify plan.json --endpoint 127.0.0.1:50051"),
-        again,
-    ]
-
-
-def title(plan: Plan, request: PlanRequest) -> str:
-    kinds = " and ".join(dict.fromkeys(words.hardware_words(pool) for pool in plan.chosen.candidate.pools))
-    return f"{Path(request.model or _loaded_model(request)).name.removesuffix('.json')} on {kinds}"
-
-
-def asked_words(plan: Plan, request: PlanRequest) -> str:
-    """What was asked, in one sentence."""
-    size = (
-        f"on {words.count(request.num_gpus, 'GPU')}"
-        if request.num_gpus is not None
-        else f"for {words.num(request.rate)} requests/s"
-        if request.rate is not None
-        else f"for {words.usd(request.budget or 0.0)} an hour"
-    )
-    aim = {"goodput": "the highest goodput", "cost": "the least cost", "power": "the least power"}[request.wanted]
-    targets = (
-        "; ".join(f"{one.name}: {words.targets(one.slo)}" for one in request.request_classes)
-        or f"{words.targets(plan.slo)} for {words.percent(plan.slo.attainment)} of requests"
-    )
-    return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request)}."
-
-
-def workload_words(request: PlanRequest) -> str:
-    if request.trace is None:
-        return f"random lengths of {request.random_input_len} and {request.random_output_len} tokens"
-    scale = f", lengths times {request.trace_scale:g}" if request.trace_scale != 1 else ""
-    return f"{request.trace.name}{scale}{', at its own times' if request.trace_timestamps else ''}"

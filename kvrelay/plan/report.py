@@ -1,6 +1,6 @@
 """Writes a plan as one HTML page that stands alone: no script, no request, right in light and dark, on desk and phone.
 
-It lays out what kvrelay.plan.words says and kvrelay.plan.plots draws; the template is plan_report.html beside it. It
+It lays out what kvrelay.plan.words says and kvrelay.plan.plots draws; the template is report.html beside it. It
 computes no figure of its own but sums and quotients of the plan's.
 """
 
@@ -15,9 +15,10 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
-from matplotlib.figure import Figure
 
-from kvrelay.plan import plots, words
+from kvrelay.plan import amounts, words
+from kvrelay.plan.captions import Drawn, captioned_figures
+from kvrelay.plan.plots.style import ranked
 from placement.plan import Goodput, Interval, Plan, RatePoint
 
 MAX_DRAWN_WORKERS, MAX_DRAWN_GPUS = 24, 16
@@ -45,12 +46,9 @@ class Context:
     no_spec: str = ""
 
 
-Drawn = Mapping[str, Figure]
-
-
 def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
     """The page. `wide`, `narrow`: the same figures for a desk and for a phone, by name."""
-    rate = words.num(plan.at_rate.rate)
+    rate = amounts.num(plan.at_rate.rate)
     return _template().render(
         version=version("kvrelay"),
         title=context.title,
@@ -62,16 +60,16 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         warnings=list(words.warnings(plan)),
         binding=words.binding(plan),
         busy=[
-            (key, text, round(100 * min(1.0, share), 1), words.percent(share))
+            (key, text, round(100 * min(1.0, share), 1), amounts.percent(share))
             for key, text, share in words.busy_rows(plan.at_rate.busy)
         ],
         advice=plan.advice,
         at_rate=rate,
         percentiles=words.percentile_rows(plan.at_rate, plan.slo),
-        attained=f"{words.percent_between(plan.at_rate.attainment)} of requests meet their targets at this rate.",
+        attained=f"{amounts.percent_between(plan.at_rate.attainment)} of requests meet their targets at this rate.",
         classes=list(_classes(plan)),
-        figures=list(_figures(plan, wide, narrow)),
-        tried=[_tried_row(rank, found, plan) for rank, found in plots.ranked(plan)],
+        figures=list(captioned_figures(plan, wide, narrow)),
+        tried=[_tried_row(rank, found, plan) for rank, found in ranked(plan)],
         has_limits=any(found.limit for found in plan.tried),
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
@@ -107,21 +105,21 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     goodput = chosen.goodput
     yield (
         "Goodput",
-        words.num(goodput.value),
+        amounts.num(goodput.value),
         "requests/s",
-        f"between {words.num(goodput.low)} and {words.num(goodput.high)}",
+        f"between {amounts.num(goodput.low)} and {amounts.num(goodput.high)}",
     )
-    yield "Per GPU", words.num(chosen.per_gpu), "requests/s", f"on {words.count(chosen.candidate.gpus, 'GPU')}"
+    yield "Per GPU", amounts.num(chosen.per_gpu), "requests/s", f"on {amounts.count(chosen.candidate.gpus, 'GPU')}"
     if chosen.usd_per_hour:
-        each = f"{words.usd_per_million(chosen.usd_per_hour, rate)} for a million requests" if rate else ""
-        yield "Cost", words.usd(chosen.usd_per_hour), "an hour", each
+        each = f"{amounts.usd_per_million(chosen.usd_per_hour, rate)} for a million requests" if rate else ""
+        yield "Cost", amounts.usd(chosen.usd_per_hour), "an hour", each
     if chosen.watts:
-        each = f"{words.num(chosen.watts / rate)} joules a request" if rate else ""
-        yield "Power", words.num(chosen.watts / 1e3), "kW", each
-    yield "Planned rate", words.num(rate), "requests/s", f"{words.percent(plan.headroom)} of the goodput left"
+        each = f"{amounts.num(chosen.watts / rate)} joules a request" if rate else ""
+        yield "Power", amounts.num(chosen.watts / 1e3), "kW", each
+    yield "Planned rate", amounts.num(rate), "requests/s", f"{amounts.percent(plan.headroom)} of the goodput left"
     met = plan.at_rate.attainment
-    ends = f"between {words.percent(met.low)} and {words.percent(met.high)}"
-    yield "Meet both targets", words.percent(met.value), "", f"{ends}, {words.percent(plan.slo.attainment)} asked"
+    ends = f"between {amounts.percent(met.low)} and {amounts.percent(met.high)}"
+    yield "Meet both targets", amounts.percent(met.value), "", f"{ends}, {amounts.percent(plan.slo.attainment)} asked"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
@@ -131,8 +129,8 @@ def _classes(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
         one = asked.get(name, {})
         slo = one.get("slo", one)
         ttft_s, tpot_s = (slo.get(key) or math.inf for key in ("ttft_s", "tpot_s"))
-        share = words.percent(float(one["share"])) if "share" in one else "-"
-        yield name, share, words.seconds(ttft_s), words.seconds(tpot_s), words.percent(met)
+        share = amounts.percent(float(one["share"])) if "share" in one else "-"
+        yield name, share, amounts.seconds(ttft_s), amounts.seconds(tpot_s), amounts.percent(met)
 
 
 def _tried_row(rank: int, found: Goodput, plan: Plan) -> dict[str, Any]:
@@ -143,22 +141,22 @@ def _tried_row(rank: int, found: Goodput, plan: Plan) -> dict[str, Any]:
         "is_chosen": found.candidate == plan.chosen.candidate,
         "is_colocated": found.candidate.is_colocated,
         "gpus": found.candidate.gpus,
-        "goodput": words.between(found.goodput) if rate else "0",
-        "per_gpu": words.num(found.per_gpu),
+        "goodput": amounts.between(found.goodput) if rate else "0",
+        "per_gpu": amounts.num(found.per_gpu),
         "usd": f"{found.usd_per_hour:,.2f}",
-        "usd_each": words.usd_per_million(found.usd_per_hour, rate).lstrip("$"),
-        "kw": words.num(found.watts / 1e3),
+        "usd_each": amounts.usd_per_million(found.usd_per_hour, rate).lstrip("$"),
+        "kw": amounts.num(found.watts / 1e3),
         "limit": found.limit,
     }
 
 
 def _curve_row(point: RatePoint) -> tuple[str, ...]:
     def p90(found: Mapping[str, Interval]) -> str:
-        return words.seconds(found["90"].value) if "90" in found else "-"
+        return amounts.seconds(found["90"].value) if "90" in found else "-"
 
     return (
-        words.num(point.rate),
-        words.percent_between(point.attainment),
+        amounts.num(point.rate),
+        amounts.percent_between(point.attainment),
         p90(point.ttft_s),
         p90(point.tpot_s),
         f"{point.num_requests:,}",
@@ -169,9 +167,9 @@ def _curve_row(point: RatePoint) -> tuple[str, ...]:
 def _honesty(plan: Plan) -> Iterator[str]:
     goodput = plan.chosen.goodput
     yield (
-        f"{words.tries(plan)}. The goodput of the chosen placement lies between {words.num(goodput.low)} and "
-        f"{words.num(goodput.high)} requests/s, nine times in ten: this joins what differs from one set of requests to "
-        "another with what the latency model was wrong by where it was checked."
+        f"{words.tries(plan)}. The goodput of the chosen placement lies between {amounts.num(goodput.low)} and "
+        f"{amounts.num(goodput.high)} requests/s, nine times in ten: this joins what differs from one set of requests "
+        "to another with what the latency model was wrong by where it was checked."
     )
     closest = [
         words.label(found.candidate)
@@ -180,7 +178,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
     ]
     if closest:
         yield (
-            f"The search does not tell the chosen placement from {words.count(len(closest), 'other')}: "
+            f"The search does not tell the chosen placement from {amounts.count(len(closest), 'other')}: "
             f"{'; '.join(closest[:4])}{' and more' if len(closest) > 4 else ''}. "
             "Choose among them by what else matters."
         )
@@ -193,110 +191,3 @@ def _honesty(plan: Plan) -> Iterator[str]:
         "of tokenising, network trouble and other work on the same machines. After the cluster runs, kvrelay verify "
         "compares this plan with it and keeps the difference as the margin of the next plan."
     )
-
-
-# Figures, with what they say for those who do not see them
-
-
-def _figures(plan: Plan, wide: Drawn, narrow: Drawn) -> Iterator[dict[str, Any]]:
-    for name, figure in wide.items():
-        yield {
-            "name": name,
-            "wide": plots.svg(figure, f"{name}-wide"),
-            "narrow": plots.svg(narrow[name], f"{name}-narrow"),
-            "alt": ALTS[name](plan),
-            "caption": CAPTIONS[name](plan),
-        }
-
-
-def _best_lines(plan: Plan) -> str:
-    parts = [
-        f"number {rank}, {words.label(found.candidate)}, up to {words.num(found.goodput.value)}"
-        for rank, found in plots.ranked(plan)
-    ]
-    return "; ".join(parts[:5])
-
-
-def _attainment_alt(plan: Plan) -> str:
-    target = words.percent(plan.slo.attainment)
-    of = "Share of requests that meet both targets, against requests per second"
-    return f"{of}. {target} is kept by {_best_lines(plan)}."
-
-
-def _attainment_caption(plan: Plan) -> str:
-    return (
-        f"Each line is a placement; where it crosses {words.percent(plan.slo.attainment)} is its goodput. The dotted "
-        "line is the rate that this plan is for. The band is the interval."
-    )
-
-
-def _goodput_alt(plan: Plan) -> str:
-    rows = sorted(plots.ranked(plan), key=lambda row: -row[1].per_gpu)[:5]
-    shown = "; ".join(
-        f"number {rank}, {words.label(found.candidate)}: {words.num(found.per_gpu)}" for rank, found in rows
-    )
-    return f"Goodput per GPU of every placement, requests per second, best first: {shown}."
-
-
-def _goodput_caption(plan: Plan) -> str:
-    more = len(plan.tried) - plots.MAX_ROWS
-    rest = f" {more} more are in the table." if more > 0 else ""
-    return f"What each GPU serves within the targets. Whiskers are intervals.{rest}"
-
-
-def _phases_alt(plan: Plan) -> str:
-    parts = [
-        f"{role}: " + ", ".join(f"{label} {words.num(value)}" for label, value in table)
-        for role, table in plan.phase_goodput.items()
-    ]
-    return "Goodput per GPU of each phase alone, requests per second. " + "; ".join(parts) + "."
-
-
-def _phases_caption(plan: Plan) -> str:
-    return (
-        "Each phase alone against its own target, as DistServe's first algorithm weighs them. Where the best degrees "
-        "differ, two pools can each have their own."
-    )
-
-
-def _cost_alt(plan: Plan) -> str:
-    kept = plots.cheapest([found for found in plan.tried if found.goodput.value])
-    parts = [f"{words.usd(f.usd_per_hour)} an hour for {words.num(f.goodput.value)} requests per second" for f in kept]
-    return f"Cost against goodput. Nothing serves as much for less than: {'; '.join(parts[:6])}."
-
-
-def _cost_caption(plan: Plan) -> str:
-    return "Below and to the right is better. The grey line joins the placements that none beats in both."
-
-
-def _time_alt(plan: Plan) -> str:
-    parts = [
-        f"{plots.PHASES[name][1]} {words.seconds(value)}"
-        for name, value in plan.at_rate.phases_s.items()
-        if name in plots.PHASES
-    ]
-    rate = words.num(plan.at_rate.rate)
-    return f"Mean time of a request in each phase, by rate. At {rate} requests per second: {', '.join(parts)}."
-
-
-def _time_caption(plan: Plan) -> str:
-    return (
-        "Mean time of a request in each phase of the chosen placement. What grows towards the dotted line is where "
-        "requests queue. The handoff counts only what prefill does not hide."
-    )
-
-
-ALTS = {
-    "attainment": _attainment_alt,
-    "goodput": _goodput_alt,
-    "phases": _phases_alt,
-    "cost": _cost_alt,
-    "time": _time_alt,
-}
-CAPTIONS = {
-    "attainment": _attainment_caption,
-    "goodput": _goodput_caption,
-    "phases": _phases_caption,
-    "cost": _cost_caption,
-    "time": _time_caption,
-}

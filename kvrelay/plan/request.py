@@ -1,49 +1,28 @@
-"""PlanRequest is what a person asks the planner: a file, flags, or both. It checks; it plans nothing.
+"""PlanRequest is what a person asks the planner. It checks; it reads no file (see reading.py) and plans nothing.
 
-    file --read_request--> keys --with flags, which win--> PlanRequest --kvrelay.plan.planning--> Plan
-
-Every mistake is one sentence (PlanError) that names the key as it was written, the value and the mend. Latency targets
-are written with their unit (250ms, 0.25s); a bare number is milliseconds, as in `kvrelay bench --goodput`.
+Latency targets are written with their unit (250ms, 0.25s); a bare number is milliseconds.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from cluster.spec.errors import sentences_of, show
-from placement.catalogs.base import PlanError
+from kvrelay.plan.durations import parse_duration, written_duration
 from placement.plan import RequestClass, Slo
 
-DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|)\s*", re.IGNORECASE)
 SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
 CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
-PATHS = ("trace", "profile", "margin")
 
 
-def parse_duration(value: object) -> object:
-    """250ms, 0.25s, 250 (ms) -> seconds; what is no duration is refused."""
-    if isinstance(value, bool) or value is None:
-        return value
-    match = DURATION.fullmatch(str(value))
-    if match is None:
-        raise ValueError("give a time above 0 such as 250ms or 0.25s; a bare number is milliseconds")
-    seconds = float(match[1]) * (1.0 if match[2].lower() == "s" else 1e-3)
-    if not seconds > 0:
-        raise ValueError("give a time above 0 such as 250ms or 0.25s; a bare number is milliseconds")
-    return seconds
-
-
-def _listed(value: object) -> object:
+def listed(value: object) -> object:
     """h100,a100 and [h100, a100] are one."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
@@ -52,7 +31,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=86_4
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Above0 = Annotated[float, Field(gt=0)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)]
 
 
 class _Keys(BaseModel):
@@ -241,111 +220,9 @@ def _plain(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else f"{value}"
 
 
-def request_of(asked: Mapping[str, Any]) -> PlanRequest:
-    """The request that `asked` of a plan.json keeps. Raises PlanError where it is none."""
-    known = {key: value for key, value in asked.items() if key in PlanRequest.model_fields and key != "classes"}
-    known |= {key: f"{known[key]}s" for key in ("ttft", "tpot") if known.get(key) is not None}
-    if asked.get("classes"):
-        known["classes"] = [_class_of(one) for one in asked["classes"]]
-        known = {key: value for key, value in known.items() if key not in ("ttft", "tpot")}
-    try:
-        return PlanRequest.model_validate(known)
-    except ValidationError as error:
-        told = sentences_of(error, PlanRequest)[0].replace("`", "")
-        raise PlanError(f"asked of the plan is no request ({told}); make a plan with kvrelay plan --out") from None
-
-
-def _class_of(one: Mapping[str, Any]) -> dict[str, Any]:
-    slo = one["slo"]
-    times = {key: f"{slo[f'{key}_s']}s" for key in ("ttft", "tpot") if slo[f"{key}_s"] is not None}
-    return {"name": one["name"], "share": one["share"], "attainment": slo["attainment"], **times}
-
-
-def written_duration(seconds: float) -> str:
-    return f"{seconds:.6g}s" if seconds >= 1 else f"{seconds * 1e3:.6g}ms"
-
-
 def _class_flag(one: Mapping[str, Any]) -> str:
     keys = CLASS_KEYS if "attainment" in one else CLASS_KEYS[:-1]
     return ":".join(str(one.get(key, "")) for key in keys)
-
-
-def parse_class(text: str) -> dict[str, Any]:
-    """NAME:SHARE:TTFT:TPOT, and :ATTAINMENT if it has its own; a target may be empty. Raises PlanError."""
-    parts = text.split(":")
-    if not len(CLASS_KEYS) - 1 <= len(parts) <= len(CLASS_KEYS) or not parts[0] or not parts[1]:
-        raise PlanError(f"--class is {text!r}; give NAME:SHARE:TTFT:TPOT, such as chat:0.7:250ms:40ms")
-    return {key: value for key, value in zip(CLASS_KEYS, parts, strict=False) if value}
-
-
-def build_request(path: Path | None, flags: Mapping[str, Any]) -> PlanRequest:
-    """File and flags together, a flag wins; None means not given. Raises PlanError."""
-    typed = {key: value for key, value in flags.items() if value is not None}
-    data = {} if path is None else read_keys(path)
-    for key in SIZES:  # one flag for how much replaces the file's, whichever that is
-        if key in typed:
-            data = {k: v for k, v in data.items() if k not in SIZES}
-    if typed.get("classes"):
-        data = {k: v for k, v in data.items() if k not in ("ttft", "tpot")}
-    if "trace" in typed:
-        data = {k: v for k, v in data.items() if k not in RANDOM}
-    try:
-        return PlanRequest.model_validate(data | typed)
-    except ValidationError as error:
-        raise PlanError("\n".join(_told(error, path, typed))) from None
-
-
-def read_keys(path: Path) -> dict[str, Any]:
-    """A plan request's keys; relative paths in it are meant from the file's folder where they lead somewhere.
-    Raises PlanError."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise PlanError(f"plan request {path} cannot be read: {why}; give a YAML file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "somewhere"
-        raise PlanError(f"{path} is not YAML: {where}: {getattr(error, 'problem', 'it does not parse')}") from None
-    if not isinstance(data, Mapping):
-        raise PlanError(f"{path} is {show(data)}; give keys and values such as num_gpus: 8")
-    return {str(key): _from_folder(path, key, value) for key, value in data.items()}
-
-
-def _from_folder(path: Path, key: object, value: Any) -> Any:
-    if key == "hardware":
-        listed = _listed(value)
-        return [_beside(path, item) for item in listed] if isinstance(listed, list | tuple) else value
-    return _beside(path, value) if key in (*PATHS, "model") else value
-
-
-def _beside(path: Path, value: Any) -> Any:
-    """The file beside the request if there is one and none from here; as short as it can be said."""
-    if not isinstance(value, str) or Path(value).exists():
-        return value
-    beside = (path.resolve().parent / value).resolve()
-    if not beside.exists():
-        return value
-    here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
-
-
-def _told(error: ValidationError, path: Path | None, typed: Mapping[str, Any]) -> Sequence[str]:
-    """One sentence for each mistake; a key that is a flag is named as one."""
-    return [_spoken(sentence, path, typed) for sentence in sentences_of(error, PlanRequest)]
-
-
-def _spoken(sentence: str, path: Path | None, typed: Mapping[str, Any]) -> str:
-    first = re.match(r"(\w+)(?=[ \[.])", sentence)
-    is_flag = path is None or (first is not None and first[0] in typed)
-    if first is not None and first[0] in PlanRequest.model_fields:
-        sentence = f"`{first[0]}`{sentence[first.end() :]}"
-    told = re.sub(r"`(\w+)`", lambda key: _flag(key[1]) if is_flag or key[1] in typed else key[1], sentence)
-    return told if is_flag else f"{path}: {told}"
-
-
-def _flag(key: str) -> str:
-    return "--class" if key == "classes" else f"--{key.replace('_', '-')}"
 
 
 def _or_inf(value: float | None) -> float:

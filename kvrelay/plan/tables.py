@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.plan import words
+from kvrelay.plan import amounts, words
 from placement.plan import Goodput, Plan
 
 MAX_ROWS = 8
@@ -45,25 +45,25 @@ def _figures(plan: Plan) -> Table:
         kv = f"{pool.num_pages * pool.page_size:,} tokens of KV each"
         table.add_row(f"{pool.role.capitalize()} workers", f"{pool.replicas} x {pool.degrees}, {pool.hardware}, {kv}")
     table.add_row("GPUs", f"{chosen.candidate.gpus}")
-    table.add_row("Goodput (requests/s)", words.between(chosen.goodput))
-    table.add_row("Goodput per GPU (requests/s)", words.num(chosen.per_gpu))
+    table.add_row("Goodput (requests/s)", amounts.between(chosen.goodput))
+    table.add_row("Goodput per GPU (requests/s)", amounts.num(chosen.per_gpu))
     if chosen.usd_per_hour:
         table.add_row("Cost (USD/hour)", f"{chosen.usd_per_hour:,.2f}")
     if chosen.watts:
-        table.add_row("Power (kW)", words.num(chosen.watts / 1e3))
-    table.add_row("Rate planned for (requests/s)", words.num(at_rate.rate))
-    table.add_row("Requests that meet their targets", words.percent_between(at_rate.attainment))
+        table.add_row("Power (kW)", amounts.num(chosen.watts / 1e3))
+    table.add_row("Rate planned for (requests/s)", amounts.num(at_rate.rate))
+    table.add_row("Requests that meet their targets", amounts.percent_between(at_rate.attainment))
     table.add_row("Binding", plan.binding)
-    table.add_row("Headroom", words.percent(plan.headroom))
+    table.add_row("Headroom", amounts.percent(plan.headroom))
     return table
 
 
 def _latency(plan: Plan) -> Table:
-    table = _table(f"At {words.num(plan.at_rate.rate)} requests/s", "", "target", "P50", "P90", "P99", first=6)
+    table = _table(f"At {amounts.num(plan.at_rate.rate)} requests/s", "", "target", "P50", "P90", "P99", first=6)
     for name, target, cells in words.percentile_rows(plan.at_rate, plan.slo):
         table.add_row(name, target, *cells)
     for name, met in plan.at_rate.by_class.items():
-        table.add_row(f"class {name}", "", "", "", f"{words.percent(met)} meet both")
+        table.add_row(f"class {name}", "", "", "", f"{amounts.percent(met)} meet both")
     return table
 
 
@@ -83,9 +83,9 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def _row(rank: int, found: Goodput) -> tuple[str, ...]:
-    goodput = words.between(found.goodput) if found.goodput.value else f"0: {found.limit}" if found.limit else "0"
+    goodput = amounts.between(found.goodput) if found.goodput.value else f"0: {found.limit}" if found.limit else "0"
     cost = f"{found.usd_per_hour:,.2f}"
-    return f"{rank}", words.label(found.candidate), f"{found.candidate.gpus}", goodput, words.num(found.per_gpu), cost
+    return f"{rank}", words.label(found.candidate), f"{found.candidate.gpus}", goodput, amounts.num(found.per_gpu), cost
 
 
 def _refused(plan: Plan) -> Table:

@@ -1,6 +1,6 @@
 """Says in sentences what a plan holds: the answer, what binds, whether to disaggregate. Words only; no figure is made.
 
-The command's table and the report share them, so that both say the same. Figures keep three digits.
+The command's table and the report share them, so that both say the same. Amounts are written by kvrelay.plan.amounts.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvrelay.plan.amounts import between, count, num, percent, seconds, usd, usd_per_million
 from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo
 
 ALIKE = 0.05  # the search's own precision, and what two sets of requests differ by
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 POOL_WORDS = {
     "prefill": "the prefill pool",
     "decode": "the decode pool",
@@ -32,53 +32,6 @@ BUSY_WORDS = {
 }
 
 
-# Figures
-
-
-def num(value: float) -> str:
-    """Three digits, thousands grouped: 0.0123, 1.42, 14.2, 1,420."""
-    if not math.isfinite(value):
-        return "-"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def between(found: Interval, times: float = 1.0, unit: str = "") -> str:
-    """14.2 (13.5 to 14.9)"""
-    return f"{num(found.value * times)}{unit} ({num(found.low * times)} to {num(found.high * times)})"
-
-
-def percent(share: float) -> str:
-    return "-" if not math.isfinite(share) else f"{share * 100:.3g}%"
-
-
-def percent_between(found: Interval) -> str:
-    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)})"
-
-
-def seconds(value: float) -> str:
-    """Seconds as a person says them: 12.5 ms, 250 ms, 1.2 s."""
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def usd(value: float) -> str:
-    return f"${value:,.2f}"
-
-
-def usd_per_million(usd_per_hour: float, rate: float) -> str:
-    """Of requests, at a rate that keeps the machines as busy as they may be."""
-    return f"${num(1e6 * usd_per_hour / 3600 / rate)}" if rate else "-"
-
-
-def count(number: int, noun: str) -> str:
-    """three prefill workers; 16 GPUs; one GPU"""
-    word = NUMBERS[number] if number < len(NUMBERS) else f"{number:,}"
-    return f"{word} {noun}" if number == 1 else f"{word} {noun}s"
-
-
 def targets(slo: Slo) -> str:
     """TTFT of 250 ms and TPOT of 25 ms"""
     parts = [f"{name} of {seconds(at)}" for name, at in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if at < math.inf]
@@ -91,9 +44,6 @@ def goal(plan: Plan) -> str:
     if names:
         return f"the targets of {' and '.join(names)} for as many of each as asked"
     return f"{targets(plan.slo)} for {percent(plan.slo.attainment)} of requests"
-
-
-# Sentences
 
 
 def pool_words(pool: PoolPlan) -> str:

@@ -6,15 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.calibrate.calibration import (
-    QUICK,
-    CalibrationError,
-    Effort,
-    batch_sizes,
-    calibrate,
-    errors,
-    prefill_lengths,
-)
+from kvrelay.calibrate.calibration import CalibrationError, calibrate
+from kvrelay.calibrate.effort import QUICK, Effort, batch_sizes, prefill_lengths
+from kvrelay.calibrate.points import errors
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
 from placement.latency.profile import DecodePoint, Fault, PrefillPoint, ProfileLatency
 from tests.kvrelay.calibrate.test_verifying import status

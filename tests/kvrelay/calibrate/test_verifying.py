@@ -15,7 +15,8 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.run import Settings, timed_shapes
 from kvrelay.calibrate import verifying
 from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
-from kvrelay.plan.planning import asked, plan_object
+from kvrelay.plan.folder import plan_object
+from kvrelay.plan.planning import asked
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 from placement.checks.verification import predict

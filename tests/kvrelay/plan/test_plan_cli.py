@@ -253,7 +253,7 @@ def test_the_answer_is_on_stdout_and_json_is_one_object(planned: list[Any]) -> N
 
 
 def test_out_says_what_it_wrote(planned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.plan.plots.figures", lambda plan, width: {})
+    monkeypatch.setattr("kvrelay.plan.plots.figures.figures", lambda plan, width: {})
     result = run(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--out", str(tmp_path / "new" / "plan"))
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "new" / "plan").iterdir()} == {"cluster.yaml", "plan.json", "report.html"}

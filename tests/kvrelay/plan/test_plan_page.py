@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.plan import plots as plan_plots
-from kvrelay.plan.planning import save
-from kvrelay.plan.request import build_request
+from kvrelay.plan.folder import save
+from kvrelay.plan.plots.attainment import crossing, falling
+from kvrelay.plan.plots.figures import figures
+from kvrelay.plan.reading import build_request
 from placement.plan import Interval, RatePoint
 from tests.kvrelay.plan.plan_fixture import PLAN, TRIED
 
@@ -105,7 +106,7 @@ def test_a_thin_plan_draws_what_it_has(tmp_path: Path) -> None:
     """One candidate without a curve, no cost, no refusals: a planner's least."""
     bare = replace(TRIED[0], curve=(), usd_per_hour=0.0, watts=0.0)
     thin = replace(PLAN, chosen=bare, tried=(bare,), refused={}, advice=(), phase_goodput={})
-    assert set(plan_plots.figures(thin)) == {"goodput"}
+    assert set(figures(thin)) == {"goodput"}
     save(thin, REQUEST, tmp_path)
     assert "NaN" not in (tmp_path / "plan.json").read_text()
 
@@ -114,6 +115,6 @@ def test_attainment_is_drawn_falling() -> None:
     """A short run past the knee may find more than one below it; its line does not rise again."""
     rows = ((2.0, 0.5), (1.0, 0.99), (3.0, 0.8), (4.0, 0.51))
     points = [RatePoint(rate=rate, attainment=Interval(share, share, share)) for rate, share in rows]
-    assert [(rate, found.value) for rate, found in plan_plots.falling(points)] == [(1.0, 0.99), (2.0, 0.5), (4.0, 0.5)]
-    assert plan_plots.crossing(plan_plots.falling(points), 0.9) == pytest.approx(1 + 0.09 / 0.49)
-    assert plan_plots.crossing(plan_plots.falling(points), 0.4) is None
+    assert [(rate, found.value) for rate, found in falling(points)] == [(1.0, 0.99), (2.0, 0.5), (4.0, 0.5)]
+    assert crossing(falling(points), 0.9) == pytest.approx(1 + 0.09 / 0.49)
+    assert crossing(falling(points), 0.4) is None

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from cluster.spec.model import load_spec
 from kvrelay.plan import words as plan_words
-from kvrelay.plan.planning import save
-from kvrelay.plan.request import build_request
+from kvrelay.plan.folder import save
+from kvrelay.plan.reading import build_request
 from kvrelay.plan.tables import tables
 from placement.plan import Interval, Plan, Slo, to_json
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput
@@ -31,7 +31,7 @@ SERVED = replace(PLAN, chosen=TP_1, tried=(TP_1, *TRIED[6:9]))
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second or two; test_plan_page.py looks at what is drawn."""
-    monkeypatch.setattr("kvrelay.plan.plots.figures", lambda plan, width: {})
+    monkeypatch.setattr("kvrelay.plan.plots.figures.figures", lambda plan, width: {})
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from kvrelay.cli import plan as command
+from kvrelay.plan.durations import parse_duration
 from kvrelay.plan.planning import asked
-from kvrelay.plan.request import PlanRequest, build_request, parse_class, parse_duration, request_of
+from kvrelay.plan.reading import build_request, parse_class, request_of
+from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 
 pytestmark = pytest.mark.unit

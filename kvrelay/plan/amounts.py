@@ -1,0 +1,53 @@
+"""How amounts are written: three digits, intervals, shares, times, money. Text only; no figure is made."""
+
+from __future__ import annotations
+
+import math
+
+from placement.plan import Interval
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def num(value: float) -> str:
+    """Three digits, thousands grouped: 0.0123, 1.42, 14.2, 1,420."""
+    if not math.isfinite(value):
+        return "-"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def between(found: Interval, times: float = 1.0, unit: str = "") -> str:
+    """14.2 (13.5 to 14.9)"""
+    return f"{num(found.value * times)}{unit} ({num(found.low * times)} to {num(found.high * times)})"
+
+
+def percent(share: float) -> str:
+    return "-" if not math.isfinite(share) else f"{share * 100:.3g}%"
+
+
+def percent_between(found: Interval) -> str:
+    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)})"
+
+
+def seconds(value: float) -> str:
+    """Seconds as a person says them: 12.5 ms, 250 ms, 1.2 s."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def usd(value: float) -> str:
+    return f"${value:,.2f}"
+
+
+def usd_per_million(usd_per_hour: float, rate: float) -> str:
+    """Of requests, at a rate that keeps the machines as busy as they may be."""
+    return f"${num(1e6 * usd_per_hour / 3600 / rate)}" if rate else "-"
+
+
+def count(number: int, noun: str) -> str:
+    """three prefill workers; 16 GPUs; one GPU"""
+    word = NUMBERS[number] if number < len(NUMBERS) else f"{number:,}"
+    return f"{word} {noun}" if number == 1 else f"{word} {noun}s"

@@ -1,0 +1,82 @@
+"""Opens the catalogs that a PlanRequest names: one for each kind of machine, narrowed to what it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvrelay.plan.request import PlanRequest
+from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer
+from placement.catalogs.roofline import open_catalog
+from placement.checks.margin import load_margin
+from placement.latency.hardware import load_hardware
+from placement.latency.profile import ProfileCatalog
+from placement.latency.profile_file import read_profile
+from placement.papers.distserve.coefficients import DistServeCatalog
+
+
+def catalogs(request: PlanRequest) -> list[Catalog]:
+    """One for each kind of machine, narrowed to what the request allows."""
+    found = _catalogs(request)
+    error = load_margin(request.margin).error if request.margin is not None else 0.0
+    if not error and request.tensor_parallel is None:
+        return found
+    return [Narrowed(of=catalog, tp=request.tensor_parallel, error=error) for catalog in found]
+
+
+def _catalogs(request: PlanRequest) -> list[Catalog]:
+    if request.latency_kind == "profile":
+        return [_measured(request)]
+    assert request.model is not None
+    if request.latency_kind == "distserve":
+        return [DistServeCatalog(name=request.model, **_limits(request))]
+    options = {"max_pp": request.max_pp, **_limits(request)}
+    return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
+
+
+def _limits(request: PlanRequest) -> dict[str, Any]:
+    limits = {"max_batch_tokens": request.max_batch_tokens, "max_batch_size": request.max_batch_size}
+    return {key: value for key, value in limits.items() if value is not None}
+
+
+def _measured(request: PlanRequest) -> Catalog:
+    assert request.profile is not None
+    cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
+    return ProfileCatalog(read_profile(request.profile), cost=cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowed:
+    """A catalog with one tensor-parallel degree alone, and with the error that was found of its times where that is
+    larger than its own."""
+
+    of: Catalog
+    tp: int | None
+    error: float
+
+    @property
+    def model(self) -> str:
+        return self.of.model
+
+    @property
+    def hardware(self) -> str:
+        return self.of.hardware
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.of.gpus_per_node
+
+    @property
+    def cost(self) -> MachineCost:
+        return self.of.cost
+
+    def degrees(self, max_gpus: int) -> Sequence[Degrees]:
+        if self.tp is None:
+            return self.of.degrees(max_gpus)
+        found = [degrees for degrees in self.of.degrees(max_gpus) if degrees.tp == self.tp]
+        return found or ([Degrees(self.tp)] if self.tp <= max_gpus else [])  # its offer says why there is none
+
+    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
+        found = self.of.offer(degrees, within_node=within_node)
+        return found if isinstance(found, str) else replace(found, error=max(found.error, self.error))

@@ -1,0 +1,167 @@
+"""Writes a plan's folder: cluster.yaml, plan.json, report.html and its plots as PNG. It decides nothing of the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvrelay.plan import amounts, words
+from kvrelay.plan import cluster_file as cluster
+from kvrelay.plan.request import PlanRequest
+from placement.catalogs.base import PlanError
+from placement.latency.model_shape import load_shape, loadable_name
+from placement.latency.profile_file import read_profile
+from placement.plan import Plan, to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """`notes`: sentences that a person should read, about what was written."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
+    """Writes the folder; files of the same names are replaced. Raises PlanError where nothing can be written."""
+    from kvrelay.plan import report as plan_report
+    from kvrelay.plan.plots import figures as plots
+    from kvrelay.plan.plots.style import png
+
+    spec, no_spec, notes = cluster_spec(plan, request)
+    context = plan_report.Context(
+        title=title(plan, request),
+        asked=asked_words(plan, request),
+        commands=_commands(plan, request, has_spec=bool(spec)),
+        spec=spec,
+        no_spec=no_spec,
+    )
+    wide, narrow = plots.figures(plan, "wide"), plots.figures(plan, "narrow")
+    written: dict[str, str | bytes] = {
+        "plan.json": json.dumps(plan_object(plan), indent=1) + "\n",
+        "report.html": plan_report.report(plan, context, wide, narrow),
+    }
+    if spec:
+        written["cluster.yaml"] = spec
+    written |= {f"{name}.png": png(figure) for name, figure in wide.items()}
+    return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises PlanError where nothing can be written, before a search that would be in vain."""
+    at = folder.resolve()
+    while not at.exists():
+        at = at.parent
+    if not at.is_dir() or not os.access(at, os.W_OK | os.X_OK):
+        raise PlanError(f"--out is {folder}, and {at} is no folder that can be written to; give another")
+
+
+def _write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise PlanError(f"--out is {folder}, where {name} cannot be written ({error.strerror}); give another") from None
+    return path
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """Everything, as plain data: the plan's own fields, and in `answer` what a program wants first."""
+    chosen = plan.chosen
+    answer = {
+        "placement": words.label(chosen.candidate),
+        "is_disaggregated": plan.is_disaggregated,
+        "gpus": chosen.candidate.gpus,
+        "goodput": to_json(chosen.goodput),
+        "goodput_per_gpu": chosen.per_gpu,
+        "usd_per_hour": chosen.usd_per_hour,
+        "watts": chosen.watts,
+        "words": words.answer(plan),
+    }
+    return {"kvrelay": version("kvrelay"), "answer": answer, **to_json(plan)}
+
+
+def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
+    """(the spec's text, or why there is none, sentences to tell)."""
+    found = cluster.to_run(plan)
+    if found is None:
+        return "", "There is none: only colocated workers meet the targets, and kvrelay serves two pools.", []
+    model, kv_bytes = _model_and_kv(request, plan)
+    name = cluster.cluster_name(model)
+    data = cluster.spec_data(found, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
+    refusal = cluster.checked(data)
+    text = cluster.spec_text(plan, found, data, request.command())
+    if isinstance(refusal, str):
+        note = f"kvrelay up of this version does not take the spec yet: {refusal}"
+        return f"# Note: {note}\n{text}", "", [note]
+    return text, "", []
+
+
+def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int] | None]:
+    """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
+    model = _loaded_model(request)
+    try:
+        kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
+    except PlanError:
+        return model, None
+    kinds = {pool.hardware for found in plan.tried for pool in found.candidate.pools}
+    return model, dict.fromkeys(kinds, kv_bytes)
+
+
+def _loaded_model(request: PlanRequest) -> str:
+    """A model's directory by its full path, or its hub id."""
+    given = request.model
+    if given is None:
+        assert request.profile is not None
+        given = str(read_profile(request.profile).model.get("name", "model"))
+    return loadable_name(given)
+
+
+def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
+    """(sentence, what to type). Two pools can be run and verified; of colocated workers kvrelay has none."""
+    again = ("Plan again:", request.command())
+    if not has_spec:
+        return [again]
+    if not plan.is_disaggregated:
+        split = "kvrelay serves two pools. If that is what you want all the same, this starts the best split:"
+        return [(split, "kvrelay up cluster.yaml"), again]
+    verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
+    return [
+        ("Start this cluster:", "kvrelay up cluster.yaml"),
+        (verify, "kvrelay verify plan.json --endpoint 127.0.0.1:50051"),
+        again,
+    ]
+
+
+def title(plan: Plan, request: PlanRequest) -> str:
+    kinds = " and ".join(dict.fromkeys(words.hardware_words(pool) for pool in plan.chosen.candidate.pools))
+    return f"{Path(request.model or _loaded_model(request)).name.removesuffix('.json')} on {kinds}"
+
+
+def asked_words(plan: Plan, request: PlanRequest) -> str:
+    """What was asked, in one sentence."""
+    size = (
+        f"on {amounts.count(request.num_gpus, 'GPU')}"
+        if request.num_gpus is not None
+        else f"for {amounts.num(request.rate)} requests/s"
+        if request.rate is not None
+        else f"for {amounts.usd(request.budget or 0.0)} an hour"
+    )
+    aim = {"goodput": "the highest goodput", "cost": "the least cost", "power": "the least power"}[request.wanted]
+    targets = (
+        "; ".join(f"{one.name}: {words.targets(one.slo)}" for one in request.request_classes)
+        or f"{words.targets(plan.slo)} for {amounts.percent(plan.slo.attainment)} of requests"
+    )
+    return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request)}."
+
+
+def workload_words(request: PlanRequest) -> str:
+    if request.trace is None:
+        return f"random lengths of {request.random_input_len} and {request.random_output_len} tokens"
+    scale = f", lengths times {request.trace_scale:g}" if request.trace_scale != 1 else ""
+    return f"{request.trace.name}{scale}{', at its own times' if request.trace_timestamps else ''}"
