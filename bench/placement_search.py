@@ -22,7 +22,8 @@ from placement.catalogs.base import Catalog
 from placement.catalogs.roofline import open_catalog
 from placement.papers.distserve.coefficients import DistServeCatalog
 from placement.plan import Plan, Slo
-from placement.search.planner import Ask, plan
+from placement.search.planner import plan
+from placement.search.question import PlanQuestion
 from placement.simulator.compiled import compiled_path
 from placement.workload.requests import Workload, from_trace, read_request_list
 
@@ -37,7 +38,7 @@ def conversation() -> Workload:
     return read_request_list(SHAREGPT)
 
 
-def searched(name: str, catalog: Catalog, workload: Workload, ask: Ask, wanted_s: float) -> dict[str, Any]:
+def searched(name: str, catalog: Catalog, workload: Workload, ask: PlanQuestion, wanted_s: float) -> dict[str, Any]:
     print(f"{name}:", flush=True)
     began_s = time.monotonic()
     found = plan(ask, catalog, workload, on_progress=_told())
@@ -91,8 +92,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
     thoroughness = 0.2 if parser.parse_args().quick else 1.0
     compiled_path()
-    opt = Ask(slo=Slo(ttft_s=2.5, tpot_s=0.15), num_gpus=32, max_pp=2, thoroughness=thoroughness)
-    llama = Ask(slo=Slo(ttft_s=1.0, tpot_s=0.05), num_gpus=64, thoroughness=thoroughness)
+    opt = PlanQuestion(slo=Slo(ttft_s=2.5, tpot_s=0.15), num_gpus=32, max_pp=2, thoroughness=thoroughness)
+    llama = PlanQuestion(slo=Slo(ttft_s=1.0, tpot_s=0.05), num_gpus=64, thoroughness=thoroughness)
     result = about()
     result["rows"] = [
         searched("OPT-66B on 4 x 8 A100", DistServeCatalog(name="opt_66b"), read_request_list(SHAREGPT), opt, 60),

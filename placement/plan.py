@@ -123,10 +123,6 @@ class Goodput:
     def per_gpu(self) -> float:
         return self.goodput.value / self.candidate.gpus
 
-    @property
-    def requests_per_usd(self) -> float:
-        return self.goodput.value * 3600 / self.usd_per_hour if self.usd_per_hour else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

@@ -28,7 +28,8 @@ from bench.common import REPO, RESULTS, about, save
 from placement.build.from_offers import assemble, offers_of, pair_of
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
-from placement.goodput.search import Quest, Runner, find_goodput, runner
+from placement.goodput.runner import Runner, open_runner
+from placement.goodput.search import GoodputProblem, find_goodput
 from placement.goodput.targets import Targets
 from placement.papers.distserve.coefficients import DistServeCatalog, Engine, distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
@@ -86,7 +87,7 @@ def shown(outcome: Outcome, slo_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def runs(run: Runner) -> list[dict[str, Any]]:
+def runs(runner: Runner) -> list[dict[str, Any]]:
     rows = []
     for case in CASES.values():
         if case["kind"] != "simdistserve run":
@@ -127,21 +128,21 @@ def burst_rate(system: System, workload: Workload, slo_s: Sequence[float], most:
 
 
 def in_the_long_run(
-    run: Runner, systems: Mapping[str, tuple[System, int]], traffic: Traffic, slo: Slo
+    runner: Runner, systems: Mapping[str, tuple[System, int]], traffic: Traffic, slo: Slo
 ) -> dict[str, Any]:
     """Goodput per GPU of each system, with its interval."""
-    quests = [
-        Quest(system=system, traffic=traffic, targets=Targets(slo=slo), top=3.0 * gpus, effort=LONG)
+    problems = [
+        GoodputProblem(system=system, traffic=traffic, targets=Targets(slo=slo), top=3.0 * gpus, effort=LONG)
         for system, gpus in systems.values()
     ]
-    found = run.map(find_goodput, quests, "long runs")
+    knees = runner.map(find_goodput, problems, "long runs")
     return {
-        name: [round(value / gpus, 3) for value in (one.goodput.value, one.goodput.low, one.goodput.high)]
-        for (name, (_, gpus)), one in zip(systems.items(), found, strict=True)
+        name: [round(value / gpus, 3) for value in (knee.goodput.value, knee.goodput.low, knee.goodput.high)]
+        for (name, (_, gpus)), knee in zip(systems.items(), knees, strict=True)
     }
 
 
-def searches(run: Runner) -> list[dict[str, Any]]:
+def searches(runner: Runner) -> list[dict[str, Any]]:
     rows = []
     for case in CASES.values():
         if case["kind"] != "simdistserve placement search":
@@ -156,7 +157,7 @@ def searches(run: Runner) -> list[dict[str, Any]]:
             most, eps = case["max_per_gpu_rate"], case["esp"]
             ours[name] = burst_rate(system, workload, slo_s, most, eps, gpus_of(degrees))
         best = max(ours, key=lambda name: ours[name])
-        pairs = best_pairs(run, case["model"], slo_s, "sharegpt", case["num_node"] * case["gpu_per_node"])
+        pairs = best_pairs(runner, case["model"], slo_s, "sharegpt", case["num_node"] * case["gpu_per_node"])
         rows.append(
             {
                 "case": case["id"],
@@ -184,19 +185,21 @@ def market_of(model: str, slo_s: Sequence[float], dataset: str) -> Market:
     )
 
 
-def best_pairs(run: Runner, model: str, slo_s: Sequence[float], dataset: str, max_gpus: int) -> list[tuple[str, float]]:
+def best_pairs(
+    runner: Runner, model: str, slo_s: Sequence[float], dataset: str, max_gpus: int
+) -> list[tuple[str, float]]:
     market, spent = market_of(model, slo_s, dataset), Spent()
     offers = usable_degrees(market, max_gpus, spent)
-    prefills = find_phase(market, run, "prefill", offers, spent)
-    decodes = find_phase(market, run, "decode", offers, spent)
-    pairs = find_pairs(market, run, prefills, decodes, max_gpus, spent)
+    prefills = find_phase(market, runner, "prefill", offers, spent)
+    decodes = find_phase(market, runner, "decode", offers, spent)
+    pairs = find_pairs(market, runner, prefills, decodes, max_gpus, spent)
     return [(trial.candidate.label, round(trial.promised / trial.candidate.gpus, 3)) for trial, _ in pairs]
 
 
 # the paper
 
 
-def placements(run: Runner) -> list[dict[str, Any]]:
+def placements(runner: Runner) -> list[dict[str, Any]]:
     rows = []
     for model, dataset, prefill, decode in CASES["paper_table5"]["rows"]:
         row = {"model": model, "dataset": dataset, "published_prefill": prefill, "published_decode": decode}
@@ -205,9 +208,9 @@ def placements(run: Runner) -> list[dict[str, Any]]:
             continue
         market, spent = market_of(model, SLOS[model, dataset], dataset), Spent()
         offers = usable_degrees(market, 8, spent)
-        tables = {role: find_phase(market, run, role, offers, spent) for role in ("prefill", "decode")}  # type: ignore[arg-type]
-        pairs = find_pairs(market, run, tables["prefill"], tables["decode"], 8, spent)
-        colocated = find_colocated(market, run, offers, spent)
+        tables = {role: find_phase(market, runner, role, offers, spent) for role in ("prefill", "decode")}  # type: ignore[arg-type]
+        pairs = find_pairs(market, runner, tables["prefill"], tables["decode"], 8, spent)
+        colocated = find_colocated(market, runner, offers, spent)
         for role, found in tables.items():
             row[f"algorithm_1_{role}"] = [[str(one.offer.degrees), round(one.per_gpu, 3)] for one in found[:4]]
         row["best_pairs"] = [
@@ -221,7 +224,7 @@ def placements(run: Runner) -> list[dict[str, Any]]:
     return rows
 
 
-def figures(run: Runner) -> list[dict[str, Any]]:
+def figures(runner: Runner) -> list[dict[str, Any]]:
     rows = []
     for name in ("paper_13b", "paper_66b"):
         case = CASES[name]
@@ -240,7 +243,7 @@ def figures(run: Runner) -> list[dict[str, Any]]:
             "live policies": (our_cluster(model, degrees), gpus_of(degrees)),
         }
         slo = Slo(ttft_s=slo_s[0], tpot_s=slo_s[1], attainment=case["attainment_goal_pct"] / 100)
-        long = in_the_long_run(run, systems, Traffic(source=requests("sharegpt")), slo)
+        long = in_the_long_run(runner, systems, Traffic(source=requests("sharegpt")), slo)
         published = case["goodput_per_gpu_at_90pct"]
         rows.append(
             {
@@ -282,7 +285,7 @@ def read_off(rates: Sequence[float], attainment_pct: Sequence[float], wanted: fl
     return last
 
 
-def bursts(run: Runner) -> list[dict[str, Any]]:
+def bursts(runner: Runner) -> list[dict[str, Any]]:
     case = CASES["n_sensitivity"]
     rows = []
     for name, known in case["rows"].items():
@@ -303,7 +306,7 @@ def bursts(run: Runner) -> list[dict[str, Any]]:
                 "placement": f"{model} {tuple(degrees)}",
                 "known_per_gpu": {str(count): rate for count, rate in known},
                 "its_rules_here_per_gpu": ours,
-                "long_run_per_gpu": in_the_long_run(run, systems, Traffic(source=requests("sharegpt")), slo),
+                "long_run_per_gpu": in_the_long_run(runner, systems, Traffic(source=requests("sharegpt")), slo),
             }
         )
     return rows
@@ -327,9 +330,9 @@ def main() -> None:
         parser.error(f"there is no part {unknown[0]!r}; give some of {', '.join(PARTS)}")
     path = RESULTS / "paper_distserve.json"
     result = (json.loads(path.read_text()) if args.parts and path.exists() else {}) | about()
-    with runner(None) as run:
+    with open_runner(None) as runner:
         for name in args.parts or [name for name in PARTS if not (args.quick and name == "placements")]:
-            result[name] = PARTS[name](run)
+            result[name] = PARTS[name](runner)
             print(name, json.dumps(result[name], indent=1), flush=True)
     print(f"saved to {save('paper_distserve', result).relative_to(REPO)}")
 

@@ -33,7 +33,7 @@ from placement.mixes.slowdowns import SlowdownSlo
 from placement.mixes.trial import Arrivals, Rules, Scene, Verdict
 from placement.papers.splitwise.table import DecodeRule
 from placement.plan import Slo
-from placement.search.planner import Ask
+from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload, from_rows, from_trace
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"
@@ -131,7 +131,7 @@ class Bench:
     def _planner(self, resource: Resource = "gpus") -> Provisioner:
         """For its first guesses."""
         objective = {"usd_per_hour": "cost", "power": "power", "gpus": "goodput"}[resource]
-        ask = Ask(slo=Slo(), objective=objective, rate=1.0)  # type: ignore[arg-type]
+        ask = PlanQuestion(slo=Slo(), objective=objective, rate=1.0)  # type: ignore[arg-type]
         return Provisioner(ask, self._machines, Provisioning(designs=NAMES, slowdowns=self.slo), self.runs)
 
     def _find(self, names: Sequence[str], questions: Sequence[Questions], step: float) -> dict[str, Any]:

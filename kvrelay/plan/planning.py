@@ -28,6 +28,7 @@ from placement.mixes.machines import MachineType, PowerCap, capped, machine_of
 from placement.mixes.provision import Provisioning, provision
 from placement.plan import Plan, to_json
 from placement.search import planner
+from placement.search.question import PlanQuestion
 from placement.simulator.cluster import SetupError
 from placement.workload.requests import Workload, from_shapes
 from placement.workload.traces import WorkloadError, read_trace
@@ -110,7 +111,7 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
         _check_rate(request.rate, [catalog], requests, request.slo.tpot_s)
     else:
         _check_workers(request, catalog)
-    return planner.plan(_ask(request), catalog, requests, on_progress=on_progress)
+    return planner.plan(_question(request), catalog, requests, on_progress=on_progress)
 
 
 def _check_rate(rate: float, kinds: Sequence[Catalog], requests: Workload, tpot_s: float) -> None:
@@ -144,8 +145,8 @@ def _check_workers(request: PlanRequest, catalog: Catalog, smallest: int = 0) ->
         )
 
 
-def _ask(request: PlanRequest) -> planner.Ask:
-    return planner.Ask(
+def _question(request: PlanRequest) -> PlanQuestion:
+    return PlanQuestion(
         slo=request.slo,
         objective=request.wanted,
         num_gpus=request.num_gpus,
@@ -171,7 +172,9 @@ def _provisioned(
     if request.rate is not None:
         _check_rate(request.rate, kinds, requests, request.slo.tpot_s)
     machines = [machine for catalog in kinds for machine in _machines(request, catalog, [k.hardware for k in kinds])]
-    return provision(_ask(request), machines, requests, options=Provisioning(rules="live"), on_progress=on_progress)
+    return provision(
+        _question(request), machines, requests, options=Provisioning(rules="live"), on_progress=on_progress
+    )
 
 
 def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:

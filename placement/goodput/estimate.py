@@ -14,11 +14,11 @@ system, nothing cut off, as DistServe measures its goodput; it flatters, since t
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from placement.goodput.runner import used_cpu_s
 from placement.goodput.stationary import is_growing, mser, percentile_interval, share_interval
 from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint
@@ -88,7 +88,7 @@ def estimate(
     """Requests drawn by `seed` alone: the same arguments give the same estimate. `copies` of the system share the rate,
     each request going to any of them by chance; one is simulated."""
     effort = effort or Effort()
-    began_s = _cpu_s()
+    began_s = used_cpu_s()
     count, simulated = effort.first_requests, 0
     while True:
         look = _Look(system, play(system, traffic.draw(rate / copies, count, seed)), targets)
@@ -100,18 +100,13 @@ def estimate(
     for factor in (1 + error, 1 - error) if error else ():
         other = _Look(system, play(scaled(system, factor), traffic.draw(rate / copies, count, seed)), targets)
         found = _widened(found, other.estimate(rate, count, is_settled=True))
-    return replace(found, cpu_s=_cpu_s() - began_s)
+    return replace(found, cpu_s=used_cpu_s() - began_s)
 
 
 def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0) -> RatePoint:
     """`count` requests from an empty system to its last token, all of them counted."""
     look = _Look(system, play(system, traffic.draw(rate, count, seed)), targets, is_whole=True)
     return look.estimate(rate, count, is_settled=True).point
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system
 
 
 class _Look:

@@ -11,12 +11,12 @@ the cluster that `kvrelay up` starts has no mixed role. The plan says which it c
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from placement.catalogs.base import PlanError
+from placement.goodput.runner import used_cpu_s
 from placement.mixes.designs import Design, Mix, Resource, all_designs, work
 from placement.mixes.machines import MachineType
 from placement.mixes.report import Tried, answer, slo_asked, spoken
@@ -25,7 +25,7 @@ from placement.mixes.search import Found, Limit, Questions, Space, cheapest, fas
 from placement.mixes.slowdowns import SlowdownSlo, alone
 from placement.mixes.trial import SPLITWISE_SECONDS, Arrivals, Rules, Scene, ratios_of
 from placement.plan import Plan, Slo
-from placement.search.planner import Ask
+from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
 
 RATE_STEPS = 50  # of the grid of rates, from 0 to the rate looked for
@@ -37,7 +37,7 @@ RESOURCES: dict[str, Resource] = {"cost": "usd_per_hour", "power": "power", "goo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provisioning:
-    """What provisioning wants to know beside an Ask.
+    """What provisioning wants to know beside a PlanQuestion.
 
     `designs`: names; all that the machines make when None. `slowdowns`: Splitwise's kind of SLO, in place of the ask's
     TTFT and TPOT. `budget_power`: watts, or the machines' unit, beside the ask's own budget, which may be infinite.
@@ -66,7 +66,7 @@ class Provisioning:
 
 
 def provision(
-    ask: Ask,
+    ask: PlanQuestion,
     machines: Sequence[MachineType],
     workload: Workload,
     *,
@@ -90,20 +90,15 @@ def provision(
             burstiness=ask.burstiness,
         )
         scene = Scene(arrivals=arrivals, slo=options.slowdowns or ask.slo, rules=options.rules)
-        began_s = _cpu_s()
+        began_s = used_cpu_s()
         runs = Runs(scene=scene, pool=pool, on_progress=on_progress)
         return Provisioner(ask, machines, options, runs).plan(began_s)
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system
 
 
 class Provisioner:
     """The steps of one plan."""
 
-    def __init__(self, ask: Ask, machines: Sequence[MachineType], options: Provisioning, runs: Runs) -> None:
+    def __init__(self, ask: PlanQuestion, machines: Sequence[MachineType], options: Provisioning, runs: Runs) -> None:
         self.ask = ask
         self.options = options
         self.runs = runs
@@ -152,7 +147,7 @@ class Provisioner:
             resource=self.resource,
             refused=self.refused,
             other_rules=other_rules,
-            cpu_s=_cpu_s() - began_s,
+            cpu_s=used_cpu_s() - began_s,
         )
 
     def _asked(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from placement.mixes.runs import Runs, Trial
 from placement.mixes.slowdowns import SlowdownSlo
 from placement.mixes.trial import PERCENTILES, Verdict
 from placement.plan import Goodput, Interval, Plan, Pool, RatePoint, Slo
-from placement.search.planner import Ask
+from placement.search.question import PlanQuestion
 
 CURVE_AT = (0.5, 0.75, 0.9, 1.1)  # of the highest rate
 AT_KNEE = 0.05  # headroom below this is none
@@ -43,7 +43,7 @@ class Tried:
 
 
 def answer(
-    ask: Ask,
+    ask: PlanQuestion,
     asked: Mapping[str, Any],
     runs: Runs,
     tried: Sequence[Tried],
@@ -180,7 +180,7 @@ def spoken(target: str) -> str:
 
 
 def _advice(
-    ask: Ask,
+    ask: PlanQuestion,
     runs: Runs,
     tried: Sequence[Tried],
     resource: Resource,
@@ -207,7 +207,7 @@ def _advice(
     return [sentence for sentence in said if sentence]
 
 
-def _on_baselines(ask: Ask, tried: Sequence[Tried], resource: Resource) -> str:
+def _on_baselines(ask: PlanQuestion, tried: Sequence[Tried], resource: Resource) -> str:
     best, is_baseline = tried[0], tried[0].mix.design.is_baseline
     others = [one for one in tried[1:] if one.mix.design.is_baseline != is_baseline]
     if not others:

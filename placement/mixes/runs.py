@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.pool import Pool
 
+from placement.goodput.runner import used_cpu_s
 from placement.mixes.designs import Design, Mix
 from placement.mixes.search import Found, Question, Questions
 from placement.mixes.trial import Scene, Verdict, judge
@@ -121,14 +122,9 @@ def mix_of(design: Design, trial: Trial) -> Mix:
 
 
 def timed(scene: Scene, mix: Mix, rate: float, seed: int) -> tuple[Verdict, float]:
-    began_s = _cpu_s()
+    began_s = used_cpu_s()
     verdict = judge(scene, mix, rate, seed)
-    return verdict, _cpu_s() - began_s
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system
+    return verdict, used_cpu_s() - began_s
 
 
 @contextmanager

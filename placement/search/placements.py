@@ -36,7 +36,8 @@ from placement.goodput.bounds import (
     relaxed,
 )
 from placement.goodput.estimate import Effort
-from placement.goodput.search import Found, Quest, Runner, find_goodput
+from placement.goodput.runner import Runner
+from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.goodput.targets import Targets
 from placement.latency.roofline import narrowed
 from placement.plan import Candidate, Interval
@@ -94,7 +95,7 @@ class Spent:
     cpu_s: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
 
-    def count(self, found: Found) -> None:
+    def count(self, found: Knee) -> None:
         self.num_simulated += found.num_simulated
         self.cpu_s += found.cpu_s
 
@@ -104,12 +105,12 @@ class _Lead:
     """Something to simulate alone, and what it can be worth at most."""
 
     offer: Offer
-    quest: Quest
+    problem: GoodputProblem
     unit: Candidate | None = None
 
     @property
     def most_per_gpu(self) -> float:
-        return self.quest.top / self.offer.degrees.gpus
+        return self.problem.top / self.offer.degrees.gpus
 
 
 def usable_degrees(market: Market, max_gpus: int, spent: Spent) -> list[Offer]:
@@ -125,7 +126,7 @@ def usable_degrees(market: Market, max_gpus: int, spent: Spent) -> list[Offer]:
     return offers
 
 
-def find_phase(market: Market, run: Runner, role: PhaseRole, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
+def find_phase(market: Market, runner: Runner, role: PhaseRole, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
     """Each degree's goodput in one phase, the best per GPU first. Those that miss the target when idle are refused."""
     leads = []
     for offer in offers:
@@ -133,11 +134,11 @@ def find_phase(market: Market, run: Runner, role: PhaseRole, offers: Sequence[Of
         if reason:
             spent.refused[f"{role} {offer.degrees}"] = reason
         else:
-            leads.append(_Lead(offer=offer, quest=_phase_quest(market, role, offer)))
-    return _best_first(run, leads, spent, f"{role} workers alone")
+            leads.append(_Lead(offer=offer, problem=_phase_problem(market, role, offer)))
+    return _best_first(runner, leads, spent, f"{role} workers alone")
 
 
-def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
+def _phase_problem(market: Market, role: PhaseRole, offer: Offer) -> GoodputProblem:
     source, targets = market.traffic.source, market.targets
     if role == "prefill":
         traffic = replace(market.traffic, source=first_tokens_of(source))
@@ -145,7 +146,7 @@ def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
     else:
         traffic = market.traffic
         targets, top = relaxed(targets, ttft=True), decode_bound(offer, source, loosest_tpot_s(targets))
-    return Quest(
+    return GoodputProblem(
         system=phase_alone(role, offer),
         traffic=traffic,
         targets=targets,
@@ -156,7 +157,7 @@ def _phase_quest(market: Market, role: PhaseRole, offer: Offer) -> Quest:
     )
 
 
-def find_colocated(market: Market, run: Runner, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
+def find_colocated(market: Market, runner: Runner, offers: Sequence[Offer], spent: Spent) -> list[Alone]:
     """One colocated worker of each degree, in each way of sharing a step, the best per GPU first."""
     leads = []
     for offer in offers:
@@ -166,8 +167,8 @@ def find_colocated(market: Market, run: Runner, offers: Sequence[Offer], spent: 
             continue
         for sharing, tokens in _ways(market, offer):
             unit = colocated_of(offer, 1, market.hardware, sharing, tokens)
-            leads.append(_Lead(offer=offer, quest=_colocated_quest(market, offer, unit), unit=unit))
-    return _best_first(run, leads, spent, "colocated workers alone")
+            leads.append(_Lead(offer=offer, problem=_colocated_problem(market, offer, unit), unit=unit))
+    return _best_first(runner, leads, spent, "colocated workers alone")
 
 
 def _ways(market: Market, offer: Offer) -> Iterator[tuple[Sharing, int]]:
@@ -188,10 +189,10 @@ def _ways(market: Market, offer: Offer) -> Iterator[tuple[Sharing, int]]:
         yield "chunked", size
 
 
-def _colocated_quest(market: Market, offer: Offer, unit: Candidate) -> Quest:
+def _colocated_problem(market: Market, offer: Offer, unit: Candidate) -> GoodputProblem:
     source = market.traffic.source
     most = (prefill_bound(offer, source), decode_bound(offer, source, loosest_tpot_s(market.targets)))
-    return Quest(
+    return GoodputProblem(
         system=assemble(unit, market.offer_of, within_node=True),
         traffic=market.traffic,
         targets=market.targets,
@@ -202,14 +203,14 @@ def _colocated_quest(market: Market, offer: Offer, unit: Candidate) -> Quest:
     )
 
 
-def _best_first(run: Runner, leads: list[_Lead], spent: Spent, what: str) -> list[Alone]:
+def _best_first(runner: Runner, leads: list[_Lead], spent: Spent, what: str) -> list[Alone]:
     """Simulate the leads that can be worth it, the most promising first."""
     leads.sort(key=lambda lead: -lead.most_per_gpu)
     found: list[Alone] = []
     best = 0.0
     while leads and leads[0].most_per_gpu >= WORTH * best:
         now, leads = leads[:ROUND], leads[ROUND:]
-        for lead, result in zip(now, run.map(find_goodput, [lead.quest for lead in now], what), strict=True):
+        for lead, result in zip(now, runner.map(find_goodput, [lead.problem for lead in now], what), strict=True):
             spent.count(result)
             found.append(Alone(offer=lead.offer, goodput=result.goodput, unit=lead.unit))
             best = max(best, found[-1].per_gpu)
@@ -349,8 +350,8 @@ def colocated_trials(market: Market, alone: Sequence[Alone], count_of: Callable[
 
 
 def find_pairs(
-    market: Market, run: Runner, prefills: Sequence[Alone], decodes: Sequence[Alone], max_gpus: int, spent: Spent
-) -> list[tuple[Trial, Found]]:
+    market: Market, runner: Runner, prefills: Sequence[Alone], decodes: Sequence[Alone], max_gpus: int, spent: Spent
+) -> list[tuple[Trial, Knee]]:
     """Algorithm 2: one prefill and one decode worker whose stages stand in the same nodes, the best per GPU first.
 
     Stages are spread over as many nodes in both, so that each hands its KV over within its node: a node holds
@@ -367,12 +368,14 @@ def find_pairs(
         if trial.candidate.gpus <= max_gpus
     ]
     trials.sort(key=lambda trial: -trial.promised / trial.candidate.gpus)
-    found: list[tuple[Trial, Found]] = []
+    found: list[tuple[Trial, Knee]] = []
     best = 0.0
     while trials and trials[0].promised / trials[0].candidate.gpus >= max(best, 1e-12):
         now, trials = trials[:ROUND], trials[ROUND:]
-        quests = [quest_of(market, replace(trial, within_node=True), effort=SCREENING, precision=0.04) for trial in now]
-        for trial, result in zip(now, run.map(find_goodput, quests, "pairs within nodes"), strict=True):
+        problems = [
+            goodput_problem(market, replace(trial, within_node=True), effort=SCREENING, precision=0.04) for trial in now
+        ]
+        for trial, result in zip(now, runner.map(find_goodput, problems, "pairs within nodes"), strict=True):
             spent.count(result)
             kept = replace(trial, promised=result.goodput.value, within_node=True)
             found.append((kept, result))
@@ -387,9 +390,11 @@ def _share_a_node(market: Market, prefill: Degrees, decode: Degrees, nodes: int)
     return (prefill.gpus + decode.gpus) // nodes <= market.catalog.gpus_per_node
 
 
-def quest_of(market: Market, trial: Trial, *, effort: Effort, precision: float = 0.02, factor: float = 1.0) -> Quest:
+def goodput_problem(
+    market: Market, trial: Trial, *, effort: Effort, precision: float = 0.02, factor: float = 1.0
+) -> GoodputProblem:
     """The goodput of a whole cluster."""
-    return Quest(
+    return GoodputProblem(
         system=system_of(trial, market.offer_of),
         traffic=market.traffic,
         targets=market.targets,

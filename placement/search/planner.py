@@ -10,7 +10,6 @@ It decides by simulation alone; arithmetic only leaves out what cannot win. Plan
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,11 @@ from typing import Any
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
 from placement.goodput.estimate import Effort, Estimate
-from placement.goodput.search import Found, Progress, Runner, find_goodput, runner, verify_goodput
+from placement.goodput.runner import Progress, Runner, open_runner, used_cpu_s
+from placement.goodput.search import Knee, find_goodput, verify_goodput
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
-from placement.search.ask import Ask as Ask
 from placement.search.infeasible import raise_if_nothing_fits, why_nothing
 from placement.search.placements import (
     Alone,
@@ -33,13 +32,14 @@ from placement.search.placements import (
     find_colocated,
     find_pairs,
     find_phase,
-    quest_of,
+    goodput_problem,
     replicas_for,
     sized,
     splits,
     system_of,
     usable_degrees,
 )
+from placement.search.question import PlanQuestion
 from placement.search.sizing import (
     EstimateJob,
     RateJob,
@@ -65,29 +65,26 @@ CURVES = 4  # candidates that get them
 CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
 
 
-def plan(ask: Ask, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
+def plan(question: PlanQuestion, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
     """The best placement for what is asked. Raises PlanError in one sentence where there is none."""
-    began_s = _cpu_s()
+    began_s = used_cpu_s()
     market = Market(
         catalog=catalog,
         offer_of=offers_of(catalog),
         traffic=Traffic(
-            source=with_classes(workload, ask.classes, ask.seed), burstiness=ask.burstiness, is_replay=ask.is_replay
+            source=with_classes(workload, question.classes, question.seed),
+            burstiness=question.burstiness,
+            is_replay=question.is_replay,
         ),
-        targets=Targets(slo=ask.slo, classes=ask.classes),
-        seed=ask.seed,
-        max_pp=ask.max_pp,
-        thoroughness=ask.thoroughness,
+        targets=Targets(slo=question.slo, classes=question.classes),
+        seed=question.seed,
+        max_pp=question.max_pp,
+        thoroughness=question.thoroughness,
     )
-    planner = _Planner(ask, market)
+    planner = _Planner(question, market)
     planner.look_at_offers()
-    with runner(ask.processes, on_progress) as run:
-        return planner.plan(run, began_s)
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system
+    with open_runner(question.processes, on_progress) as runner:
+        return planner.plan(runner, began_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +92,15 @@ class _Run:
     """A whole cluster, simulated."""
 
     trial: Trial
-    found: Found
+    found: Knee
     goodput: Goodput
 
 
 class _Planner:
     """The steps of one plan."""
 
-    def __init__(self, ask: Ask, market: Market) -> None:
-        self.ask = ask
+    def __init__(self, question: PlanQuestion, market: Market) -> None:
+        self.question = question
         self.market = market
         self.spent = Spent()
         self.num_gpus = self._num_gpus()
@@ -112,36 +109,36 @@ class _Planner:
 
     def _num_gpus(self) -> int:
         """At most; for a rate, what a single worker may take."""
-        ask, cost = self.ask, self.market.catalog.cost
-        if ask.num_gpus is not None:
-            return ask.num_gpus
-        if ask.budget_usd_per_hour is not None:
+        question, cost = self.question, self.market.catalog.cost
+        if question.num_gpus is not None:
+            return question.num_gpus
+        if question.budget_usd_per_hour is not None:
             if not cost.usd_per_gpu_hour:
                 raise PlanError(
                     f"budget needs the price of a {self.market.hardware}; give usd_per_gpu_hour in a hardware file"
                 )
-            count = int(ask.budget_usd_per_hour / cost.usd_per_gpu_hour + 1e-9)
+            count = int(question.budget_usd_per_hour / cost.usd_per_gpu_hour + 1e-9)
             if count < 1:
                 raise PlanError(
-                    f"budget is {ask.budget_usd_per_hour:g} USD an hour and one {self.market.hardware} costs "
+                    f"budget is {question.budget_usd_per_hour:g} USD an hour and one {self.market.hardware} costs "
                     f"{cost.usd_per_gpu_hour:g}; give more"
                 )
             return count
-        return self.market.catalog.gpus_per_node * ask.max_pp
+        return self.market.catalog.gpus_per_node * question.max_pp
 
     def look_at_offers(self) -> None:
         """Whether anything can be had at all, by arithmetic."""
         self.offers = usable_degrees(self.market, self.num_gpus, self.spent)
         raise_if_nothing_fits(self.market, self.offers, self.spent, self.num_gpus)
 
-    def plan(self, run: Runner, began_s: float) -> Plan:
-        self.run, offers = run, self.offers
+    def plan(self, runner: Runner, began_s: float) -> Plan:
+        self.runner, offers = runner, self.offers
         prefills, decodes = self._phases(offers)
-        colocated = find_colocated(self.market, run, offers, self.spent) if self.ask.colocated else []
+        colocated = find_colocated(self.market, runner, offers, self.spent) if self.question.colocated else []
         trials = self._promising(self._trials(prefills, decodes)) + self._colocated(colocated)
         if not trials:
             raise PlanError(why_nothing(self.market, offers, self.spent, self.num_gpus, prefills, decodes, colocated))
-        runs = self._verified(self._for_rate(trials) if self.ask.rate else self._for_gpus(trials))
+        runs = self._verified(self._for_rate(trials) if self.question.rate else self._for_gpus(trials))
         self.trials = {run.trial.candidate: run.trial for run in runs}
         tried = self._best_first([run.goodput for run in runs])
         if not tried:
@@ -150,29 +147,29 @@ class _Planner:
 
     def _phases(self, offers: Sequence[Offer]) -> tuple[list[Alone], list[Alone]]:
         return (
-            find_phase(self.market, self.run, "prefill", offers, self.spent),
-            find_phase(self.market, self.run, "decode", offers, self.spent),
+            find_phase(self.market, self.runner, "prefill", offers, self.spent),
+            find_phase(self.market, self.runner, "decode", offers, self.spent),
         )
 
     # what to simulate as a whole
 
     def _trials(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
-        high = self._high(prefills, decodes) if self.ask.algorithm != "low" else []
+        high = self._high(prefills, decodes) if self.question.algorithm != "low" else []
         is_one_node = bool(high) and all(trial.within_node for trial in high)
-        if self.ask.algorithm == "high" or (is_one_node and self.ask.algorithm == "auto"):
+        if self.question.algorithm == "high" or (is_one_node and self.question.algorithm == "auto"):
             return high
         return high + self._low(prefills, decodes)
 
     def _high(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
-        if self.ask.rate:
-            trials = sized(self.market, prefills, decodes, self.ask.rate)
+        if self.question.rate:
+            trials = sized(self.market, prefills, decodes, self.question.rate)
             return [t for t in trials if t.candidate.gpus <= 1.4 * trials[0].candidate.gpus][:WHOLE_CLUSTERS]
         trials = splits(self.market, prefills, decodes, self.num_gpus)
         return [t for t in trials if t.promised >= 0.75 * trials[0].promised][:WHOLE_CLUSTERS]
 
     def _promising(self, trials: Sequence[Trial]) -> list[Trial]:
         """Without those that promise far less than the best, or want far more GPUs."""
-        if self.ask.rate:
+        if self.question.rate:
             fewest = min((trial.candidate.gpus for trial in trials), default=0)
             return [trial for trial in trials if trial.candidate.gpus <= 1.5 * fewest]
         most = max((trial.promised for trial in trials), default=0.0)
@@ -180,10 +177,11 @@ class _Planner:
 
     def _low(self, prefills: Sequence[Alone], decodes: Sequence[Alone]) -> list[Trial]:
         """Whole pairs, repeated."""
-        pairs = find_pairs(self.market, self.run, prefills, decodes, self.num_gpus, self.spent)
+        pairs = find_pairs(self.market, self.runner, prefills, decodes, self.num_gpus, self.spent)
         trials = []
         for pair, _ in pairs[:2]:
-            count = replicas_for(self.ask.rate, pair.promised) if self.ask.rate else self._room(pair.candidate)
+            rate = self.question.rate
+            count = replicas_for(rate, pair.promised) if rate else self._room(pair.candidate)
             if count:
                 pools = tuple(replace(pool, replicas=count) for pool in pair.candidate.pools)
                 candidate = replace(pair.candidate, pools=pools)
@@ -196,10 +194,11 @@ class _Planner:
 
     def _colocated(self, alone: Sequence[Alone]) -> list[Trial]:
         def count_of(one: Alone) -> int:
-            return replicas_for(self.ask.rate, one.goodput.value) if self.ask.rate else self.num_gpus // one.gpus
+            rate = self.question.rate
+            return replicas_for(rate, one.goodput.value) if rate else self.num_gpus // one.gpus
 
         trials = colocated_trials(self.market, alone, count_of)
-        if self.ask.rate:
+        if self.question.rate:
             trials.sort(key=lambda trial: trial.candidate.gpus)
         else:
             trials.sort(key=lambda trial: -trial.promised)
@@ -224,10 +223,10 @@ class _Planner:
         return runs
 
     def _goodputs(self, trials: Sequence[Trial], what: str) -> list[_Run]:
-        quests = [quest_of(self.market, trial, effort=JOINT) for trial in trials]
-        return self._runs(trials, self.run.map(find_goodput, quests, what))
+        problems = [goodput_problem(self.market, trial, effort=JOINT) for trial in trials]
+        return self._runs(trials, self.runner.map(find_goodput, problems, what))
 
-    def _runs(self, trials: Sequence[Trial], found: Sequence[Found]) -> list[_Run]:
+    def _runs(self, trials: Sequence[Trial], found: Sequence[Knee]) -> list[_Run]:
         for one in found:
             self.spent.count(one)
         return [
@@ -246,19 +245,22 @@ class _Planner:
             now = [run for run in best.values() if run.trial.candidate not in done]
             if not now:
                 return runs
-            quests = [replace(quest_of(self.market, run.trial, effort=LONG), seen=run.found.looked_at) for run in now]
-            found = self.run.map(verify_goodput, quests, "the best again, longer")
+            problems = [
+                replace(goodput_problem(self.market, run.trial, effort=LONG), earlier=run.found.estimates)
+                for run in now
+            ]
+            found = self.runner.map(verify_goodput, problems, "the best again, longer")
             done |= {run.trial.candidate for run in now}
             others = [run for run in runs if run not in now]
             runs = others + self._runs([run.trial for run in now], found)
 
-    def _goodput(self, candidate: Candidate, found: Found) -> Goodput:
+    def _goodput(self, candidate: Candidate, found: Knee) -> Goodput:
         cost, error = self.market.catalog.cost, self._error_of(candidate)
         value = found.goodput
         return Goodput(
             candidate=candidate,
             goodput=Interval(value.value, value.low / (1 + error), value.high / (1 - min(error, 0.9))),
-            curve=tuple(one.point for one in found.looked_at),
+            curve=tuple(one.point for one in found.estimates),
             usd_per_hour=candidate.gpus * cost.usd_per_gpu_hour,
             watts=candidate.gpus * cost.watts_per_gpu,
         )
@@ -266,7 +268,7 @@ class _Planner:
     def _error_of(self, candidate: Candidate) -> float:
         return max(self.market.offer_of(pool.degrees, True).error for pool in candidate.pools)
 
-    def _moved(self, trial: Trial, found: Found) -> list[Trial]:
+    def _moved(self, trial: Trial, found: Knee) -> list[Trial]:
         """One worker more where it binds, one or more less in the other pool, within the GPUs there are."""
         miss = found.first_miss
         if trial.candidate.is_colocated or trial.copies > 1 or miss is None:
@@ -285,39 +287,39 @@ class _Planner:
 
     def _for_rate(self, trials: Sequence[Trial]) -> list[_Run]:
         """Each one grown until it keeps the SLO at the rate, then its goodput."""
-        assert self.ask.rate is not None
+        assert self.question.rate is not None
         jobs = [
             RateJob(
                 trial=trial,
                 offers=tuple(self.market.offer_of(pool.degrees, trial.within_node) for pool in trial.candidate.pools),
-                rate=self.ask.rate,
+                rate=self.question.rate,
                 traffic=self.market.traffic,
                 targets=self.market.targets,
-                effort=JOINT.times(self.ask.thoroughness),
+                effort=JOINT.times(self.question.thoroughness),
                 seed=self.market.seed,
                 gpus_per_node=self.market.catalog.gpus_per_node,
             )
             for trial in trials
         ]
-        grown: list[Sized] = self.run.map(size_for_rate, jobs, "clusters for the rate")
+        grown: list[Sized] = self.runner.map(size_for_rate, jobs, "clusters for the rate")
         for one in grown:
             self.spent.num_simulated += one.num_simulated
             self.spent.cpu_s += one.cpu_s
         kept = [one.trial for one in grown if one.keeps_slo]
         kept = [trial for i, trial in enumerate(kept) if trial.candidate not in [t.candidate for t in kept[:i]]]
-        quests = [
-            replace(quest_of(self.market, trial, effort=JOINT), bottom=self.ask.rate, top=1.25 * self.ask.rate)
-            for trial in kept
+        rate = self.question.rate
+        problems = [
+            replace(goodput_problem(self.market, trial, effort=JOINT), bottom=rate, top=1.25 * rate) for trial in kept
         ]
-        return self._runs(kept, self.run.map(find_goodput, quests, "headroom"))
+        return self._runs(kept, self.runner.map(find_goodput, problems, "headroom"))
 
     # the best
 
     def _score(self, goodput: Goodput) -> tuple[float, float]:
         gpus = goodput.candidate.gpus
-        if self.ask.rate:
+        if self.question.rate:
             return (-gpus if goodput.goodput.value else -math.inf, goodput.goodput.value)
-        if self.ask.objective == "goodput":
+        if self.question.objective == "goodput":
             return (goodput.goodput.value, -gpus)
         return (goodput.per_gpu, goodput.goodput.value)
 
@@ -328,7 +330,7 @@ class _Planner:
         chosen = self._with_error(tried[0])
         tried = self._with_curves([chosen, *tried[1:]])
         chosen = tried[0]
-        rate = self.ask.rate or chosen.goodput.value
+        rate = self.question.rate or chosen.goodput.value
         at_rate, knee = self._estimates(
             [
                 (chosen.candidate, rate, self._error_of(chosen.candidate)),
@@ -343,8 +345,8 @@ class _Planner:
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
         return Plan(
             asked=self._asked(),
-            slo=self.ask.slo,
-            objective=self.ask.objective,
+            slo=self.question.slo,
+            objective=self.question.objective,
             chosen=chosen,
             at_rate=at_rate.point,
             binding=binding,
@@ -359,10 +361,10 @@ class _Planner:
                         binding=binding,
                         relief=relief,
                         headroom=headroom,
-                        rate=self.ask.rate,
+                        rate=self.question.rate,
                         copies=self._trial_of(chosen.candidate).copies,
                         error=self._error_of(chosen.candidate),
-                        asked_colocated=self.ask.colocated,
+                        asked_colocated=self.question.colocated,
                         arrivals=self._arrivals(),
                     )
                 )
@@ -371,7 +373,7 @@ class _Planner:
             phase_goodput={
                 name: tuple((str(one.offer.degrees), one.per_gpu) for one in found) for name, found in phases.items()
             },
-            cpu_s=self.spent.cpu_s + (_cpu_s() - began_s if self.ask.processes != 0 else 0.0),
+            cpu_s=self.spent.cpu_s + (used_cpu_s() - began_s if self.question.processes != 0 else 0.0),
             num_simulated=self.spent.num_simulated,
         )
 
@@ -383,13 +385,14 @@ class _Planner:
         value = chosen.goodput.value
         trial = self._trial_of(chosen.candidate)
         factors = (1 + error, 1 - min(error, 0.9))
-        quests = [
+        problems = [
             replace(
-                quest_of(self.market, trial, effort=JOINT, precision=0.03, factor=factor), top=1.05 * value / factor
+                goodput_problem(self.market, trial, effort=JOINT, precision=0.03, factor=factor),
+                top=1.05 * value / factor,
             )
             for factor in factors
         ]
-        slow, fast = self.run.map(find_goodput, quests, "with the latency model's error")
+        slow, fast = self.runner.map(find_goodput, problems, "with the latency model's error")
         for one in (slow, fast):
             self.spent.count(one)
         low, high = min(value, slow.goodput.low), max(value, fast.goodput.high)
@@ -423,12 +426,12 @@ class _Planner:
                     traffic=self.market.traffic,
                     rate=rate,
                     targets=self.market.targets,
-                    effort=effort.times(self.ask.thoroughness),
+                    effort=effort.times(self.question.thoroughness),
                     seed=self.market.seed,
                     error=error,
                 )
             )
-        found = self.run.map(estimate_job, jobs, "curves")
+        found = self.runner.map(estimate_job, jobs, "curves")
         for one in found:
             self.spent.num_simulated += one.num_simulated
             self.spent.cpu_s += one.cpu_s
@@ -452,12 +455,12 @@ class _Planner:
     def _arrivals(self) -> str:
         """What drawn arrivals leave out of the trace's own."""
         source = self.market.traffic.source
-        if self.ask.is_replay or len(source) < MANY or not source.duration_s:
+        if self.question.is_replay or len(source) < MANY or not source.duration_s:
             return ""
         return fit_arrivals(source).warning
 
     def _asked(self) -> dict[str, Any]:
-        ask, catalog = self.ask, self.market.catalog
+        question, catalog = self.question, self.market.catalog
         keys = (
             "num_gpus",
             "rate",
@@ -468,20 +471,21 @@ class _Planner:
             "burstiness",
             "thoroughness",
         )
-        asked = {key: getattr(ask, key) for key in (*keys, "is_replay", "seed", "objective")}
+        asked = {key: getattr(question, key) for key in (*keys, "is_replay", "seed", "objective")}
         return {
             "model": catalog.model,
             "hardware": catalog.hardware,
             "workload": self.market.traffic.source.name,
             "requests": len(self.market.traffic.source),
-            "slo": ask.slo,
-            "classes": ask.classes,
+            "slo": question.slo,
+            "classes": question.classes,
             **asked,
         }
 
     def _sources(self, chosen: Goodput) -> dict[str, str]:
         offer = self.market.offer_of(chosen.candidate.pools[0].degrees, True)
-        arrivals = "its own arrivals" if self.ask.is_replay else f"gamma arrivals of burstiness {self.ask.burstiness:g}"
+        drawn = f"gamma arrivals of burstiness {self.question.burstiness:g}"
+        arrivals = "its own arrivals" if self.question.is_replay else drawn
         return {
             "latency": offer.latency.source,
             "hardware": self.market.hardware,

@@ -92,11 +92,6 @@ class Workload:
             class_of=self.class_of[:count],
         )
 
-    def with_arrivals(self, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
-        """The same lengths in the same order, at gamma-distributed gaps (1: Poisson) of mean 1/rate."""
-        rng = np.random.default_rng(seed)
-        return replace(self, arrival_s=np.asarray(arrivals_s(len(self), rate, burstiness, rng)))
-
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
         """`count` requests at a rate, lengths drawn from these (prompt and output together); they share no prefix."""
         rng = np.random.default_rng(seed)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from placement.build.from_offers import first_tokens_of, phase_alone
 from placement.goodput.estimate import Effort, Estimate, estimate
-from placement.goodput.search import Quest, crossing, find_goodput, goodput_of, runner, verify_goodput
+from placement.goodput.runner import open_runner
+from placement.goodput.search import GoodputProblem, crossing, find_goodput, goodput_of, verify_goodput
 from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint, Slo
 from placement.simulator.cluster import SimCluster
@@ -21,10 +21,10 @@ QUICK = Effort(first_requests=800, max_requests=3200, half_width=0.015, decides=
 TARGETS = Targets(slo=Slo(ttft_s=0.25, attainment=0.9))
 
 
-def quest(system: SimCluster | None = None, top: float = 11.0, **changes: object) -> Quest:
+def problem(system: SimCluster | None = None, top: float = 11.0, **changes: object) -> GoodputProblem:
     system = system or replace(phase_alone("prefill", toy_offer()), message_s=1e-7)
     traffic = Traffic(source=first_tokens_of(alike()))
-    return replace(Quest(system=system, traffic=traffic, targets=TARGETS, top=top, effort=QUICK), **changes)  # type: ignore[arg-type]
+    return replace(GoodputProblem(system=system, traffic=traffic, targets=TARGETS, top=top, effort=QUICK), **changes)  # type: ignore[arg-type]
 
 
 def rate_of_formula(ttft_s: float = 0.25, wanted: float = 0.9) -> float:
@@ -37,7 +37,7 @@ def rate_of_formula(ttft_s: float = 0.25, wanted: float = 0.9) -> float:
 
 
 def test_goodput_of_a_queue_is_what_the_formula_gives() -> None:
-    found = find_goodput(quest())
+    found = find_goodput(problem())
     assert found.goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
     assert found.goodput.low <= rate_of_formula() <= found.goodput.high
     assert found.goodput.high < 1.3 * found.goodput.low
@@ -45,18 +45,18 @@ def test_goodput_of_a_queue_is_what_the_formula_gives() -> None:
 
 @pytest.mark.parametrize("top", [2.0, 5.0, 400.0])
 def test_a_wrong_bound_costs_time_and_not_the_answer(top: float) -> None:
-    assert find_goodput(quest(top=top)).goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
+    assert find_goodput(problem(top=top)).goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.5, 5.0])
 def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) -> None:
-    found = find_goodput(quest(bottom=rate, top=1.25 * rate)).goodput
+    found = find_goodput(problem(bottom=rate, top=1.25 * rate)).goodput
     assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
 
 
 def test_looser_targets_never_lower_the_goodput() -> None:
     found = [
-        find_goodput(quest(targets=Targets(slo=Slo(ttft_s=ttft_s, attainment=share)))).goodput.value
+        find_goodput(problem(targets=Targets(slo=Slo(ttft_s=ttft_s, attainment=share)))).goodput.value
         for ttft_s, share in ((0.15, 0.9), (0.25, 0.9), (0.5, 0.9), (0.5, 0.5))
     ]
     assert found == sorted(found)
@@ -64,47 +64,40 @@ def test_looser_targets_never_lower_the_goodput() -> None:
 
 
 def test_slower_times_lower_the_goodput_and_no_rate_keeps_what_cannot_be_kept() -> None:
-    slow = find_goodput(quest(factor=1.2)).goodput.value
-    assert slow < 0.85 * find_goodput(quest()).goodput.value
-    never = find_goodput(quest(targets=Targets(slo=Slo(ttft_s=0.09))))
+    slow = find_goodput(problem(factor=1.2)).goodput.value
+    assert slow < 0.85 * find_goodput(problem()).goodput.value
+    never = find_goodput(problem(targets=Targets(slo=Slo(ttft_s=0.09))))
     assert never.goodput.value == 0.0
 
 
 def test_copies_share_the_rate() -> None:
-    one, three = find_goodput(quest()), find_goodput(quest(copies=3, top=33.0))
+    one, three = find_goodput(problem()), find_goodput(problem(copies=3, top=33.0))
     assert three.goodput.value == pytest.approx(3 * one.goodput.value, rel=0.05)
 
 
 def test_the_same_seed_gives_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("placement.simulator.compiled.compiled_path", lambda cache=None: None)  # test_compiled has that
     short = Effort(first_requests=400, max_requests=400, decides=True)
-    quests = [quest(seed=seed, effort=short) for seed in (1, 2, 3)]
-    with runner(0) as run:
-        expected = run.map(find_goodput, quests, "here")
-    with runner(2) as run:
-        found = run.map(find_goodput, quests, "there")
-    assert [one.goodput for one in found] == [one.goodput for one in expected]
-    assert len({one.goodput for one in expected}) == 3
+    problems = [problem(seed=seed, effort=short) for seed in (1, 2, 3)]
+    with open_runner(0) as runner:
+        expected = runner.map(find_goodput, problems, "here")
+    with open_runner(2) as runner:
+        found = runner.map(find_goodput, problems, "there")
+    assert [knee.goodput for knee in found] == [knee.goodput for knee in expected]
+    assert len({knee.goodput for knee in expected}) == 3
 
 
 def test_a_rate_that_only_a_short_run_keeps_is_found_out() -> None:
     """Just above capacity, with a target of half a minute, the queue takes thousands of requests to be late."""
     loose = Targets(slo=Slo(ttft_s=30.0, attainment=0.9))
     short = Effort(first_requests=800, max_requests=800, decides=True)
-    flattered = find_goodput(quest(targets=loose, effort=short))
+    flattered = find_goodput(problem(targets=loose, effort=short))
     assert flattered.goodput.value > 10.5
     checked = verify_goodput(
-        quest(targets=loose, effort=Effort(first_requests=8000, max_requests=8000), seen=flattered.looked_at)
+        problem(targets=loose, effort=Effort(first_requests=8000, max_requests=8000), earlier=flattered.estimates)
     )
     assert checked.goodput.value < 10.35  # 8,000 arrivals may come so much slower than they should
     assert checked.num_simulated >= 8000
-
-
-def test_progress_is_told_from_nothing_to_all() -> None:
-    told: list[tuple[str, int, int]] = []
-    with runner(0, lambda *step: told.append(step)) as run:
-        assert run.map(math.sqrt, [1.0, 4.0], "roots") == [1.0, 2.0]
-    assert told == [("roots", 0, 2), ("roots", 1, 2), ("roots", 2, 2)]
 
 
 def test_crossings_are_read_off_the_line_between_two_points() -> None:
@@ -137,6 +130,6 @@ def looked(rate: float, slack: float, half: float) -> Estimate:
 
 
 def test_the_estimate_that_is_asked_for_is_the_one_that_the_search_saw() -> None:
-    seen = find_goodput(quest()).looked_at[0]
-    again = estimate(quest().system, quest().traffic, seen.point.rate, TARGETS, effort=QUICK)
+    seen = find_goodput(problem()).estimates[0]
+    again = estimate(problem().system, problem().traffic, seen.point.rate, TARGETS, effort=QUICK)
     assert again.point == seen.point

@@ -18,7 +18,7 @@ from placement.mixes.search import Found, Limit, Question, Questions, Space, che
 from placement.mixes.slowdowns import SlowdownSlo
 from placement.mixes.trial import Arrivals, Scene, judge
 from placement.plan import Plan, Slo, to_json
-from placement.search.planner import Ask
+from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload, from_rows
 from tests.placement.mixes.test_machines import Lines
 
@@ -148,14 +148,14 @@ QUICK = Provisioning(seconds=6.0, min_requests=1, seeds=1, interval_seeds=2, com
 SLO = Slo(ttft_s=0.6, tpot_s=0.03, attainment=0.9)
 
 
-def plan(ask: Ask, options: Provisioning = QUICK, machines: Sequence[MachineType] | None = None) -> Plan:
+def plan(ask: PlanQuestion, options: Provisioning = QUICK, machines: Sequence[MachineType] | None = None) -> Plan:
     return provision(ask, machines or shop(), requests(), options=options)
 
 
 @pytest.mark.parametrize("rules", ["splitwise", "live"])
 def test_the_plan_is_the_best_of_all_mixes(rules: str) -> None:
     options = replace(QUICK, rules=rules, designs=("BC",))  # type: ignore[arg-type]
-    ask = Ask(slo=SLO, objective="cost", rate=20.0, processes=0)
+    ask = PlanQuestion(slo=SLO, objective="cost", rate=20.0, processes=0)
     found = plan(ask, options)
     scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=SLO, rules=rules)  # type: ignore[arg-type]
     design = all_designs(shop(), ["BC"])[0]
@@ -169,12 +169,12 @@ def test_the_plan_is_the_best_of_all_mixes(rules: str) -> None:
 def test_more_rate_costs_no_less_and_more_budget_serves_no_less() -> None:
     options = replace(QUICK, designs=("Baseline-B", "BC", "BB"))
     costs = [
-        plan(Ask(slo=SLO, objective="cost", rate=rate, processes=0), options).chosen.usd_per_hour
+        plan(PlanQuestion(slo=SLO, objective="cost", rate=rate, processes=0), options).chosen.usd_per_hour
         for rate in (8.0, 24.0)
     ]
     assert costs[0] <= costs[1]
     budgets = (5.0, 9.0)
-    plans = [plan(Ask(slo=SLO, budget_usd_per_hour=budget, processes=0), options) for budget in budgets]
+    plans = [plan(PlanQuestion(slo=SLO, budget_usd_per_hour=budget, processes=0), options) for budget in budgets]
     assert all(found.chosen.usd_per_hour <= budget + 1e-9 for found, budget in zip(plans, budgets, strict=True))
     assert plans[0].chosen.goodput.value <= plans[1].chosen.goodput.value
 
@@ -182,19 +182,21 @@ def test_more_rate_costs_no_less_and_more_budget_serves_no_less() -> None:
 def test_the_objective_and_the_budgets_decide() -> None:
     designs = ("BB", "CC")
     by = {
-        objective: plan(Ask(slo=SLO, objective=objective, rate=16.0, processes=0), replace(QUICK, designs=designs))
+        objective: plan(
+            PlanQuestion(slo=SLO, objective=objective, rate=16.0, processes=0), replace(QUICK, designs=designs)
+        )
         for objective in ("cost", "power", "goodput")
     }
     assert by["cost"].chosen.usd_per_hour == min(one.usd_per_hour for one in by["cost"].tried)
     assert by["power"].chosen.watts == min(one.watts for one in by["power"].tried)
     assert by["goodput"].chosen.candidate.gpus == min(one.candidate.gpus for one in by["goodput"].tried)
-    ask = Ask(slo=SLO, budget_usd_per_hour=math.inf, processes=0)
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=math.inf, processes=0)
     found = plan(ask, replace(QUICK, designs=designs, budget_power=2500.0))
     assert all(one.watts <= 2500 for one in found.tried)
 
 
 def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
-    found = plan(Ask(slo=SLO, objective="cost", rate=16.0, processes=0), replace(QUICK, interval_seeds=3))
+    found = plan(PlanQuestion(slo=SLO, objective="cost", rate=16.0, processes=0), replace(QUICK, interval_seeds=3))
     assert [one.candidate.design for one in found.tried] == sorted(
         (one.candidate.design for one in found.tried),
         key=lambda name: next(o.usd_per_hour for o in found.tried if o.candidate.design == name),
@@ -214,7 +216,7 @@ def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
 
 def test_the_other_rules_are_told_where_they_are_asked_for() -> None:
     options = replace(QUICK, designs=("BC",), compare_rules=True)
-    said = " ".join(plan(Ask(slo=SLO, objective="cost", rate=12.0, processes=0), options).advice)
+    said = " ".join(plan(PlanQuestion(slo=SLO, objective="cost", rate=12.0, processes=0), options).advice)
     assert "by the live policies BC (" in said
 
 
@@ -222,7 +224,7 @@ def test_slowdowns_are_kept_by_the_mix_that_is_chosen() -> None:
     machines = shop()
     slo = SlowdownSlo(reference=machines[1].latency)
     options = replace(QUICK, designs=("BC", "BB"), slowdowns=slo)
-    found = plan(Ask(slo=Slo(), objective="cost", rate=12.0, processes=0), options)
+    found = plan(PlanQuestion(slo=Slo(), objective="cost", rate=12.0, processes=0), options)
     design = all_designs(machines, [found.chosen.candidate.design])[0]
     counts = [pool.replicas for pool in found.chosen.candidate.pools]
     mix = Mix(design=design, num_prompt=counts[0], num_token=counts[1])
@@ -235,17 +237,17 @@ def test_slowdowns_are_kept_by_the_mix_that_is_chosen() -> None:
 
 
 def test_a_slo_that_a_request_alone_misses_is_refused_with_the_reason() -> None:
-    ask = Ask(slo=Slo(ttft_s=1.0, tpot_s=0.005), rate=1.0, processes=0)
+    ask = PlanQuestion(slo=Slo(ttft_s=1.0, tpot_s=0.005), rate=1.0, processes=0)
     with pytest.raises(PlanError, match=r"no design does what is asked \(Baseline-B: TPOT is 2\.\d+ times its limit"):
         plan(ask)
     both = Slo(ttft_s=0.19, tpot_s=0.03, attainment=0.95)
-    found = plan(Ask(slo=both, rate=2.0, processes=0), replace(QUICK, designs=("BB", "CC")))
+    found = plan(PlanQuestion(slo=both, rate=2.0, processes=0), replace(QUICK, designs=("BB", "CC")))
     assert "alone" in found.refused["CC"]
 
 
 def test_bad_input_is_a_sentence() -> None:
-    def ask(**keys: object) -> Ask:
-        return Ask(slo=SLO, processes=0, **keys)  # type: ignore[arg-type]
+    def ask(**keys: object) -> PlanQuestion:
+        return PlanQuestion(slo=SLO, processes=0, **keys)  # type: ignore[arg-type]
 
     with pytest.raises(PlanError, match="the budget is infinite; give one in USD per hour, GPUs or power"):
         plan(ask(budget_usd_per_hour=math.inf))
@@ -307,7 +309,7 @@ def test_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) ->
         seconds=5.0,
         slowdowns=SlowdownSlo(reference=splitwise_machines()[0].latency),
     )
-    asks = [Ask(slo=Slo(), objective="cost", rate=6.0, processes=processes) for processes in (0, 1, 2)]
+    asks = [PlanQuestion(slo=Slo(), objective="cost", rate=6.0, processes=processes) for processes in (0, 1, 2)]
     plans = [provision(ask, splitwise_machines(), requests(), options=options) for ask in asks]
     plain = [to_json(replace(found, cpu_s=0.0)) for found in plans]
     assert plain[0] == plain[1] == plain[2]
@@ -322,7 +324,7 @@ def test_progress_is_told_and_trials_are_remembered() -> None:
     runs.play([trial])
     runs.play([trial])
     assert runs.num_simulated == runs.verdicts[trial[1]].num_requests
-    ask = Ask(slo=SLO, objective="cost", rate=8.0, processes=0)
+    ask = PlanQuestion(slo=SLO, objective="cost", rate=8.0, processes=0)
     provision(
         ask, shop(), requests(), options=replace(QUICK, designs=("BC",)), on_progress=lambda *step: told.append(step)
     )

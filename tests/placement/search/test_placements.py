@@ -6,7 +6,7 @@ import pytest
 
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Degrees, PlanError
-from placement.goodput.search import runner
+from placement.goodput.runner import open_runner
 from placement.goodput.targets import Targets
 from placement.plan import Interval, Slo
 from placement.search.placements import (
@@ -74,9 +74,9 @@ def test_no_gpu_is_taken_that_promises_nothing() -> None:
 
 def test_phases_are_ranked_per_gpu_and_faster_workers_have_more_goodput() -> None:
     spent = Spent()
-    with runner(0) as run:
+    with open_runner(0) as runner:
         offers = usable_degrees(market(), 8, spent)
-        found = find_phase(market(), run, "prefill", offers, spent)
+        found = find_phase(market(), runner, "prefill", offers, spent)
     assert "the toy has 4 heads" in spent.refused["TP 8"]
     assert [one.per_gpu for one in found] == sorted((one.per_gpu for one in found), reverse=True)
     by_tp = {one.offer.degrees.tp: one.goodput.value for one in found}
@@ -87,8 +87,8 @@ def test_phases_are_ranked_per_gpu_and_faster_workers_have_more_goodput() -> Non
 def test_a_degree_that_is_too_slow_when_idle_is_refused_with_the_figure() -> None:
     strict = market(slo=Slo(ttft_s=0.07, tpot_s=0.02))
     spent = Spent()
-    with runner(0) as run:
-        found = find_phase(strict, run, "prefill", usable_degrees(strict, 4, spent), spent)
+    with open_runner(0) as runner:
+        found = find_phase(strict, runner, "prefill", usable_degrees(strict, 4, spent), spent)
     assert {one.offer.degrees.tp for one in found} <= {2, 4}
     assert spent.refused["prefill TP 1"] == (
         "TTFT 70 ms: a prompt of 100 tokens (P90) takes 100 ms alone on bench at TP 1"
@@ -98,8 +98,8 @@ def test_a_degree_that_is_too_slow_when_idle_is_refused_with_the_figure() -> Non
 def test_algorithm_2_pairs_workers_that_share_a_node() -> None:
     small = market(ToyCatalog(gpus_per_node=2))
     spent = Spent()
-    with runner(0) as run:
-        pairs = find_pairs(small, run, [alone(1, 5.0), alone(2, 9.0)], [alone(1, 20.0)], 8, spent)
+    with open_runner(0) as runner:
+        pairs = find_pairs(small, runner, [alone(1, 5.0), alone(2, 9.0)], [alone(1, 20.0)], 8, spent)
     assert [pair.candidate.gpus for pair, _ in pairs] == [2]
     assert pairs[0][0].within_node
     assert 0 < pairs[0][0].promised < 10
@@ -118,11 +118,11 @@ def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
 
 def test_colocated_workers_are_candidates_in_both_ways() -> None:
     spent = Spent()
-    with runner(0) as run:
-        found = find_colocated(market(), run, [toy_offer(1)], spent)
+    with open_runner(0) as runner:
+        found = find_colocated(market(), runner, [toy_offer(1)], spent)
     loose = market(slo=Slo(ttft_s=1.0, tpot_s=0.2))
-    with runner(0) as run:
-        found = find_colocated(loose, run, [toy_offer(1)], spent)
+    with open_runner(0) as runner:
+        found = find_colocated(loose, runner, [toy_offer(1)], spent)
     assert {one.unit.sharing for one in found if one.unit} == {"prefill_first", "chunked"}
     (trial, *_) = colocated_trials(loose, found, lambda one: 3)
     assert trial.candidate.gpus == 3

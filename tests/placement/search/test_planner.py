@@ -9,7 +9,8 @@ import pytest
 
 from placement.catalogs.base import PlanError
 from placement.plan import Plan, RequestClass, Slo, to_json
-from placement.search.planner import Ask, plan
+from placement.search.planner import plan
+from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
 from tests.placement.toys import PROMPT, ToyCatalog, alike
 
@@ -21,7 +22,7 @@ def planned(
     slo: Slo = DISTURBED, catalog: ToyCatalog | None = None, workload: Workload | None = None, **ask: Any
 ) -> Plan:
     ask = {"num_gpus": 4, "processes": 0, "thoroughness": 0.05} | ask
-    return plan(Ask(slo=slo, **ask), catalog or one_gpu(), workload or alike())
+    return plan(PlanQuestion(slo=slo, **ask), catalog or one_gpu(), workload or alike())
 
 
 def one_gpu(error: float = 0.0) -> ToyCatalog:

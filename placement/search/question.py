@@ -1,4 +1,4 @@
-"""Ask is what a plan is wanted for: targets, an objective, and how much there is to spend or to serve. Values only."""
+"""PlanQuestion is what a plan is wanted for: targets, an objective, and what to spend or to serve. Values only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Algorithm = Literal["auto", "high", "low"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlanQuestion:
     """What is wanted. Exactly one of num_gpus, rate and budget_usd_per_hour.
 
     `algorithm`: DistServe's "high" or "low" node-affinity; "auto" takes low where it promises more. `burstiness` of the
