@@ -31,10 +31,10 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.report import tables
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
+from placement.named_files import CONFIGS
 
-ROOT = Path(__file__).resolve().parents[1]
-TRACE = ROOT / "configs/workloads/azure-conv-2023.csv"
-MODEL = ROOT / ".demo/model"
+TRACE = CONFIGS / "workloads" / "azure-conv-2023.csv"
+MODEL = Path(".demo/model")  # in the folder where it is run
 KVRELAY = (sys.executable, "-m", "kvrelay.cli.main")
 PROMPT = "The prefill worker reads the prompt; the decode worker"
 NUM_REQUESTS = 24

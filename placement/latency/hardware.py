@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cluster.spec.errors import sentences_of, show
 from placement.catalogs.base import MachineCost, PlanError
+from placement.named_files import named_file, names_of
 
-HARDWARE = Path(__file__).resolve().parent.parent.parent / "configs" / "hardware"
 SHOWN_SENTENCES = 4
 
 Above0 = Annotated[float, Field(gt=0)]
@@ -163,16 +163,16 @@ def parse_hardware(data: Any, path: str = "hardware") -> Hardware:
 
 
 def known_hardware() -> list[str]:
-    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
+    return names_of("hardware", ".yaml")
 
 
 def _find(hardware: str) -> Path:
     path = Path(hardware).expanduser()
     if path.is_file():
         return path
-    short = HARDWARE / f"{path.name.lower().replace('_', '-')}.yaml"
-    if path.name == hardware and short.exists():
-        return short
+    shipped = named_file("hardware", hardware, ".yaml") if path.name == hardware else None
+    if shipped is not None:
+        return shipped
     known = ", ".join(known_hardware())
     raise PlanError(f"hardware is {hardware!r}, which is no file; give one, or a name of {known}")
 

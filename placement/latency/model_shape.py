@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalogs.base import PlanError
-
-MODELS = Path(__file__).resolve().parent.parent.parent / "configs" / "models"
+from placement.named_files import CONFIGS, named_file, names_of
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 WINDOW_TYPES = ("sliding_attention", "chunked_attention", "local")
@@ -254,7 +253,7 @@ def load_shape(model: str | Path) -> ModelShape:
 
 
 def known_models() -> list[str]:
-    return sorted(path.stem for path in MODELS.glob("*.json"))
+    return names_of("models", ".json")
 
 
 def loadable_name(model: str) -> str:
@@ -266,7 +265,7 @@ def loadable_name(model: str) -> str:
         return model
     if path.name == "config.json":
         return str(path.parent.resolve())
-    if path.parent != MODELS:
+    if path.parent != CONFIGS / "models":
         return model
     hub_id = json.loads(path.read_text(encoding="utf-8")).get("_name_or_path")
     return model if hub_id is None or "/" in model else str(hub_id)
@@ -280,9 +279,9 @@ def _find(model: str) -> Path:
         return path / "config.json"
     if path.is_file():
         return path
-    short = MODELS / f"{path.name.lower().replace('_', '-').removesuffix('.json')}.json"
-    if short.exists() and not model.startswith((".", "/", "~")) and model.count("/") < 2:  # a name, or a hub id
-        return short
+    shipped = named_file("models", path.name.removesuffix(".json"), ".json")
+    if shipped is not None and not model.startswith((".", "/", "~")) and model.count("/") < 2:  # a name, or a hub id
+        return shipped
     known = ", ".join(known_models())
     raise PlanError(f"model is {model!r}, which is no directory and no config.json; give one, or a name of {known}")
 

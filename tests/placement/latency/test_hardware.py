@@ -9,13 +9,14 @@ import pytest
 import yaml
 
 from placement.catalogs.base import PlanError
-from placement.latency.hardware import HARDWARE, known_hardware, load_hardware, parse_hardware
+from placement.latency.hardware import known_hardware, load_hardware, parse_hardware
+from placement.named_files import CONFIGS
 
 pytestmark = pytest.mark.unit
 
 
 def data(name: str = "h100-sxm") -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((HARDWARE / f"{name}.yaml").read_text())
+    found: dict[str, Any] = yaml.safe_load((CONFIGS / "hardware" / f"{name}.yaml").read_text())
     return found
 
 
@@ -37,7 +38,7 @@ def test_each_file_says_where_its_figures_come_from(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.cost().watts_per_gpu > 0
     assert hardware.flops_for("bfloat16") > 0
-    text = (HARDWARE / f"{name}.yaml").read_text().splitlines()
+    text = (CONFIGS / "hardware" / f"{name}.yaml").read_text().splitlines()
     keys = ("memory", "node_link", "cross_link", "usd", "watts")
     for line in (line for line in text if line.startswith(keys)):
         assert "#" in line, f"{name}: {line} has no source"
@@ -81,7 +82,7 @@ def test_what_is_no_hardware_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_numbers_may_be_written_as_people_write_them(tmp_path: Path) -> None:
-    text = (HARDWARE / "h100-sxm.yaml").read_text().replace("3.35e+12", "3.35e12")
+    text = (CONFIGS / "hardware" / "h100-sxm.yaml").read_text().replace("3.35e+12", "3.35e12")
     (tmp_path / "mine.yaml").write_text(text)
     assert load_hardware(tmp_path / "mine.yaml").memory_bytes_per_s == 3.35e12
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from placement.catalogs.base import PlanError
-from placement.latency.model_shape import MODELS, known_models, load_shape, loadable_name, shape_of
+from placement.latency.model_shape import known_models, load_shape, loadable_name, shape_of
+from placement.named_files import CONFIGS
 
 unit = pytest.mark.unit
 
@@ -27,13 +28,13 @@ OTHERS = ("gpt2", "qwen2", "qwen2_moe", "gemma2", "gpt_neox", "falcon", "phi", "
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((MODELS / "llama-3.1-8b.json").read_text())
+    found: dict[str, Any] = json.loads((CONFIGS / "models" / "llama-3.1-8b.json").read_text())
     return {key: value for key, value in (found | changes).items() if value is not None}
 
 
 @unit
 def test_a_worker_is_told_a_hub_id_or_a_full_path(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((MODELS / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text((CONFIGS / "models" / "llama-3.1-8b.json").read_text())
     assert loadable_name("llama-3.1-8b") == "meta-llama/Llama-3.1-8B"
     assert loadable_name("somebody/llama-3.1-8b") == "somebody/llama-3.1-8b"
     assert loadable_name(str(tmp_path)) == loadable_name(str(tmp_path / "config.json")) == str(tmp_path)
@@ -50,7 +51,9 @@ def test_parameters_are_those_that_transformers_makes(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = json.loads((MODELS / f"{name}.json").read_text()) if name not in OTHERS else {"model_type": name}
+    given = (
+        json.loads((CONFIGS / "models" / f"{name}.json").read_text()) if name not in OTHERS else {"model_type": name}
+    )
     given.pop("quantization_config", None)
     made = AutoConfig.for_model(**given)
     with torch.device("meta"):
