@@ -419,7 +419,7 @@ def bench(quick: bool) -> dict[str, Any]:
     bytes_rows = [bench_bytes(model, n, rounds if n < 8192 else 5) for model in MODELS for n in prompts]
     transports = ("shared_memory", "process_group")
     settings = [
-        TransferOptions(transports=(name,), checksums=on, transfer_timeout_s=TIMEOUT_S)
+        TransferOptions(transports=(name,), checksums=on, timeout_s=TIMEOUT_S)
         for name in transports
         for on in (True, False)
     ]

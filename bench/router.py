@@ -49,10 +49,10 @@ async def serve_workers(step_s: float) -> None:
 
 
 async def serve_router(members: str) -> None:
-    from cluster.front.server import RouterOptions, RouterServer
+    from cluster.front.server import RouterServer, server_options
     from cluster.router.worker_link import Member
 
-    server = RouterServer(RouterOptions(port=0))
+    server = RouterServer(server_options(port=0))
     port = await server.start()
     server.set_members(Member(name=n, role=r, address=a) for n, r, a in json.loads(members))
     while not server.router.is_ready:

@@ -21,8 +21,8 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from bench.common import REPO, about, save
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
 from placement.latency.base import LatencyModel
 from placement.papers.distserve import rules as distserve
 from placement.papers.distserve.coefficients import distserve_latency
@@ -33,12 +33,11 @@ from placement.simulator.compiled import simulation_pool
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload, from_rows, read_request_list
-from prefill_worker.policy import PrefillLimits
-from worker.options import Role
+from prefill_worker.policy import PrefillOptions
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}
-ROOMY = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # those simulators reject nobody
+ROOMY = RouterOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # those simulators reject nobody
 
 
 def timed(run: Callable[[Any, Workload], Outcome], cluster: Any, workload: Workload) -> float:
@@ -84,10 +83,13 @@ class Meter:
 def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], counts: tuple[int, int]) -> SimCluster:
     """The live policies on workers of these latencies."""
 
-    def pool(role: Role, latency: LatencyModel, num_pages: int, count: int) -> list[SimWorker]:
-        limits = {"prefill": PrefillLimits(max_batch_tokens=2048), "decode": DecodeLimits(max_batch_size=512)}
+    def pool(role: str, latency: LatencyModel, num_pages: int, count: int) -> list[SimWorker]:
+        policies = {
+            "prefill": PrefillOptions(max_batch_tokens=2048, pack_tokens=None),
+            "decode": DecodeOptions(max_batch_size=512),
+        }
         return [
-            SimWorker(name=f"{role}-{i}", role=role, latency=latency, num_pages=num_pages, **limits)  # type: ignore[arg-type]
+            SimWorker(name=f"{role}-{i}", role=role, latency=latency, num_pages=num_pages, policy=policies[role])
             for i in range(count)
         ]
 

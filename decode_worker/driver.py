@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from decode_worker.policy import DecodeBatch, DecodeEntry, DecodeLimits, DecodePolicy
+from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from engine.engine import Engine
 from engine.execution import wait_broken
 from engine.pages.pool import PageHash, PagePool, page_hashes
@@ -93,14 +93,12 @@ class DecodeWorker:
         layout = engine.layout
         self.policy = DecodePolicy(
             PagePool(layout.num_pages, layout.page_size),
-            DecodeLimits(
-                max_batch_size=options.max_batch_size, admission=options.admission, watermark=options.watermark
-            ),
+            options.policy,
             name=options.name,
         )
         if options.record:
             record_calls(self.policy, options.record, options.name)
-        self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
+        self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -115,7 +113,7 @@ class DecodeWorker:
             me=self.address,
             model_fingerprint=engine.info.fingerprint,
             options=options.transfer,
-            lease_ttl_s=options.lease_ttl_s,
+            lease_ttl_s=options.transfer.lease_ttl_s,
             address_host=options.host,
         )
         self._loop_task: asyncio.Task[None] | None = None
@@ -164,7 +162,7 @@ class DecodeWorker:
             model=model_info_to_proto(self.engine.info),
             num_pages=self.policy.pool.num_pages,
             page_size=self.policy.pool.page_size,
-            max_batch=self.options.max_batch_size,
+            max_batch=self.policy.options.max_batch_size,
             limits=self.options.limits,
         )
 

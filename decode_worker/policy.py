@@ -28,21 +28,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from engine.knobs import check, knob
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLimits:
-    max_batch_size: int
-    admission: Literal["watermark", "worst_case"] = "watermark"
-    watermark: float = 0.02
+class DecodeOptions:
+    max_batch_size: int = knob(64, "that decode at once; more wait, with their KV, in pages", unit="requests", ge=1)
+    admission: Literal["watermark", "worst_case"] = knob("watermark", "who gets pages: see *Choosing values*")
+    watermark: float = knob(
+        0.02, "that admission leaves free for running requests to grow into", unit="share of pages", ge=0, lt=1
+    )
 
     def __post_init__(self) -> None:
-        if self.max_batch_size < 1:
-            raise ValueError(f"max_batch_size is {self.max_batch_size}; give 1 or more")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark is {self.watermark:g}; give a number from 0 to below 1")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,9 @@ class _Request:
 
 
 class DecodePolicy:
-    def __init__(self, pool: PagePool, limits: DecodeLimits, *, name: str = "decode") -> None:
+    def __init__(self, pool: PagePool, options: DecodeOptions, *, name: str = "decode") -> None:
         self.pool = pool
-        self.limits = limits
+        self.options = options
         self.name = name
         self._requests: dict[str, _Request] = {}
         self._queued: dict[str, _Request] = {}
@@ -314,11 +314,11 @@ class DecodePolicy:
     def _may_admit(self, request: _Request) -> bool:
         fresh = pages_for(request.prompt_len, self.pool.page_size) - self.pool.count_matching(request.hashes)
         left = self.pool.available - fresh - self.pool.count_matching_unheld(request.hashes)
-        if self.limits.admission == "worst_case":
+        if self.options.admission == "worst_case":
             promised = sum(self._worst_pages(r) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
             return left >= 0 and promised + self._worst_pages(request) <= self.pool.num_pages
         is_alone = all(r.stage is _Stage.QUEUED for r in self._requests.values())
-        kept_free = 0 if is_alone else max(1, int(self.limits.watermark * self.pool.num_pages))
+        kept_free = 0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages))
         return left >= kept_free
 
     def _worst_pages(self, request: _Request) -> int:
@@ -333,7 +333,7 @@ class DecodePolicy:
         return Granted(pages=tuple(request.pages), cached_pages=len(cached))
 
     def _join(self) -> None:
-        while self._ready and len(self._running) < self.limits.max_batch_size:
+        while self._ready and len(self._running) < self.options.max_batch_size:
             name = next(iter(self._ready))
             request = self._ready.pop(name)
             request.stage = _Stage.RUNNING
@@ -394,7 +394,7 @@ class DecodePolicy:
             assert all(r.stage is stage and not r.is_over for r in group.values())
         queued = sum(pages_for(r.prompt_len, self.pool.page_size) for r in self._queued.values())
         assert self._queued_pages == queued
-        assert len(self._running) <= self.limits.max_batch_size
+        assert len(self._running) <= self.options.max_batch_size
         by_age = sorted(self._running.values(), key=lambda r: r.order)
         assert [request for _, request in self._by_age] == by_age, "the running are not in order of age"
         self.pool.check_holders(held)

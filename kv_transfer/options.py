@@ -1,14 +1,36 @@
-"""TransferOptions are the limits that a worker keeps in its pairs, and the transports that it may use."""
+"""TransferOptions says what a pair of workers keeps to while it hands KV over. Values only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from engine.knobs import check, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    transports: tuple[str, ...] = ("cuda_ipc", "shared_memory", "process_group")  # the preferred first
-    checksums: bool = True
-    layers_per_group: int = 0  # 0: chosen so that a segment is about a megabyte, at most 8 groups
-    transfer_timeout_s: float = 5.0
-    max_resends: int = 2
+    transports: tuple[str, ...] = knob(
+        ("cuda_ipc", "shared_memory", "process_group"),
+        "the first that both workers can use is used: `cuda_ipc` between GPUs of one host, `shared_memory` on one "
+        "host's CPU, `process_group` anywhere (gloo; NCCL between GPUs)",
+    )
+    checksums: bool = knob(True, "of every segment, made by the sender and verified by the receiver")
+    layers_per_group: int = knob(
+        0, "that leave together; 0: about a megabyte for the prompt, at most eight groups", unit="layers", ge=0
+    )
+    lease_ttl_s: float = knob(
+        30.0, "without progress, after which a lease ends and its pages come back", unit="s", gt=0, le=86_400
+    )
+    timeout_s: float = knob(5.0, "that a transport waits for a peer that moves nothing", unit="s", gt=0, le=86_400)
+    max_resends: int = knob(
+        2, "a segment with a bad checksum is sent again before the handoff fails", unit="times", ge=0
+    )
+    nccl: Mapping[str, str] = knob(
+        {},
+        "settings of NCCL in every worker, such as `{NCCL_SOCKET_IFNAME: eth0}`: keys that begin with `NCCL_` or "
+        "`TORCH_NCCL_`",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -41,7 +41,7 @@ from kv_transfer.transports.faulty import Faults
 from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
-from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillLimits, PrefillPolicy
+from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import model_info_to_proto, sampling_from_proto, token_output
 from worker.options import WorkerOptions
 from worker.recording import record_calls
@@ -95,17 +95,11 @@ class PrefillWorker:
         layout = engine.layout
         self.policy = PrefillPolicy(
             PagePool(layout.num_pages, layout.page_size),
-            PrefillLimits(
-                max_batch_tokens=options.max_batch_tokens,
-                max_requests=options.max_prefill_requests,
-                pack_tokens=options.pack_tokens,
-                short_prompt_tokens=options.short_prompt_tokens,
-                short_share=options.short_share,
-            ),
+            options.policy,
         )
         if options.record:
             record_calls(self.policy, options.record, options.name)
-        self.counters: Counter[str] = Counter(nccl_counters(options.nccl, engine.memory))
+        self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
         self._live: dict[str, _Live] = {}
         self._peers: dict[tuple[str, str], asyncio.Task[PrefillPair]] = {}
         self._faults = faults
@@ -162,7 +156,7 @@ class PrefillWorker:
             model=model_info_to_proto(self.engine.info),
             num_pages=self.policy.pool.num_pages,
             page_size=self.policy.pool.page_size,
-            max_batch=self.options.max_batch_tokens,
+            max_batch=self.policy.options.max_batch_tokens,
             limits=self.options.limits,
         )
 
@@ -336,7 +330,7 @@ class PrefillWorker:
 
     def _groups(self, segments: list[tuple[Handoff, int, int, list[int]]]) -> list[range]:
         pages = sum(end - begin for _, begin, end, _ in segments)
-        return layer_groups(self.engine.layout, max(1, pages), self.options.layers_per_group)
+        return layer_groups(self.engine.layout, max(1, pages), self.options.transfer.layers_per_group)
 
     def _process(self, flight: _Flight, sampled: list[SampledToken]) -> None:
         computed_ns = time.monotonic_ns()
@@ -439,7 +433,7 @@ class PrefillWorker:
         live.handoff = peer.reserve(live.state, on_stalled=lambda reason: self._on_stalled(live, reason))
         self.policy.on_handoff_opened(live.id)
         pages = list(self.policy.pages_of(live.id))
-        for group in layer_groups(self.engine.layout, len(pages), self.options.layers_per_group):
+        for group in layer_groups(self.engine.layout, len(pages), self.options.transfer.layers_per_group):
             live.handoff.segment_ready(group, 0, len(pages), pages)
 
     def _count_receipt(self, live: _Live, receipt: generate_pb2.HandoffReceipt) -> None:

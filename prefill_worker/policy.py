@@ -27,24 +27,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.knobs import check, knob
 from engine.pages.pool import PageHash, PagePool, pages_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillLimits:
-    max_batch_tokens: int
-    max_requests: int = 64
-    short_prompt_tokens: int = 256
-    short_share: float = 0.5
-    pack_tokens: int | None = None  # None: a step is filled up to max_batch_tokens
+class PrefillOptions:
+    max_batch_tokens: int = knob(
+        512, "computed in one step at most; long prompts are cut into chunks", unit="tokens", ge=1
+    )
+    max_prefill_requests: int = knob(64, "in one step at most", unit="requests", ge=1)
+    pack_tokens: int | None = knob(
+        128,
+        "no further prompt joins a step that has so many, but the oldest one; null: all that fit",
+        unit="tokens",
+        ge=1,
+    )
+    short_prompt_tokens: int = knob(256, "a prompt with no more left may pass a long one", unit="tokens", ge=0)
+    short_share: float = knob(
+        0.5, "that short prompts may take while a long one stands before them", unit="share of a step", ge=0, lt=1
+    )
 
     def __post_init__(self) -> None:
-        if self.max_batch_tokens < 1:
-            raise ValueError(f"max_batch_tokens is {self.max_batch_tokens}; give 1 or more")
-        if self.pack_tokens is not None and self.pack_tokens < 1:
-            raise ValueError(f"pack_tokens is {self.pack_tokens}; give 1 or more")
-        if not 0 <= self.short_share < 1:
-            raise ValueError(f"short_share is {self.short_share:g}; give a number from 0 to below 1")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +97,9 @@ class _Request:
 
 
 class PrefillPolicy:
-    def __init__(self, pool: PagePool, limits: PrefillLimits) -> None:
+    def __init__(self, pool: PagePool, options: PrefillOptions) -> None:
         self.pool = pool
-        self.limits = limits
+        self.options = options
         self._requests: dict[str, _Request] = {}  # everything that is not gone, in order of arrival
         self._waiting: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
@@ -109,12 +114,12 @@ class PrefillPolicy:
 
     def next_batch(self) -> PrefillBatch | None:
         """What to compute next, at most max_batch_tokens; None when nothing can run."""
-        left = self.limits.max_batch_tokens
+        left = self.options.max_batch_tokens
         lengths: dict[str, int] = {}
         queue = self._queue()
         oldest = queue[0] if queue else None
         for request, limit in self._order(queue):
-            if left == 0 or len(lengths) == self.limits.max_requests:
+            if left == 0 or len(lengths) == self.options.max_prefill_requests:
                 break
             if self._is_packed(left) and request is not oldest and request.request_id not in lengths:
                 continue
@@ -204,15 +209,15 @@ class PrefillPolicy:
         return [r for r in self._requests.values() if r.left and not r.is_over]
 
     def _is_packed(self, tokens_left: int) -> bool:
-        limits = self.limits
-        return limits.pack_tokens is not None and limits.max_batch_tokens - tokens_left >= limits.pack_tokens
+        options = self.options
+        return options.pack_tokens is not None and options.max_batch_tokens - tokens_left >= options.pack_tokens
 
     def _order(self, queue: list[_Request]) -> Iterator[tuple[_Request, int]]:
         """The queue with the tokens each may take in its turn; one may come twice."""
-        is_short = {r.request_id: r.num_tokens - r.computed_len <= self.limits.short_prompt_tokens for r in queue}
+        is_short = {r.request_id: r.num_tokens - r.computed_len <= self.options.short_prompt_tokens for r in queue}
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])
-        share = int(self.limits.short_share * self.limits.max_batch_tokens)
+        share = int(self.options.short_share * self.options.max_batch_tokens)
         for request in queue[first_long:]:
             if share and is_short[request.request_id]:
                 yield request, share

@@ -20,7 +20,6 @@ from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
-from worker.options import Role
 from worker.rpc import bind, make_server
 
 VOCAB = 1000
@@ -42,7 +41,7 @@ Script = Callable[[Sequence[int], int], int]
 @dataclass(kw_only=True)
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     name: str
-    role: Role = "prefill"
+    role: str = "prefill"
     num_pages: int = 256
     page_size: int = 16
     max_model_len: int = 512
@@ -201,7 +200,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(kw_only=True)
 class FakeDecodeWorker(FakeWorker):
-    role: Role = "decode"
+    role: str = "decode"
     step_s: float = 0.0
     max_steps: int | None = None  # stop stepping after so many, until `resume`
 

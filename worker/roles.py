@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a request passes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,13 @@ ROLES: Mapping[str, RoleKind] = {
         RoleKind(
             name="prefill",
             phases=("prefill",),
-            options="prefill_worker.policy:PrefillLimits",
+            options="prefill_worker.policy:PrefillOptions",
             driver="prefill_worker.driver:PrefillWorker",
         ),
         RoleKind(
             name="decode",
             phases=("decode",),
-            options="decode_worker.policy:DecodeLimits",
+            options="decode_worker.policy:DecodeOptions",
             driver="decode_worker.driver:DecodeWorker",
         ),
     )

@@ -21,13 +21,13 @@ import grpc.aio
 
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
+from worker.options import REPORT_GAP_S
 from worker.rpc import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 64  # messages; a router that reads no faster gets reports again when it has caught up
 ROUTER_DEAD_AFTER_S = 10.0
-MIN_REPORT_GAP_S = 0.05  # a report costs worker and router together about half a millisecond
 
 
 class WorkerHost(Protocol):
@@ -119,7 +119,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for link in self._links.values():
             link.flush()
         if self._report_soon is None:
-            gap = max(0.0, self._reported_at + MIN_REPORT_GAP_S - time.monotonic())
+            gap = max(0.0, self._reported_at + REPORT_GAP_S - time.monotonic())
             self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
 
     async def Connect(

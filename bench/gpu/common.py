@@ -191,10 +191,10 @@ async def _serve(pipe: Connection, name: str, spec: WorkerProcess) -> None:
     from engine.engine import Engine
     from engine.options import EngineOptions
     from prefill_worker.driver import PrefillWorker
-    from worker.options import WorkerOptions
+    from worker.options import worker_options
 
     engine = await asyncio.to_thread(Engine.load, EngineOptions(**spec.engine))
-    options = WorkerOptions(name=name, role=spec.role, host=HOST, secret=SECRET, **spec.worker)  # type: ignore[arg-type]
+    options = worker_options(name, spec.role, host=HOST, secret=SECRET, **spec.worker)
     worker: Any = PrefillWorker(options, engine) if spec.role == "prefill" else DecodeWorker(options, engine)
     address = await worker.start()
     pipe.send(("ready", address.address))
@@ -209,13 +209,13 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
 
     Workers load side by side, so the share of the GPU that each may take must be written in its spec.
     """
-    from cluster.front.server import RouterOptions, RouterServer
+    from cluster.front.server import RouterServer, server_options
     from cluster.router.worker_link import LinkState, Member
 
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
     members: list[Member] = []
-    server = RouterServer(RouterOptions(host=HOST, port=0, secret=SECRET, dead_after_s=20.0))
+    server = RouterServer(server_options(host=HOST, port=0, secret=SECRET, dead_after_s=20.0))
     try:
         for name, spec in specs.items():
             ours, theirs = context.Pipe()

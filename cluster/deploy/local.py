@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
-from cluster.front.server import RouterOptions, RouterServer
+from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.worker_link import LinkState, Member
 from decode_worker.driver import DecodeWorker
 from engine.engine import Engine
@@ -22,7 +24,7 @@ from engine.options import EngineOptions
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.driver import PrefillWorker
-from worker.options import WorkerOptions
+from worker.options import worker_options
 
 POLL_S = 0.01
 SECRET = "local"
@@ -37,11 +39,12 @@ class LocalCluster:
         decode: int = 1,
         engine: EngineOptions | None = None,
         decode_engine: EngineOptions | None = None,
-        worker: WorkerOptions | None = None,
-        router: RouterOptions | None = None,
+        worker: Mapping[str, Any] | None = None,
+        router: ServerOptions | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """`engine`, `worker` and `router` say everything but names, roles, addresses and the model.
+        """`engine`, `worker` (settings by name, of either role) and `router` say everything but names, roles, addresses
+        and the model.
 
         `decode_engine` is for decode workers that differ (fewer pages, say); `faults` go into every handoff.
         """
@@ -50,8 +53,8 @@ class LocalCluster:
             "prefill": replace(engine, model=model),
             "decode": replace(decode_engine or engine, model=model),
         }
-        self._worker = replace(worker or WorkerOptions(name="", role="prefill"), secret=SECRET)
-        self._router_options = replace(router or RouterOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
+        self._worker = {**(worker or {}), "secret": SECRET}
+        self._router_options = replace(router or ServerOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
         self._counts = {"prefill": prefill, "decode": decode}
         self._faults = faults
         self.prefill: list[PrefillWorker] = []
@@ -78,11 +81,11 @@ class LocalCluster:
         """Load, connect, and return when the first router has a stream with every worker."""
         for index in range(self._counts["prefill"]):
             engine = await asyncio.to_thread(Engine.load, self._engines["prefill"])
-            options = replace(self._worker, name=f"prefill-{index}", role="prefill")
+            options = worker_options(f"prefill-{index}", "prefill", **self._worker)
             self.prefill.append(PrefillWorker(options, engine, faults=self._faults))
         for index in range(self._counts["decode"]):
             engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
-            options = replace(self._worker, name=f"decode-{index}", role="decode")
+            options = worker_options(f"decode-{index}", "decode", **self._worker)
             self.decode.append(DecodeWorker(options, engine))
         self._members = [_member(await w.start(), "prefill") for w in self.prefill]
         self._members += [_member(await w.start(), "decode") for w in self.decode]

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from cluster.router.policy import RouterOptions
 from cluster.spec.model import ClusterSpec
 from engine.process import set_thread_counts
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
@@ -53,12 +54,12 @@ class RouterActor:
 
 class _RouterService:
     def __init__(self, spec: ClusterSpec, index: int, secret: str, reached_at: str, last_port: int) -> None:
-        from cluster.front.server import RouterOptions, RouterServer
+        from cluster.front.server import RouterServer, ServerOptions
 
         router = spec.router
         self._reached_at = reached_at
         self._server = RouterServer(
-            RouterOptions(
+            ServerOptions(
                 name=f"router-{index}",
                 host=router.host,
                 port=router.port + index if router.port else last_port,
@@ -66,13 +67,7 @@ class _RouterService:
                 model=spec.model,
                 model_name=spec.model_name,
                 metrics_port=router.metrics_port + index if router.metrics_port else router.metrics_port,
-                dead_after_s=router.dead_after_s,
-                max_attempts=router.max_attempts,
-                unavailable_grace_s=router.unavailable_grace_s,
-                max_queued_requests=router.max_queued_requests,
-                max_queued_tokens=router.max_queued_tokens,
-                max_backlog_tokens=router.max_backlog_tokens,
-                overcommit=router.overcommit,
+                router=router.options(RouterOptions),
             )
         )
 

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,10 +19,11 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.tokenizer import TextCodec, load_codec
-from cluster.router.driver import Router, RoutingOptions
-from cluster.router.policy import PolicyOptions
+from cluster.router.driver import Router
+from cluster.router.policy import RouterOptions
 from cluster.router.status import gauges_of
 from cluster.router.worker_link import Member
+from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
+class ServerOptions:
     name: str = "router-0"  # unique among the routers of a cluster
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
@@ -39,42 +41,28 @@ class RouterOptions:
     model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
     model_name: str = ""  # the name that requests give; empty: as the workers say
     metrics_port: int | None = None  # None: not exposed; 0: any free one
+    router: RouterOptions = field(default_factory=RouterOptions)
+    record: str = ""  # a folder to write the policy's calls into, for placement/checks/replay.py; empty: none is
 
-    dead_after_s: float = 2.0  # a worker that says nothing for so long is lost
-    max_attempts: int = 4  # after so many failed ones a request fails
-    unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
-    max_queued_requests: int = 1024  # in the router; beyond it requests are rejected
-    max_queued_tokens: int = 1_048_576  # prompt tokens in the router's queue
-    max_backlog_tokens: int = 32_768  # prompt tokens sent to one prefill worker and not computed
-    overcommit: float = 0.25  # share of a decode worker's pages that may be promised beyond those free
-    record: str = (
-        ""  # a folder to write every call of the routing policy into, for placement/checks/replay.py; empty: none is
-    )
 
-    @property
-    def routing(self) -> RoutingOptions:
-        policy = PolicyOptions(
-            max_queued_requests=self.max_queued_requests,
-            max_queued_tokens=self.max_queued_tokens,
-            max_backlog_tokens=self.max_backlog_tokens,
-            overcommit=self.overcommit,
-            max_attempts=self.max_attempts,
-            unavailable_grace_s=self.unavailable_grace_s,
-        )
-        return RoutingOptions(
-            name=self.name,
-            secret=self.secret,
-            dead_after_s=self.dead_after_s,
-            policy=policy,
-            record=self.record,
-        )
+def server_options(**settings: Any) -> ServerOptions:
+    """A server's options from settings by name, knobs of the router among them. Raises ValueError for one out of
+    range."""
+    own = {key: value for key, value in settings.items() if key not in knobs_of(RouterOptions)}
+    return ServerOptions(router=read(RouterOptions, settings), **own)
 
 
 class RouterServer:
-    def __init__(self, options: RouterOptions, *, codec: TextCodec | None = None) -> None:
+    def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None) -> None:
         """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise."""
         self.options = options
-        self.router = Router(options.routing, on_readiness=self._on_readiness)
+        self.router = Router(
+            options.name,
+            options.router,
+            secret=options.secret,
+            record=options.record,
+            on_readiness=self._on_readiness,
+        )
         self.port = 0
         self.metrics_port: int | None = None
         self._codec = codec

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pages.pool import PageHash
-from worker.options import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,7 @@ class WorkerView:
     """What does not change while a worker lives."""
 
     name: str
-    role: Role
+    role: str
     total_pages: int
     page_size: int
 

@@ -18,7 +18,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 
@@ -26,7 +25,7 @@ from cluster.router.accounts import Report, RequestShape, WorkerView
 from cluster.router.links import Fleet
 from cluster.router.live_requests import LiveRequest, NewRequest, RequestFailed, Submission, Update
 from cluster.router.metrics import RouterMetrics
-from cluster.router.policy import Assigned, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
+from cluster.router.policy import Assigned, Queued, Rejected, RouterOptions, RouterPolicy, Unavailable
 from cluster.router.retry import GiveUp, Retry
 from cluster.router.worker_link import Member, WorkerLink
 from engine.pages.pool import page_hashes
@@ -39,36 +38,28 @@ from worker.recording import record_calls
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingOptions:
-    name: str = "router-0"
-    secret: str = ""
-    dead_after_s: float = 2.0  # a worker that says nothing for so long is lost
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
-    record: str = ""  # a folder to write every call of the policy into; empty: none is
-
-
 class Router:
     def __init__(
         self,
-        options: RoutingOptions | None = None,
+        name: str,
+        options: RouterOptions,
         *,
+        secret: str = "",
+        record: str = "",
         clock: Callable[[], float] = time.monotonic,
         on_readiness: Callable[[bool], None] | None = None,
     ) -> None:
-        self.options = options or RoutingOptions()
-        self.router_id = f"{self.options.name}/{secrets.token_hex(4)}"
-        self.policy = RouterPolicy(self.options.policy)
-        if self.options.record:
-            record_calls(self.policy, self.options.record, self.options.name)
+        """`record`: a folder to write every call of the policy into; empty: none is."""
+        self.router_id = f"{name}/{secrets.token_hex(4)}"
+        self.policy = RouterPolicy(options)
+        if record:
+            record_calls(self.policy, record, name)
         self.metrics = RouterMetrics()
         self._clock = clock
         self._started_s = clock()
         self._on_readiness = on_readiness
         self._was_ready = False
-        self.fleet = Fleet(
-            self, router_id=self.router_id, secret=self.options.secret, dead_after_s=self.options.dead_after_s
-        )
+        self.fleet = Fleet(self, router_id=self.router_id, secret=secret, dead_after_s=options.dead_after_s)
         self._serials = itertools.count(1)
         self._submissions: dict[str, Submission] = {}
         self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again

@@ -21,22 +21,39 @@ from dataclasses import dataclass
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.pools import DecodePool, PrefillPool
 from cluster.router.retry import Resend, Retry, retry_failed, retry_preempted
+from engine.knobs import check, knob
 from engine.pages.pool import pages_for
-from worker.options import Role
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+ROLES = ("prefill", "decode")
 RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for retry_after
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    max_queued_requests: int = 1024  # in the router; beyond it requests are rejected
-    max_queued_tokens: int = 1_048_576  # prompt tokens in the router's queue
-    max_backlog_tokens: int = 32_768  # prompt tokens sent to one prefill worker and not computed
-    overcommit: float = 0.25  # share of a decode worker's pages that may be promised beyond those free
-    max_attempts: int = 4  # after so many failed ones a request fails; preemption is no failure
-    unavailable_grace_s: float = 0.0  # how long a request may wait while a role has no worker at all
+class RouterOptions:
+    max_queued_requests: int = knob(
+        1024, "that wait in one router; more are refused with RESOURCE_EXHAUSTED", unit="requests", ge=1
+    )
+    max_queued_tokens: int = knob(1_048_576, "of their prompts, likewise", unit="tokens", ge=1)
+    max_backlog_tokens: int = knob(
+        32_768, "of prompts sent to one prefill worker and not computed; more wait in the router", unit="tokens", ge=1
+    )
+    overcommit: float = knob(
+        0.25,
+        "of a decode worker that may be promised beyond those free; their KV waits at prefill",
+        unit="share of pages",
+        ge=0,
+    )
+    dead_after_s: float = knob(2.0, "a worker that says nothing for so long is lost", unit="s", gt=0, le=86_400)
+    max_attempts: int = knob(
+        4, "that may fail before the request does; a preemption is no failure", unit="attempts", ge=1
+    )
+    unavailable_grace_s: float = knob(
+        0.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +85,8 @@ Decision = Assigned | Queued | Rejected | Unavailable
 
 
 class RouterPolicy:
-    def __init__(self, options: PolicyOptions | None = None) -> None:
-        self.options = options or PolicyOptions()
+    def __init__(self, options: RouterOptions | None = None) -> None:
+        self.options = options or RouterOptions()
         self._prefill = PrefillPool()
         self._decode = DecodePool(self.options.overcommit)
         self._requests: dict[str, RoutedRequest] = {}
@@ -92,7 +109,7 @@ class RouterPolicy:
         """Of any decode worker that takes new requests: who asks for more cannot be reassigned now."""
         return self._decode.most_free_pages
 
-    def has_role(self, role: Role) -> bool:
+    def has_role(self, role: str) -> bool:
         return self._prefill.is_open if role == "prefill" else self._decode.is_open
 
     # workers

@@ -25,7 +25,6 @@ import grpc.aio
 
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker.options import Role
 from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Member:
     """A worker that belongs to the cluster, as whoever deploys says."""
 
     name: str
-    role: Role
+    role: str
     address: str  # host:port
 
 

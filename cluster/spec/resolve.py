@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.spec.model import ClusterSpec, PoolSpec, SpecError, check_devices
+from cluster.spec.errors import SpecError
+from cluster.spec.model import ClusterSpec
+from cluster.spec.pool import PoolSpec, check_devices
+from kv_transfer.options import TransferOptions
 from worker.options import WorkerOptions
 
 AUTO_KV_SHARE = 0.4  # of the machine's memory, over all workers
@@ -66,7 +69,7 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
         if device == "cuda" and pool.tensor_parallel > 1:
             raise SpecError(_tensor_parallel_on_gpus(index, pool))
     try:
-        check_devices(spec.pools, devices, spec.transfer)
+        check_devices(spec.pools, devices, spec.transfer.options(TransferOptions).transports)
     except ValueError as error:
         raise SpecError(str(error)) from None
     if "cuda" not in devices:
@@ -225,31 +228,18 @@ def _shares(cpus: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
 def _gpu_options(pool: PoolSpec, is_on_gpu: bool) -> dict[str, Any]:
     if not is_on_gpu:
         return {}
-    graphs: dict[str, Any] = {"max_graph_batch": pool.max_batch_size} if pool.role == "decode" else {}
+    batch = getattr(pool.policy, "max_batch_size", None)  # where the role decodes
+    graphs = {} if batch is None else {"max_graph_batch": batch}
     return {"gpu_memory_utilization": pool.gpu_memory_utilization, "cuda_graphs": pool.cuda_graphs, **graphs}
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:
-    transfer = spec.transfer
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,
+        policy=pool.policy,
+        transfer=spec.transfer.options(TransferOptions),
         secret=secret,
-        max_batch_tokens=pool.max_batch_tokens,
-        max_prefill_requests=pool.max_prefill_requests,
-        pack_tokens=pool.pack_tokens,
-        short_prompt_tokens=pool.short_prompt_tokens,
-        short_share=pool.short_share,
-        max_batch_size=pool.max_batch_size,
-        admission=pool.admission,
-        watermark=pool.watermark,
-        transports=transfer.transports,
-        checksums=transfer.checksums,
-        layers_per_group=transfer.layers_per_group,
-        lease_ttl_s=transfer.lease_ttl_s,
-        transfer_timeout_s=transfer.timeout_s,
-        max_resends=transfer.max_resends,
-        nccl=transfer.nccl,
-        prefix_cache=pool.prefix_cache,
         tensor_parallel=pool.tensor_parallel,
+        **pool.knobs(WorkerOptions),
     )

@@ -93,7 +93,7 @@ class DecodePair:
             self._end,
             self._servicer.checksummer,
             name=f"kv-receive-{self.name}",
-            timeout_s=self._servicer.options.transfer_timeout_s,
+            timeout_s=self._servicer.options.timeout_s,
             on_verified=lambda token, ok, took_s: self._in_loop(self._on_verified, token, ok, took_s),
             on_error=lambda reason: self._in_loop(self.fail, reason),
         )

@@ -179,7 +179,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
                 why.append(f"{name} wants both on one host")
                 continue
             try:
-                timeout_s = self.options.transfer_timeout_s
+                timeout_s = self.options.timeout_s
                 host = self._address_host
                 return name, transport.offer(self.memory, peer=hello.worker.name, host=host, timeout_s=timeout_s)
             except TransferError as error:

@@ -42,8 +42,8 @@ async def connect(
         hello = make_hello(me, model_fingerprint, memory.layout, names)
         stream = dial(target.address)
         try:
-            welcome = await _shake_hands(stream.call, target, hello, options.transfer_timeout_s)
-            end = await _open_send_end(welcome, memory, target.name, host, options.transfer_timeout_s)
+            welcome = await _shake_hands(stream.call, target, hello, options.timeout_s)
+            end = await _open_send_end(welcome, memory, target.name, host, options.timeout_s)
         except TransferError as error:
             failures.append(f"{welcome.transport}: {error}")
             names.remove(welcome.transport)

@@ -40,7 +40,7 @@ class PairTerms:
 
     @property
     def answer_timeout_s(self) -> float:
-        return ANSWER_TIMEOUTS * self.options.transfer_timeout_s
+        return ANSWER_TIMEOUTS * self.options.timeout_s
 
 
 class Pair(Protocol):

@@ -92,7 +92,7 @@ def simulate(
         burstiness=burstiness,
     )
     try:
-        from cluster.spec.model import load_spec
+        from cluster.spec.load import load_spec
 
         question = _question(rate, rates, (ttft, tpot), attainment, num_requests, seeds, seed, colocated)
         spec = load_spec(cluster)

@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
-from cluster.spec.model import ClusterSpec, SpecError, parse_spec
+from cluster.spec.errors import SpecError
+from cluster.spec.load import parse_spec
+from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import why_not_served
 from kvrelay.plan import amounts, words
 from placement.plan import Goodput, Plan, PoolPlan

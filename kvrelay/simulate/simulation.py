@@ -19,18 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.spec.model import ClusterSpec, SpecError
+from cluster.spec.errors import SpecError
+from cluster.spec.model import ClusterSpec
 from kvrelay.bench.workload import fit, random_shapes
-from placement.build.from_spec import (
-    ProfileWorkers,
-    RooflineWorkers,
-    WorkerSource,
-    colocated_cluster,
-    latency_error,
-    latency_sources,
-    not_simulated,
-    sim_cluster,
-)
+from placement.build.from_spec import colocated_cluster, latency_error, latency_sources, not_simulated, sim_cluster
+from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource
 from placement.catalogs.base import PlanError
 from placement.goodput.estimate import Effort, burst, estimate
 from placement.goodput.targets import Targets

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
-from placement.build.from_profile import REPORT_GAP_S, hosts_of
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
+from placement.build.from_profile import hosts_of
+from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
 from placement.latency.base import DecodeLine
 from placement.latency.roofline import narrowed
@@ -22,11 +23,11 @@ from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.colocated import ColocatedCluster, Sharing
 from placement.simulator.systems import System
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillLimits
-from worker.options import Role
+from prefill_worker.policy import PrefillOptions
+from worker.options import REPORT_GAP_S
 
 PLENTY = 1 << 40
-SIZED_FOR_BURSTS = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=PLENTY, max_backlog_tokens=PLENTY)
+SIZED_FOR_BURSTS = RouterOptions(max_queued_requests=1 << 30, max_queued_tokens=PLENTY, max_backlog_tokens=PLENTY)
 OfferOf = Callable[[Degrees, bool], Offer]  # degrees, within_node
 
 
@@ -96,7 +97,7 @@ def colocated_of(offer: Offer, replicas: int, hardware: str, sharing: Sharing, m
 
 
 def assemble(
-    candidate: Candidate, offer_of: OfferOf, *, within_node: bool, router: PolicyOptions | None = None
+    candidate: Candidate, offer_of: OfferOf, *, within_node: bool, router: RouterOptions | None = None
 ) -> System:
     """The candidate as it would run. `within_node`: KV leaves over the fast link only."""
     if candidate.is_colocated:
@@ -121,11 +122,13 @@ def assemble(
         assert pool.role != "colocated"
         if pool.role == "prefill":
             offer = replace(offer, latency=narrowed(offer.latency, takers))
-        workers += [_worker(f"{pool.role}-{i}", pool.role, offer, pool) for i in range(pool.replicas)]
+        workers += [
+            sim_worker(f"{pool.role}-{i}", pool.role, offer, _policy(pool.role, pool)) for i in range(pool.replicas)
+        ]
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
     return SimCluster(
         workers=tuple(workers),
-        router=router or PolicyOptions(),
+        router=router or RouterOptions(),
         message_s=max(offer.message_s for offer in offers),
         report_gap_s=REPORT_GAP_S,
         handoff_s=max(offer.handoff_s for offer in offers),
@@ -133,33 +136,22 @@ def assemble(
     )
 
 
-def _worker(name: str, role: Role, offer: Offer, pool: PoolPlan) -> SimWorker:
-    return SimWorker(
-        name=name,
-        role=role,
-        latency=offer.latency,
-        num_pages=pool.num_pages,
-        page_size=pool.page_size,
-        prefill=PrefillLimits(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens),
-        decode=DecodeLimits(max_batch_size=pool.max_batch_size),
-        step_overhead_s=offer.step_overhead_s,
-    )
+def _policy(role: str, pool: PoolPlan) -> RolePolicy:
+    if role == "prefill":
+        return PrefillOptions(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens)
+    return DecodeOptions(max_batch_size=pool.max_batch_size)
 
 
-def phase_alone(role: Role, offer: Offer) -> SimCluster:
+def phase_alone(role: Literal["prefill", "decode"], offer: Offer) -> SimCluster:
     """One worker of a phase, the other phase taking no time and having room for all."""
-    other: Role = "decode" if role == "prefill" else "prefill"
-    ghost = SimWorker(
-        name=other,
-        role=other,
-        latency=NoTime(),
-        num_pages=1 << 30,
-        page_size=offer.page_size,
-        prefill=PrefillLimits(max_batch_tokens=1 << 30, max_requests=1 << 20),
-        decode=DecodeLimits(max_batch_size=1 << 20),
-    )
-    worker = _worker(role, role, offer, pool_of(role, offer, 1, ""))
-    return SimCluster(workers=(worker, ghost), router=SIZED_FOR_BURSTS)
+    other = "decode" if role == "prefill" else "prefill"
+    nothing = WorkerModel(latency=NoTime(), num_pages=1 << 30, page_size=offer.page_size)
+    policies: dict[str, RolePolicy] = {
+        "prefill": PrefillOptions(max_batch_tokens=1 << 30, max_prefill_requests=1 << 20, pack_tokens=None),
+        "decode": DecodeOptions(max_batch_size=1 << 20),
+    }
+    worker = sim_worker(role, role, offer, _policy(role, pool_of(role, offer, 1, "")))
+    return SimCluster(workers=(worker, sim_worker(other, other, nothing, policies[other])), router=SIZED_FOR_BURSTS)
 
 
 def first_tokens_of(workload: Workload) -> Workload:

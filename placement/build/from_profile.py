@@ -6,44 +6,38 @@ Values only; it measures and simulates nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
+from engine.knobs import read
+from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.latency.profile import PoolFacts, Profile, ProfileError, ProfileLatency
 from placement.simulator.cluster import SharedHost, SimCluster, SimWorker
-from prefill_worker.policy import PrefillLimits
+from prefill_worker.policy import PrefillOptions
+from worker.options import REPORT_GAP_S
 
-REPORT_GAP_S = 0.05  # worker/router_streams.py: how often a worker that changes reports, at most
 T = TypeVar("T")
 
 
 def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: int | None = None) -> SimCluster:
     """As many workers as were measured unless told otherwise. Raises ProfileError."""
     latency = ProfileLatency(profile)
-    prefill, decode = profile.prefill_pool, profile.decode_pool
 
-    def worker(name: str, facts: PoolFacts, **limits: Any) -> SimWorker:
-        return SimWorker(
-            name=name,
-            role="prefill" if "prefill" in limits else "decode",
-            latency=latency,
-            num_pages=facts.num_pages,
-            page_size=profile.page_size,
-            prefix_cache=bool(facts.options.get("prefix_cache", True)),
-            **limits,
-        )
+    def pool(role: str, facts: PoolFacts, kind: type[RolePolicy], count: int | None) -> list[SimWorker]:
+        policy = _read(kind, facts.options, f"{role}_pool")
+        caches = bool(facts.options.get("prefix_cache", True))
+        model = WorkerModel(latency=latency, num_pages=facts.num_pages, page_size=profile.page_size)
+        names = [f"{role}-{i}" for i in range(count or facts.count)]
+        return [sim_worker(name, role, model, policy, prefix_cache=caches) for name in names]
 
-    prefill_limits = _made(PrefillLimits, prefill.options, "prefill_pool", max_requests="max_prefill_requests")
-    decode_limits = _made(DecodeLimits, decode.options, "decode_pool")
     workers = (
-        *(worker(f"prefill-{i}", prefill, prefill=prefill_limits) for i in range(num_prefill or prefill.count)),
-        *(worker(f"decode-{i}", decode, decode=decode_limits) for i in range(num_decode or decode.count)),
+        *pool("prefill", profile.prefill_pool, PrefillOptions, num_prefill),
+        *pool("decode", profile.decode_pool, DecodeOptions, num_decode),
     )
     return SimCluster(
         workers=workers,
-        router=_made(PolicyOptions, profile.router, "router"),
+        router=_read(RouterOptions, profile.router, "router"),
         message_s=profile.message_s,
         report_gap_s=REPORT_GAP_S,
         handoff_s=profile.handoff_s,
@@ -73,15 +67,9 @@ def hosts_of(
     return tuple(SharedHost(workers=tuple(together), by_batch=rows) for together in shared)
 
 
-def _made(kind: type[T], options: Mapping[str, Any], where: str, **renamed: str) -> T:
+def _read(kind: type[T], options: Mapping[str, Any], where: str) -> T:
     """A policy's options from those of the profile that it knows by name; the others have their defaults."""
-    names = {field.name: renamed.get(field.name, field.name) for field in fields(kind)}  # type: ignore[arg-type]
-    given = {name: options[known] for name, known in names.items() if options.get(known, "None") != "None"}
-    if kind is PrefillLimits:
-        given.setdefault("max_batch_tokens", 512)
-    if kind is DecodeLimits:
-        given.setdefault("max_batch_size", 64)
     try:
-        return kind(**given)
+        return read(kind, options)
     except (TypeError, ValueError) as error:
         raise ProfileError(f"{where}: {error}; measure again with kvrelay calibrate") from None

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
-from cluster.router.policy import PolicyOptions, RouterPolicy
-from decode_worker.policy import DecodeLimits, DecodePolicy
+from cluster.router.policy import RouterOptions, RouterPolicy
+from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool
-from prefill_worker.policy import PrefillLimits, PrefillPolicy
+from prefill_worker.policy import PrefillOptions, PrefillPolicy
 from worker.plain import plain
 
-POLICIES = {"RouterPolicy": PolicyOptions, "PrefillPolicy": PrefillLimits, "DecodePolicy": DecodeLimits}
+POLICIES = {"RouterPolicy": RouterOptions, "PrefillPolicy": PrefillOptions, "DecodePolicy": DecodeOptions}
 TOLD = {"Report": Report, "RequestShape": RequestShape, "WorkerView": WorkerView}  # what is passed to a policy
 CONTEXT = 4  # calls told before a difference
 
@@ -105,11 +105,11 @@ def read_recording(path: Path) -> Recording:
 def fresh_policy(recording: Recording) -> RouterPolicy | PrefillPolicy | DecodePolicy:
     """The policy as it was when the recording began."""
     if recording.policy == "RouterPolicy":
-        return RouterPolicy(PolicyOptions(**recording.limits))
+        return RouterPolicy(RouterOptions(**recording.limits))
     pool = PagePool(recording.num_pages, recording.page_size)
     if recording.policy == "PrefillPolicy":
-        return PrefillPolicy(pool, PrefillLimits(**recording.limits))
-    return DecodePolicy(pool, DecodeLimits(**recording.limits), name=recording.name)
+        return PrefillPolicy(pool, PrefillOptions(**recording.limits))
+    return DecodePolicy(pool, DecodeOptions(**recording.limits), name=recording.name)
 
 
 def replay(recording: Recording, **changed: Any) -> Replayed:

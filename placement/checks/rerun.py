@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from cluster.router.policy import Assigned, PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import Assigned, RouterOptions
+from decode_worker.policy import DecodeOptions
+from placement.build.worker import WorkerModel, sim_worker
 from placement.checks.replay import Recording, RecordingError
 from placement.latency.base import DecodeLine
 from placement.simulator.cluster import Loss, SimCluster, SimWorker
 from placement.simulator.simulate import Simulation
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillLimits
+from prefill_worker.policy import PrefillOptions
+from worker.options import REPORT_GAP_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +98,9 @@ def rerun(router: Recording, workers: Sequence[Recording], *, message_s: float =
     )
     cluster = SimCluster(
         workers=tuple(_worker(recording) for recording in workers),
-        router=PolicyOptions(**router.limits),
+        router=RouterOptions(**router.limits),
         message_s=message_s,
-        report_gap_s=0.05,
+        report_gap_s=REPORT_GAP_S,
         losses=tuple(_losses(router, begun_s)),
     )
     return Rerun(live=_live(router, asked), simulated=_simulated(cluster, workload))
@@ -174,16 +176,10 @@ class Noted(Simulation):
 
 
 def _worker(recording: Recording) -> SimWorker:
-    is_prefill = recording.policy == "PrefillPolicy"
-    more: dict[str, Any] = {"prefill": PrefillLimits(**recording.limits)} if is_prefill else {}
-    return SimWorker(
-        name=recording.name,
-        role="prefill" if is_prefill else "decode",
-        latency=fitted(recording),
-        num_pages=recording.num_pages,
-        page_size=recording.page_size,
-        **(more or {"decode": DecodeLimits(**recording.limits)}),
-    )
+    model = WorkerModel(latency=fitted(recording), num_pages=recording.num_pages, page_size=recording.page_size)
+    if recording.policy == "PrefillPolicy":
+        return sim_worker(recording.name, "prefill", model, PrefillOptions(**recording.limits))
+    return sim_worker(recording.name, "decode", model, DecodeOptions(**recording.limits))
 
 
 def fitted(recording: Recording) -> StepTimes:

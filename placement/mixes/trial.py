@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
+from placement.build.worker import RolePolicy, sim_worker
 from placement.catalogs.base import PlanError
 from placement.mixes.designs import Mix, mean_context
 from placement.mixes.machines import MachineType, times_for_splitwise
@@ -28,14 +29,13 @@ from placement.simulator.colocated import ColocatedCluster, simulate_colocated
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import simulate as simulate_live
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillLimits
-from worker.options import Role
+from prefill_worker.policy import PrefillOptions
 
 Rules = Literal["splitwise", "live"]
 Draw = Literal["together", "apart", "replay", "list"]
 SPLITWISE_SECONDS = 120.0
 PERCENTILES = (50, 90, 99)
-ROOMY = PolicyOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # a queue that is too long misses the SLO
+ROOMY = RouterOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # a queue that is too long misses the SLO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,21 +148,12 @@ def live_cluster(mix: Mix) -> SimCluster:
     return SimCluster(workers=workers, router=ROOMY)
 
 
-def _workers(role: Role, machine: MachineType, count: int) -> tuple[SimWorker, ...]:
+def _workers(role: str, machine: MachineType, count: int) -> tuple[SimWorker, ...]:
     offer = machine.offer
-    return tuple(
-        SimWorker(
-            name=f"{role}-{i}",
-            role=role,
-            latency=offer.latency,
-            num_pages=offer.num_pages,
-            page_size=offer.page_size,
-            prefill=PrefillLimits(max_batch_tokens=offer.max_batch_tokens),
-            decode=DecodeLimits(max_batch_size=offer.max_batch_size),
-            step_overhead_s=offer.step_overhead_s,
-        )
-        for i in range(count)
-    )
+    policy: RolePolicy = DecodeOptions(max_batch_size=offer.max_batch_size)
+    if role == "prefill":
+        policy = PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=None)
+    return tuple(sim_worker(f"{role}-{i}", role, offer, policy) for i in range(count))
 
 
 def colocated_cluster(mix: Mix) -> ColocatedCluster:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
 from placement.latency.base import LatencyModel
-from prefill_worker.policy import PrefillLimits
-from worker.options import Role
+from prefill_worker.policy import PrefillOptions
 
 
 class SetupError(ValueError):
@@ -24,12 +23,11 @@ class SimWorker:
     through them; a decode batch passes all of them before the next begins, as in the live worker."""
 
     name: str
-    role: Role
+    role: str  # one of worker.roles.ROLES
     latency: LatencyModel
     num_pages: int
+    policy: PrefillOptions | DecodeOptions  # of its role
     page_size: int = 16
-    prefill: PrefillLimits = field(default_factory=lambda: PrefillLimits(max_batch_tokens=512))
-    decode: DecodeLimits = field(default_factory=lambda: DecodeLimits(max_batch_size=64))
     step_overhead_s: float = 0.0
     prefix_cache: bool = True
 
@@ -65,7 +63,7 @@ class SharedHost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCluster:
     workers: tuple[SimWorker, ...]
-    router: PolicyOptions = field(default_factory=PolicyOptions)
+    router: RouterOptions = field(default_factory=RouterOptions)
     message_s: float = 0.0005  # one way, between any two processes
     report_gap_s: float = 0.02  # a worker reports what changed, but not more often than this
     layer_groups: int = 8  # in which KV leaves while a step is computed

@@ -54,9 +54,9 @@ COMPILED = (
     "placement/papers/splitwise/rules.py",
 )
 PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
-    ("cluster.router.policy", "PolicyOptions"),
-    ("prefill_worker.policy", "PrefillLimits"),
-    ("decode_worker.policy", "DecodeLimits"),
+    ("cluster.router.policy", "RouterOptions"),
+    ("prefill_worker.policy", "PrefillOptions"),
+    ("decode_worker.policy", "DecodeOptions"),
     ("placement.latency.base", "DecodeLine"),
     ("placement.simulator.colocated", "ColocatedCluster"),
     ("placement.papers.distserve.rules", "DistServeCluster"),
@@ -140,7 +140,8 @@ def _constructor(kind: ast.ClassDef, is_kw_only: bool) -> ast.stmt:
         if not isinstance(line, ast.AnnAssign):
             continue
         name, type_name = ast.unparse(line.target), ast.unparse(line.annotation)
-        default = "" if line.value is None else f" = {ast.unparse(line.value)}"
+        value = _default(line.value)
+        default = "" if value is None else f" = {ast.unparse(value)}"
         if "default_factory=" in default:
             assert isinstance(line.value, ast.Call)
             make = ast.unparse(line.value.keywords[0].value)
@@ -153,6 +154,13 @@ def _constructor(kind: ast.ClassDef, is_kw_only: bool) -> ast.stmt:
         body.append("self.__post_init__()")
     star = "*, " if is_kw_only else ""
     return ast.parse(f"def __init__(self, {star}{', '.join(given)}) -> None:\n    " + "\n    ".join(body)).body[0]
+
+
+def _default(value: ast.expr | None) -> ast.expr | None:
+    """`knob(64, "...")` stands for its first argument."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":
+        return value.args[0]
+    return value
 
 
 def _key() -> str:

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from cluster.router.accounts import Report
-from decode_worker.policy import DecodePolicy
+from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
@@ -29,7 +29,8 @@ class DecodeMachine:
         self.sim = sim
         self.name = worker.name
         self.worker = worker
-        self.policy = DecodePolicy(pool, worker.decode, name=worker.name)
+        assert isinstance(worker.policy, DecodeOptions), worker.name
+        self.policy = DecodePolicy(pool, worker.policy, name=worker.name)
         self.reporter = Reporter(worker.name, self, sim)
         self.is_dead = False
         self.ingress_free_s = 0.0
@@ -123,7 +124,7 @@ class DecodeMachine:
         sim.mark(self.reporter)
         if not self._count:
             self._start()
-        elif self._count < self.worker.decode.max_batch_size:
+        elif self._count < self.policy.options.max_batch_size:
             self._cut_short()
 
     def cancel(self, live: Live) -> None:

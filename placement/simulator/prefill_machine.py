@@ -14,7 +14,7 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL, Live
 from placement.simulator.reporting import Reporter
-from prefill_worker.policy import PrefillBatch, PrefillPolicy
+from prefill_worker.policy import PrefillBatch, PrefillOptions, PrefillPolicy
 
 if TYPE_CHECKING:
     from placement.simulator.decode_machine import DecodeMachine
@@ -26,7 +26,8 @@ class PrefillMachine:
         self.sim = sim
         self.name = worker.name
         self.worker = worker
-        self.policy = PrefillPolicy(pool, worker.prefill)
+        assert isinstance(worker.policy, PrefillOptions), worker.name
+        self.policy = PrefillPolicy(pool, worker.policy)
         self.reporter = Reporter(worker.name, self, sim)
         self.is_dead = False
         self.is_busy = False  # its first stage

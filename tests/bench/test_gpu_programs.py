@@ -21,7 +21,7 @@ from bench.gpu import table as gpu_table
 from bench.gpu import transports as gpu_transports
 from bench.gpu.cluster import Ask
 from bench.gpu.common import WrongResult
-from cluster.spec.model import load_spec
+from cluster.spec.load import load_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
 from engine import device
 from engine.engine import Engine

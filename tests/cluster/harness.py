@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.front.server import RouterOptions, RouterServer
+from cluster.front.server import RouterServer, ServerOptions, server_options
 from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from tests.fakes import FakeDecodeWorker, FakePrefillWorker, FakeWorker
@@ -58,7 +58,7 @@ async def serving(
     prefills: int = 1,
     decodes: int = 1,
     *,
-    options: RouterOptions | None = None,
+    options: ServerOptions | None = None,
     codec: TextCodec | None = None,
     worker: dict[str, Any] | None = None,
 ) -> AsyncIterator[Harness]:
@@ -67,7 +67,7 @@ async def serving(
     decode = [FakeDecodeWorker(name=f"decode-{i}", **worker) for i in range(decodes)]
     prefill = [FakePrefillWorker(name=f"prefill-{i}", decodes=decode, **worker) for i in range(prefills)]
     workers: list[FakeWorker] = [*prefill, *decode]
-    server = RouterServer(options or RouterOptions(port=0), codec=codec)
+    server = RouterServer(options or server_options(port=0), codec=codec)
     port = await server.start()
     members = [await each.start() for each in workers]
     channel = open_channel(f"127.0.0.1:{port}")

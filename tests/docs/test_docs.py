@@ -16,7 +16,9 @@ import yaml
 from pydantic import BaseModel
 
 from cluster.router.metrics import HISTOGRAMS, PREFIX, _Exposed
-from cluster.spec.model import DECODE_KEYS, PREFILL_KEYS, ClusterSpec, PoolSpec, RouterSpec, TransferSpec, parse_spec
+from cluster.spec.load import parse_spec
+from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
+from cluster.spec.pool import PoolSpec, roles_of
 from kvrelay.cli import main as cli
 from kvrelay.v1 import generate_pb2
 
@@ -76,7 +78,7 @@ def test_the_defaults_of_spec_keys_are_the_real_ones(part: str) -> None:
 def test_pool_keys_say_which_role_they_are_for() -> None:
     for row in rows(section("Pool keys")):
         key = code(row[0])[0]
-        assert row[1] == ("prefill" if key in PREFILL_KEYS else "decode" if key in DECODE_KEYS else "both"), key
+        assert row[1] == (roles_of(key)[0] if len(roles_of(key)) == 1 else "both"), key
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -236,7 +236,7 @@ async def test_random_handoffs_with_everything_going_wrong(transport: str) -> No
     """Aborts, cancels, queues, damage and lost pairs in random order: no page is lost, none is given twice, and what
     was committed is right."""
     rng = random.Random(7)
-    options = TransferOptions(transports=(transport,), transfer_timeout_s=2.0)
+    options = TransferOptions(transports=(transport,), timeout_s=2.0)
     faults = Faults(
         corrupt=frozenset(rng.sample(range(1000), 100)),
         fail=frozenset(rng.sample(range(60, 300), 3)),

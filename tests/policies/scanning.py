@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape
-from cluster.router.policy import PolicyOptions, RouterPolicy
+from cluster.router.policy import RouterOptions, RouterPolicy
 from cluster.router.pools import DecodePool, PrefillPool
 from engine.pages.pool import pages_for
 
@@ -69,7 +69,7 @@ class ScanningDecodePool(DecodePool):
 
 
 class ScanningPolicy(RouterPolicy):
-    def __init__(self, options: PolicyOptions | None = None) -> None:
+    def __init__(self, options: RouterOptions | None = None) -> None:
         super().__init__(options)
         self._prefill = ScanningPrefillPool()
         self._decode = ScanningDecodePool(self.options.overcommit)

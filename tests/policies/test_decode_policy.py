@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.policy import DecodeBatch, DecodeLimits, DecodePolicy
+from decode_worker.policy import DecodeBatch, DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
 
@@ -17,7 +17,7 @@ PAGE = 4
 
 def make(num_pages: int = 16, **limits: object) -> DecodePolicy:
     chosen = {"max_batch_size": 4, **limits}
-    return DecodePolicy(PagePool(num_pages, PAGE), DecodeLimits(**chosen), name="decode-0")  # type: ignore[arg-type]
+    return DecodePolicy(PagePool(num_pages, PAGE), DecodeOptions(**chosen), name="decode-0")  # type: ignore[arg-type]
 
 
 def admit(policy: DecodePolicy, name: str, num_tokens: int = 4, max_new_tokens: int = 8) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.pages.pool import PagePool, page_hashes
-from prefill_worker.policy import PrefillBatch, PrefillLimits, PrefillPolicy
+from prefill_worker.policy import PrefillBatch, PrefillOptions, PrefillPolicy
 
 pytestmark = pytest.mark.unit
 
@@ -15,8 +15,8 @@ PAGE = 16
 
 
 def make(num_pages: int = 256, **limits: float | None) -> PrefillPolicy:
-    chosen = {"max_batch_tokens": 64, "short_prompt_tokens": 32, **limits}
-    return PrefillPolicy(PagePool(num_pages, PAGE), PrefillLimits(**chosen))  # type: ignore[arg-type]
+    chosen = {"max_batch_tokens": 64, "short_prompt_tokens": 32, "pack_tokens": None, **limits}
+    return PrefillPolicy(PagePool(num_pages, PAGE), PrefillOptions(**chosen))  # type: ignore[arg-type]
 
 
 def run(policy: PrefillPolicy) -> PrefillBatch:
@@ -179,11 +179,11 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found_again() -> No
 
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="short_share is 1; give a number from 0 to below 1"):
-        PrefillLimits(max_batch_tokens=1, short_share=1)
+        PrefillOptions(max_batch_tokens=1, short_share=1)
     with pytest.raises(ValueError, match="max_batch_tokens is 0; give 1 or more"):
-        PrefillLimits(max_batch_tokens=0)
+        PrefillOptions(max_batch_tokens=0)
     with pytest.raises(ValueError, match="pack_tokens is 0; give 1 or more"):
-        PrefillLimits(max_batch_tokens=1, pack_tokens=0)
+        PrefillOptions(max_batch_tokens=1, pack_tokens=0)
 
 
 @pytest.mark.parametrize("pack_tokens", [None, 8])

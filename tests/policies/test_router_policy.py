@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
-from cluster.router.policy import Assigned, Decision, PolicyOptions, Queued, Rejected, RouterPolicy, Unavailable
+from cluster.router.policy import Assigned, Decision, Queued, Rejected, RouterOptions, RouterPolicy, Unavailable
 from engine.pages.pool import page_hashes
 
 pytestmark = pytest.mark.unit
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 PAGE = 16
 
 
-def cluster(*names: str, pages: int = 100, options: PolicyOptions | None = None) -> RouterPolicy:
+def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None) -> RouterPolicy:
     """Workers named p... prefill, d... decode."""
     policy = RouterPolicy(options)
     for name in names:
@@ -173,7 +173,7 @@ def test_what_can_never_fit_is_rejected_for_good() -> None:
 
 
 def test_beyond_the_backlog_requests_wait_and_go_first_come_first_served() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100))
     assigned(policy.assign(shape("a", 90), 0.0))
     assert policy.assign(shape("b", 50), 0.0) == Queued(reason="p0: 90 prompt tokens queued")
     assert policy.assign(shape("c", 5), 0.0) == Queued(reason="1 requests wait before it")
@@ -186,19 +186,19 @@ def test_beyond_the_backlog_requests_wait_and_go_first_come_first_served() -> No
 
 
 def test_a_prompt_longer_than_the_backlog_goes_to_an_idle_worker() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100))
     assert assigned(policy.assign(shape("a", 500), 0.0))
 
 
 def test_pages_may_be_promised_beyond_those_free_only_so_far() -> None:
-    policy = cluster("p0", "d0", pages=10, options=PolicyOptions(overcommit=0.5))
+    policy = cluster("p0", "d0", pages=10, options=RouterOptions(overcommit=0.5))
     policy.on_report("d0", Report(made_s=1.0, num_running=3, available_pages=2), 1.0)
     assert assigned(policy.assign(shape("a", 60), 1.0))  # 4 pages of 2 free and 5 beyond
     assert policy.assign(shape("b", 60), 1.0) == Queued(reason="d0: 0 of 10 pages free")
 
 
 def test_a_full_queue_rejects_and_says_when_to_come_again() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10, max_queued_requests=2))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10, max_queued_requests=2))
     assigned(policy.assign(shape("a", 10), 0.0))
     for name in "bc":
         assert isinstance(policy.assign(shape(name, 50), 0.0), Queued)
@@ -208,14 +208,14 @@ def test_a_full_queue_rejects_and_says_when_to_come_again() -> None:
 
 
 def test_the_queue_is_bounded_in_tokens_too_but_takes_one_request_of_any_length() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10, max_queued_tokens=100))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10, max_queued_tokens=100))
     assigned(policy.assign(shape("a", 10), 0.0))
     assert isinstance(policy.assign(shape("b", 500), 0.0), Queued)
     assert isinstance(policy.assign(shape("c", 1), 0.0), Rejected)
 
 
 def test_retry_after_follows_the_rate_at_which_prompts_were_computed() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100, max_queued_requests=1))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100, max_queued_requests=1))
     for i in range(5):
         assigned(policy.assign(shape(f"r{i}", 100), float(i)))
         policy.on_first_token(f"r{i}", float(i))
@@ -227,7 +227,7 @@ def test_retry_after_follows_the_rate_at_which_prompts_were_computed() -> None:
 
 
 def test_a_resent_request_passes_the_queue_and_its_bounds() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=100, max_queued_requests=1))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100, max_queued_requests=1))
     assigned(policy.assign(shape("a", 90), 0.0))
     assert isinstance(policy.assign(shape("b", 50), 0.0), Queued)
     assert isinstance(policy.assign(shape("again", 50), 0.0, is_resent=True), Queued)
@@ -262,7 +262,7 @@ def test_a_lost_decode_worker_takes_all_that_was_assigned_to_it() -> None:
 
 
 def test_the_last_worker_of_a_role_takes_the_queue_along() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10))
     assigned(policy.assign(shape("a"), 0.0))
     assert isinstance(policy.assign(shape("b"), 0.0), Queued)
     assert lost(policy, "p0") == ["a", "b"]
@@ -314,7 +314,7 @@ def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
     rng = random.Random(seed)
-    options = PolicyOptions(max_backlog_tokens=200, max_queued_requests=8, max_queued_tokens=600)
+    options = RouterOptions(max_backlog_tokens=200, max_queued_requests=8, max_queued_tokens=600)
     policy = cluster("p0", "p1", "d0", "d1", pages=20, options=options)
     up = {"p0", "p1", "d0", "d1"}
     known: set[str] = set()

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
-from cluster.router.policy import Assigned, PolicyOptions, Queued, RouterPolicy
+from cluster.router.policy import Assigned, Queued, RouterOptions, RouterPolicy
 from cluster.router.pools import DecodePool, PrefillPool
 from cluster.router.ranking import Ranking
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
-from worker.options import Role
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +49,7 @@ class Lockstep:
     """Calls both policies alike and compares what they return."""
 
     def __init__(self, walk: Walk, seed: int) -> None:
-        options = PolicyOptions(
+        options = RouterOptions(
             max_backlog_tokens=300, max_queued_requests=20, max_queued_tokens=6000, overcommit=walk.overcommit
         )
         self.indexed, self.scanning = RouterPolicy(options), ScanningPolicy(options)
@@ -76,7 +75,7 @@ class Lockstep:
         head = SYSTEM[: PAGE * rng.randrange(4)]
         return head + [rng.randrange(500) for _ in range(rng.randrange(1, 200))]
 
-    def bring_up(self, name: str, role: Role) -> None:
+    def bring_up(self, name: str, role: str) -> None:
         pages = self.rng.choice((self.walk.max_pages, self.walk.max_pages, self.walk.max_pages // 2))
         view = WorkerView(name=name, role=role, total_pages=pages, page_size=self.rng.choice(self.walk.page_sizes))
         self.up[name] = view

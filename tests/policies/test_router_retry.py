@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.router.policy import Assigned, PolicyOptions, Queued, RouterPolicy, Unavailable
+from cluster.router.policy import Assigned, Queued, RouterOptions, RouterPolicy, Unavailable
 from cluster.router.retry import GiveUp, Resend
 from tests.policies.test_router_policy import assigned, cluster, shape
 
@@ -17,7 +17,7 @@ def sent(policy: RouterPolicy, failures: int = 0) -> Assigned:
 
 @pytest.mark.parametrize(("failed_before", "after_s"), [(0, 0.0), (1, 0.1), (2, 0.4), (3, 0.4), (8, 0.4)])
 def test_each_failure_of_a_request_makes_it_wait_longer_up_to_a_bound(failed_before: int, after_s: float) -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_attempts=10))
+    policy = cluster("p0", "d0", options=RouterOptions(max_attempts=10))
     sent(policy, failed_before)
     retry = policy.on_failed("a", "p0: its handoff failed")
     assert isinstance(retry, Resend)
@@ -27,7 +27,7 @@ def test_each_failure_of_a_request_makes_it_wait_longer_up_to_a_bound(failed_bef
 
 @pytest.mark.parametrize("max_attempts", [1, 4])
 def test_after_so_many_failed_attempts_it_is_given_up_with_the_last_reason(max_attempts: int) -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_attempts=max_attempts))
+    policy = cluster("p0", "d0", options=RouterOptions(max_attempts=max_attempts))
     sent(policy, max_attempts - 1)
     reason = f"given up after {max_attempts} failed attempts; the last: p0: out of order"
     assert policy.on_failed("a", "p0: out of order") == GiveUp(request_id="a", reason=reason)
@@ -48,7 +48,7 @@ def test_before_the_first_token_both_workers_are_avoided_and_after_it_the_decode
 
 
 def test_a_preemption_is_no_failure_and_costs_no_wait() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_attempts=1))
+    policy = cluster("p0", "d0", options=RouterOptions(max_attempts=1))
     sent(policy)
     retry = policy.on_preempted("a")
     assert (retry.after_s, retry.avoid, retry.failures) == (0.0, frozenset(), 0)
@@ -56,7 +56,7 @@ def test_a_preemption_is_no_failure_and_costs_no_wait() -> None:
 
 
 def test_a_lost_worker_fails_what_it_had_and_what_waited_for_it_alone() -> None:
-    policy = cluster("p0", "d0", options=PolicyOptions(max_backlog_tokens=10, max_attempts=2))
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10, max_attempts=2))
     sent(policy, failures=1)
     assert isinstance(policy.assign(shape("b"), 0.0), Queued)
     first, second = policy.on_worker_lost("p0", "it said nothing for 2 s")
@@ -80,5 +80,5 @@ def test_kv_that_went_to_a_worker_lost_meanwhile_is_made_again() -> None:
 
 
 def test_how_long_a_role_without_a_worker_is_waited_for_is_the_policys_answer() -> None:
-    policy = cluster("p0", options=PolicyOptions(unavailable_grace_s=15.0))
+    policy = cluster("p0", options=RouterOptions(unavailable_grace_s=15.0))
     assert policy.assign(shape("a"), 0.0) == Unavailable(reason="no decode worker is ready", wait_s=15.0)

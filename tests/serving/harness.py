@@ -15,12 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.deploy.local import LocalCluster
-from cluster.front.server import RouterOptions
+from cluster.front.server import ServerOptions, server_options
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.types import SampledToken, Step
 from tests.zoo import VOCAB
-from worker.options import WorkerOptions
 
 PAGE_SIZE = 16  # tokens
 WAIT_S = 30.0  # for what must happen soon; a test that waits so long has failed
@@ -28,20 +27,20 @@ FIRST_ID = 5  # below are the special tokens
 ENGINE = EngineOptions(
     model="", dtype="float32", page_size=PAGE_SIZE, num_pages=96, max_model_len=512, threads=1, parity_check=False
 )
-WORKER = WorkerOptions(name="", role="prefill", max_batch_tokens=48, short_prompt_tokens=32)
-ROUTER = RouterOptions(dead_after_s=20.0)  # a machine that stands still for a while loses no worker
+WORKER: dict[str, object] = {"max_batch_tokens": 48, "short_prompt_tokens": 32}
+ROUTER = server_options(dead_after_s=20.0)  # a machine that stands still for a while loses no worker
 
 
 def engine_with(**changes: object) -> EngineOptions:
     return replace(ENGINE, **changes)  # type: ignore[arg-type]
 
 
-def worker_with(**changes: object) -> WorkerOptions:
-    return replace(WORKER, **changes)  # type: ignore[arg-type]
+def worker_with(**changes: object) -> dict[str, object]:
+    return WORKER | changes
 
 
-def router_with(**changes: object) -> RouterOptions:
-    return replace(ROUTER, **changes)  # type: ignore[arg-type]
+def router_with(**changes: object) -> ServerOptions:
+    return server_options(**{"dead_after_s": 20.0, **changes})
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

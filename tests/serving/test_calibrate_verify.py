@@ -16,8 +16,8 @@ from engine.options import EngineOptions
 from placement.build.from_profile import sim_cluster
 from placement.checks.margin import load_margin
 from placement.latency.profile_file import read_profile
+from prefill_worker.policy import PrefillOptions
 from tests.serving.conftest import ModelDir
-from worker.options import WorkerOptions
 
 MAX_LEN = 192
 LIMITS: dict[str, Any] = {"max_batch_tokens": 64, "pack_tokens": 32, "max_batch_size": 4}
@@ -39,7 +39,7 @@ async def kvrelay(*arguments: str) -> tuple[int, str, str]:
 
 def cluster(model: Path) -> LocalCluster:
     engine = EngineOptions(model="", num_pages=256, max_model_len=MAX_LEN)
-    return LocalCluster(str(model), engine=engine, worker=WorkerOptions(name="", role="prefill", **LIMITS))
+    return LocalCluster(str(model), engine=engine, worker=LIMITS)
 
 
 async def test_a_cluster_is_calibrated_and_the_prediction_verified(model_dir: ModelDir, tmp_path: Path) -> None:
@@ -78,7 +78,8 @@ async def check_profile(path: Path, printed: dict[str, Any]) -> None:
     assert any(point.held_out for point in profile.prefill)
     assert profile.error.prefill > 0  # of points that are in no table
     assert profile.is_shared_host  # measured together
-    limits = sim_cluster(profile).workers[0].prefill
+    limits = sim_cluster(profile).workers[0].policy
+    assert isinstance(limits, PrefillOptions)
     assert (limits.max_batch_tokens, limits.pack_tokens) == (64, 32)
 
 

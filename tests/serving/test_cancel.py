@@ -149,7 +149,7 @@ async def test_while_its_kv_is_handed_over(ending: str, transport: str, model_di
     cluster = LocalCluster(
         str(model_dir("llama")),
         engine=ENGINE,
-        worker=worker_with(transports=(transport,), transfer_timeout_s=WAIT_S, lease_ttl_s=WAIT_S),
+        worker=worker_with(transports=(transport,), timeout_s=WAIT_S, lease_ttl_s=WAIT_S),
         router=router_with(),
         faults=Faults(before_send=before_send),
     )

@@ -36,7 +36,7 @@ def _expected(directory: Path) -> list[list[int]]:
 
 
 def _cluster(directory: Path, transport: str, faults: Faults | None = None) -> LocalCluster:
-    worker = worker_with(transports=(transport,), transfer_timeout_s=1.0)
+    worker = worker_with(transports=(transport,), timeout_s=1.0)
     return LocalCluster(str(directory), engine=engine_with(), worker=worker, router=ROUTER, faults=faults)
 
 

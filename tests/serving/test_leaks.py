@@ -30,7 +30,7 @@ def soak_cluster(directory: str, transport: str, faults: Faults | None) -> Local
         decode=2,
         engine=engine_with(num_pages=PREFILL_PAGES),
         decode_engine=engine_with(num_pages=DECODE_PAGES),
-        worker=worker_with(max_batch_tokens=64, max_batch_size=12, transports=(transport,), transfer_timeout_s=2.0),
+        worker=worker_with(max_batch_tokens=64, max_batch_size=12, transports=(transport,), timeout_s=2.0),
         router=router_with(max_queued_requests=QUEUE, overcommit=0.5),
         faults=faults,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError
 from kvrelay.v1 import worker_pb2 as pb
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until
+from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until, worker_with
 
 PROMPT = random_prompt(40, seed=1)
 
@@ -87,7 +86,7 @@ async def test_a_handoff_that_got_its_pages_stays_where_it_is(model_dir: ModelDi
 
 
 async def test_a_cluster_that_cannot_start_says_why(model_dir: ModelDir) -> None:
-    nowhere = replace(WORKER, host="192.0.2.1")  # of TEST-NET-1: no machine has it
+    nowhere = worker_with(host="192.0.2.1")  # of TEST-NET-1: no machine has it
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
         async with LocalCluster(str(model_dir("llama")), engine=ENGINE, worker=nowhere, router=ROUTER):
             pass

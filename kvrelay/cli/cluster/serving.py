@@ -66,7 +66,7 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
 
 def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode, view: View, began_s: float) -> int:
     from cluster.deploy.ray import DeployError, Deployment, quiet_stdout
-    from cluster.spec.model import SpecError
+    from cluster.spec.errors import SpecError
 
     state.make_directory()
     own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)

@@ -59,7 +59,7 @@ def up(
     as_json: JsonOption = False,
     report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    from cluster.spec.model import SpecError
+    from cluster.spec.errors import SpecError
     from cluster.spec.resolve import why_not_served
 
     flags = {
@@ -99,7 +99,7 @@ def build_spec(
     decode: int | None,
 ) -> Any:
     """The spec that file and flags make together: a flag wins over the file. Raises SpecError, CliError."""
-    from cluster.spec.model import load_spec, parse_spec
+    from cluster.spec.load import load_spec, parse_spec
 
     given = _given(flags)
     if path is None and "model" not in given:

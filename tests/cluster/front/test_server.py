@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.front.server import RouterOptions, RouterServer
+from cluster.front.server import RouterServer, server_options
 from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
@@ -130,7 +130,7 @@ async def test_max_tokens_is_clipped_to_what_the_model_can_hold() -> None:
 
 
 async def test_tokenize_and_model_info() -> None:
-    async with serving(codec=words(), options=RouterOptions(port=0, model_name="mine")) as h:
+    async with serving(codec=words(), options=server_options(port=0, model_name="mine")) as h:
         ids = (await h.generate.Tokenize(generate_pb2.TokenizeRequest(text="w9 w8"))).ids
         assert list(ids) == [9, 8]
         info = await h.generate.GetModelInfo(generate_pb2.GetModelInfoRequest(model="mine"))
@@ -242,7 +242,7 @@ async def test_a_request_that_no_worker_can_ever_hold_is_invalid() -> None:
 
 
 async def test_a_full_queue_says_when_to_come_again() -> None:
-    options = RouterOptions(port=0, max_backlog_tokens=10, max_queued_requests=1)
+    options = server_options(port=0, max_backlog_tokens=10, max_queued_requests=1)
     async with serving(options=options) as h:
         h.prefill().is_holding = True
         calls = [h.generate.GenerateOnce(request([5] * 9)) for _ in range(2)]
@@ -299,7 +299,7 @@ async def test_reflection_lists_the_services() -> None:
 
 
 async def test_a_client_secret_closes_the_public_services() -> None:
-    async with serving(options=RouterOptions(port=0, client_secret="open sesame")) as h:
+    async with serving(options=server_options(port=0, client_secret="open sesame")) as h:
         for call in (h.generate.GenerateOnce(request()), collect(h.generate.Generate(request())), h.status()):
             code, _ = await refusal(call)
             assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -329,7 +329,7 @@ async def test_status_counts_what_happened_and_shows_what_workers_hold() -> None
 
 
 async def test_metrics_are_served_under_vllms_names() -> None:
-    async with serving(options=RouterOptions(port=0, metrics_port=0)) as h:
+    async with serving(options=server_options(port=0, metrics_port=0)) as h:
         await h.generate.GenerateOnce(request(max_tokens=5))
         url = f"http://127.0.0.1:{h.server.metrics_port}/metrics"
         page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read())).decode()
@@ -344,11 +344,11 @@ async def test_metrics_are_served_under_vllms_names() -> None:
 
 async def test_a_taken_port_is_named() -> None:
     async with serving() as h:
-        other = RouterServer(RouterOptions(port=h.server.port))
+        other = RouterServer(server_options(port=h.server.port))
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{h.server.port}: address already in use"):
             await other.start()
         await other.stop()
-        metrics = RouterServer(RouterOptions(port=0, metrics_port=h.server.port))
+        metrics = RouterServer(server_options(port=0, metrics_port=h.server.port))
         sentence = (
             f"cannot serve metrics on 127.0.0.1:{h.server.port}: address already in use; give another metrics_port"
         )

@@ -9,14 +9,14 @@ from collections import Counter
 import grpc
 import pytest
 
-from cluster.front.server import RouterOptions
+from cluster.front.server import server_options
 from cluster.router.worker_link import ClockOffset
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import collect, request, serving, tokens_of
 from tests.fakes import EOS, FakeDecodeWorker, scripted_token, scripted_tokens
 
-QUICK = RouterOptions(port=0, dead_after_s=0.5)
+QUICK = server_options(port=0, dead_after_s=0.5)
 
 
 def named(request_id: str, ids: list[int]) -> generate_pb2.GenerateRequest:
@@ -185,7 +185,7 @@ async def test_a_worker_that_comes_back_takes_requests_again() -> None:
 
 
 async def test_within_the_grace_a_request_waits_for_a_worker_to_come_back() -> None:
-    options = RouterOptions(port=0, dead_after_s=0.5, unavailable_grace_s=15)
+    options = server_options(port=0, dead_after_s=0.5, unavailable_grace_s=15)
     async with serving(1, 1, options=options) as h:
         h.decode().max_steps = 2
         reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=6))))
@@ -232,7 +232,7 @@ async def test_a_preempted_request_goes_on_where_it_was() -> None:
 
 
 async def test_preemption_is_no_failure_and_may_happen_any_number_of_times() -> None:
-    async with serving(options=RouterOptions(port=0, max_attempts=2)) as h:
+    async with serving(options=server_options(port=0, max_attempts=2)) as h:
         h.decode().max_steps = 0
         reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=9))))
         for attempt in range(1, 6):
@@ -244,7 +244,7 @@ async def test_preemption_is_no_failure_and_may_happen_any_number_of_times() -> 
 
 
 async def test_a_failed_handoff_is_tried_again_and_given_up_after_so_many_attempts() -> None:
-    async with serving(options=RouterOptions(port=0, max_attempts=2)) as h:
+    async with serving(options=server_options(port=0, max_attempts=2)) as h:
         h.prefill().fail_with = "decode-0 did not answer"
         answer = await h.generate.GenerateOnce(request(max_tokens=4))
         assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
@@ -496,7 +496,7 @@ def test_a_workers_clock_is_read_from_the_quickest_round_trip() -> None:
 @pytest.mark.parametrize("seed", range(2))
 async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothing_is_left(seed: int) -> None:
     rng = random.Random(seed)
-    async with serving(2, 3, options=RouterOptions(port=0, dead_after_s=1.0, max_attempts=50)) as h:
+    async with serving(2, 3, options=server_options(port=0, dead_after_s=1.0, max_attempts=50)) as h:
         decodes = [h.decode(i) for i in range(3)]
         for decode in decodes:
             decode.step_s = 0.002

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.deploy import gpus
-from cluster.spec.model import SpecError, load_spec, parse_spec
+from cluster.spec.errors import SpecError
+from cluster.spec.load import load_spec, parse_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
 
 pytestmark = pytest.mark.unit
@@ -200,11 +201,12 @@ def test_what_is_written_reaches_the_workers() -> None:
         transfer={"transports": ["process_group"], "checksums": False, "timeout_s": 2},
     )
     prefill, decode = workers_of(resolve(parse_spec(data), None), secret="s")
-    assert prefill.options.max_batch_tokens == 77
-    assert (decode.options.max_batch_size, decode.options.admission, decode.options.secret) == (3, "worst_case", "s")
-    assert (decode.options.transports, decode.options.checksums) == (("process_group",), False)
+    assert prefill.options.policy.max_batch_tokens == 77
+    policy = decode.options.policy
+    assert (policy.max_batch_size, policy.admission, decode.options.secret) == (3, "worst_case", "s")
+    assert (decode.options.transfer.transports, decode.options.transfer.checksums) == (("process_group",), False)
     assert (decode.engine["page_size"], decode.engine["kv_bytes"]) == (32, 1 << 20)
-    assert decode.options.transfer_timeout_s == 2
+    assert decode.options.transfer.timeout_s == 2
 
 
 # GPUs
@@ -377,7 +379,7 @@ def test_a_workers_options_for_a_gpu_reach_its_engine_and_only_there() -> None:
     prefill, decode = workers_of(resolve(parse_spec(data), with_gpus(2)))
     assert (prefill.engine["kv_dtype"], prefill.engine["cuda_graphs"]) == ("fp8_e4m3", True)
     assert (decode.engine["cuda_graphs"], decode.engine["max_graph_batch"]) == (False, 96)
-    assert decode.options.nccl == {
+    assert decode.options.transfer.nccl == {
         "NCCL_DEBUG": "WARN",
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.spec.model import load_spec
+from cluster.spec.load import load_spec
 from kvrelay.plan import words as plan_words
 from kvrelay.plan.folder import save
 from kvrelay.plan.reading import build_request

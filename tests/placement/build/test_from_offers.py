@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.spec.model import parse_spec
+from cluster.spec.load import parse_spec
 from kvrelay.plan.cluster_file import spec_data
 from placement.build.from_offers import assemble, offers_of, pair_of
-from placement.build.from_spec import RooflineWorkers, sim_cluster
+from placement.build.from_spec import sim_cluster
+from placement.build.sources import RooflineWorkers
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import load_hardware
 from placement.latency.model_shape import load_shape
 from placement.plan import Goodput, Interval
 from placement.simulator.cluster import SimCluster
+from prefill_worker.policy import PrefillOptions
 from tests.placement.toys import toy_offer
 
 pytestmark = pytest.mark.unit
@@ -39,10 +41,11 @@ def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp:
         if one.role == "prefill":
             assert one.latency.transfer_s(1000) == other.latency.transfer_s(1000)
             assert one.latency.prefill_s([(1000, 0)]) == other.latency.prefill_s([(1000, 0)])
-            assert replace(one.prefill, pack_tokens=one.prefill.max_batch_tokens) == other.prefill
+            assert isinstance(one.policy, PrefillOptions)
+            assert replace(one.policy, pack_tokens=one.policy.max_batch_tokens) == other.policy
         else:
             assert one.latency.decode_line(8, 9000) == other.latency.decode_line(8, 9000)
-            assert one.decode == other.decode
+            assert one.policy == other.policy
 
 
 def test_messages_and_handoffs_take_what_was_measured() -> None:
@@ -57,7 +60,7 @@ def test_steps_are_packed_as_measured_in_plan_and_spec() -> None:
     candidate = pair_of((offer, 1), (offer, 1), "toy")
     system = assemble(candidate, lambda degrees, near: offer, within_node=True)
     assert isinstance(system, SimCluster)
-    assert system.workers[0].prefill.pack_tokens == 128
+    assert system.workers[0].policy == PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=128)
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
     prefill, decode = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
     assert (prefill.pack_tokens, "pack_tokens" in decode.model_fields_set) == (128, False)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.front.server import RouterOptions
-from cluster.router.policy import PolicyOptions
-from cluster.spec.model import ClusterSpec, load_spec, parse_spec
+from cluster.router.policy import RouterOptions
+from cluster.spec.load import load_spec, parse_spec
+from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve, workers_of
-from decode_worker.policy import DecodeLimits
+from engine.knobs import knobs_of
 from placement.build import from_spec
-from placement.build.from_spec import ProfileWorkers, RooflineWorkers, colocated_cluster, sim_cluster
+from placement.build.from_spec import colocated_cluster, sim_cluster
+from placement.build.sources import ProfileWorkers, RooflineWorkers
 from placement.catalogs.base import PlanError
 from placement.latency.hardware import load_hardware
 from placement.latency.model_shape import load_shape
 from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
-from prefill_worker.policy import PrefillLimits
+from worker.options import REPORT_GAP_S
 
 unit = pytest.mark.unit
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -34,6 +33,7 @@ ODD: dict[str, Any] = {  # no value is a default
         "max_queued_tokens": 2222,
         "max_backlog_tokens": 3333,
         "overcommit": 0.5,
+        "dead_after_s": 3.0,
         "max_attempts": 7,
         "unavailable_grace_s": 1.5,
     },
@@ -87,7 +87,6 @@ def spec(**changes: Any) -> ClusterSpec:
 
 
 def test_every_limit_is_what_the_live_worker_and_router_make_of_the_same_spec() -> None:
-    """The live drivers turn WorkerOptions and RouterOptions into limits; the same options give the same ones here."""
     odd = parse_spec(ODD)
     resolved = resolve(odd, Machine(cores=(0, 1), memory_bytes=8 << 30))
     cluster = sim_cluster(odd, roofline())
@@ -96,42 +95,24 @@ def test_every_limit_is_what_the_live_worker_and_router_make_of_the_same_spec() 
     for worker in cluster.workers:
         options = live[worker.name]
         assert (worker.role, worker.prefix_cache) == (options.role, options.prefix_cache)
-        assert worker.prefill == PrefillLimits(
-            max_batch_tokens=options.max_batch_tokens,
-            max_requests=options.max_prefill_requests,
-            pack_tokens=options.pack_tokens,
-            short_prompt_tokens=options.short_prompt_tokens,
-            short_share=options.short_share,
-        )
-        assert worker.decode == DecodeLimits(
-            max_batch_size=options.max_batch_size, admission=options.admission, watermark=options.watermark
-        )
-    keys = {field.name for field in dataclasses.fields(PolicyOptions)}
-    front = RouterOptions(name="r", **{key: getattr(odd.router, key) for key in keys})
-    assert cluster.router == front.routing.policy
+        assert worker.policy == options.policy
+    assert cluster.router == odd.router.options(RouterOptions)
 
 
 @unit
 def test_no_limit_of_a_policy_is_left_at_its_default() -> None:
-    """A key that is added to a policy must be added here, too."""
+    """A knob that is added to a policy must be added here, too."""
     cluster = sim_cluster(parse_spec(ODD), roofline())
     prefill, decode = cluster.workers[0], cluster.workers[-1]
-    for limits, default in (
-        (cluster.router, PolicyOptions()),
-        (prefill.prefill, PrefillLimits(max_batch_tokens=512)),
-        (decode.decode, DecodeLimits(max_batch_size=64)),
-    ):
-        for field in dataclasses.fields(limits):
-            assert getattr(limits, field.name) != getattr(default, field.name), field.name
+    for options in (cluster.router, prefill.policy, decode.policy):
+        for name, knob in knobs_of(type(options)).items():
+            assert getattr(options, name) != knob.default, name
     assert (prefill.page_size, prefill.prefix_cache) == (32, False)
     assert [worker.name for worker in cluster.workers] == ["prefill-0", "prefill-1", "tokens-0"]
 
 
 def test_reports_come_as_often_as_live_workers_send_them() -> None:
-    from worker import router_streams as worker_service
-
-    assert from_spec.MIN_REPORT_GAP_S == worker_service.MIN_REPORT_GAP_S
-    assert sim_cluster(spec(), roofline()).report_gap_s == worker_service.MIN_REPORT_GAP_S
+    assert sim_cluster(spec(), roofline()).report_gap_s == REPORT_GAP_S
 
 
 @unit
@@ -220,13 +201,3 @@ def test_every_spec_that_comes_with_kvrelay_can_be_simulated(path: Path) -> None
     found = load_spec(path)
     cluster = sim_cluster(found, roofline("cpu-generic", "kvrelay-demo-125m"))
     assert len(cluster.workers) == sum(pool.replicas for pool in found.pools)
-
-
-def test_the_source_of_the_limits_has_not_moved() -> None:
-    """from_spec says which lines it mirrors; they are still there."""
-    from cluster.front import server as front
-    from decode_worker import driver as decode
-    from prefill_worker import driver as prefill
-
-    for module, made in ((prefill, "PrefillLimits("), (decode, "DecodeLimits("), (front, "PolicyOptions(")):
-        assert made in inspect.getsource(module)

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
 from cluster.router.policy import Assigned, RouterPolicy
-from decode_worker.policy import DecodeLimits, DecodePolicy
+from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from placement.checks.replay import RecordingError, main, read_recording, replay
 from worker.recording import record_calls
@@ -42,7 +42,7 @@ def test_a_recording_replays_and_only_the_drivers_calls_are_in_it(tmp_path: Path
 
 
 def test_a_batch_that_comes_back_as_an_argument_is_the_replays_own(tmp_path: Path) -> None:
-    policy = DecodePolicy(PagePool(8, 16), DecodeLimits(max_batch_size=2), name="d0")
+    policy = DecodePolicy(PagePool(8, 16), DecodeOptions(max_batch_size=2), name="d0")
     record_calls(policy, tmp_path, "d0")
     for name in ("a", "b"):
         policy.reserve(name, num_tokens=20, max_new_tokens=30, hashes=[])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from decode_worker.policy import DecodeOptions
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import Degrees
 from placement.latency.base import decode_run_s
@@ -28,6 +29,7 @@ from placement.latency.profile import (
 from placement.latency.profile_file import profile_from, profile_object, read_profile, write_profile
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
+from prefill_worker.policy import PrefillOptions
 
 pytestmark = pytest.mark.unit
 
@@ -210,8 +212,10 @@ def test_the_catalogue_offers_the_degrees_that_were_measured_and_says_why_no_oth
 def test_the_measured_cluster_is_simulated_with_the_limits_that_it_keeps() -> None:
     cluster = sim_cluster(profile(slowdown=(SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)), num_decode=2)
     prefill, decode, other = cluster.workers
-    assert (prefill.prefill.max_batch_tokens, prefill.prefill.pack_tokens, prefill.prefix_cache) == (400, 100, False)
-    assert (decode.decode.max_batch_size, decode.decode.admission, decode.num_pages) == (32, "worst_case", 300)
+    assert isinstance(prefill.policy, PrefillOptions)
+    assert isinstance(decode.policy, DecodeOptions)
+    assert (prefill.policy.max_batch_tokens, prefill.policy.pack_tokens, prefill.prefix_cache) == (400, 100, False)
+    assert (decode.policy.max_batch_size, decode.policy.admission, decode.num_pages) == (32, "worst_case", 300)
     assert other.name == "decode-1"
     assert cluster.router.max_queued_requests == 7
     assert [host.workers for host in cluster.hosts] == [("prefill-0", "decode-0"), ("decode-1",)]

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.router.policy import PolicyOptions
-from decode_worker.policy import DecodeLimits
+from cluster.router.policy import RouterOptions
+from decode_worker.policy import DecodeOptions
 from placement.latency.base import DecodeLine
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillLimits
+from prefill_worker.policy import PrefillOptions
 
 pytestmark = pytest.mark.unit
 
@@ -45,12 +45,11 @@ class Plain:
 
 
 def workers(role: Any, count: int = 1, latency: Plain | None = None, **given: Any) -> list[SimWorker]:
-    options = {
-        "num_pages": 400,
-        "prefill": PrefillLimits(max_batch_tokens=256),
-        "decode": DecodeLimits(max_batch_size=16),
-        **given,
+    policies = {
+        "prefill": PrefillOptions(max_batch_tokens=256, pack_tokens=None),
+        "decode": DecodeOptions(max_batch_size=16),
     }
+    options = {"num_pages": 400, "policy": policies[role], **given}
     return [SimWorker(name=f"{role}-{i}", role=role, latency=latency or Plain(), **options) for i in range(count)]
 
 
@@ -177,14 +176,14 @@ def test_stalled_handoffs_are_not_sent_around() -> None:
 
 
 def test_worst_case_admission_never_preempts() -> None:
-    limits = DecodeLimits(max_batch_size=16, admission="worst_case")
-    _, outcome = play(cluster(workers("prefill"), workers("decode", num_pages=40, decode=limits)), requests(rate=20))
+    limits = DecodeOptions(max_batch_size=16, admission="worst_case")
+    _, outcome = play(cluster(workers("prefill"), workers("decode", num_pages=40, policy=limits)), requests(rate=20))
     assert outcome.served == 200
     assert "preempted" not in outcome.counters
 
 
 def test_a_full_router_rejects_and_the_rejected_count_as_missed() -> None:
-    options = PolicyOptions(max_queued_requests=2, max_backlog_tokens=300)
+    options = RouterOptions(max_queued_requests=2, max_backlog_tokens=300)
     outcome = simulate(cluster(workers("prefill"), workers("decode"), router=options), requests(rate=200))
     assert outcome.served + outcome.counters["rejected"] == 200
     assert outcome.counters["rejected"] > 0

@@ -1,0 +1,145 @@
+"""WorkerSource says how fast a pool's workers are and what they hold: RooflineWorkers from a model's shape and a
+machine's figures, ProfileWorkers from what was measured of kvrelay's own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cluster.spec.model import ClusterSpec
+from cluster.spec.pool import PoolSpec
+from decode_worker.policy import DecodeOptions
+from engine.pages.layout import LayerKv
+from placement.build.worker import WorkerModel
+from placement.catalogs.base import Degrees, PlanError
+from placement.catalogs.roofline import RooflineCatalog
+from placement.latency.hardware import Hardware
+from placement.latency.model_shape import ModelShape
+from placement.latency.profile import Profile, ProfileLatency
+from prefill_worker.policy import PrefillOptions
+
+MESSAGE_S = 0.0005  # one way, between two processes
+
+
+def degrees_of(pool: PoolSpec) -> Degrees:
+    return Degrees(pool.tensor_parallel, pool.pipeline_parallel)
+
+
+def largest_step(pool: PoolSpec) -> tuple[int, int]:
+    """Tokens and requests of the largest step that a worker of the pool computes."""
+    if pool.role == "decode":
+        batch = pool.options(DecodeOptions).max_batch_size
+        return batch, batch
+    options = pool.options(PrefillOptions)
+    return options.max_batch_tokens, options.max_prefill_requests
+
+
+class WorkerSource(Protocol):
+    @property
+    def message_s(self) -> float: ...
+
+    @property
+    def layers(self) -> tuple[LayerKv, ...]:
+        """Shape of each layer's KV; empty where it is not known."""
+
+    def worker(self, spec: ClusterSpec, index: int) -> WorkerModel:
+        """Of spec.pools[index]. Raises PlanError: why such a worker cannot be."""
+
+
+class RooflineWorkers:
+    """By first principles. Pools whose GPUs do not fit in one node send KV over the link between nodes."""
+
+    def __init__(self, shape: ModelShape, hardware: Hardware) -> None:
+        self.shape = shape
+        self.hardware = hardware
+
+    @property
+    def message_s(self) -> float:
+        return MESSAGE_S
+
+    @property
+    def layers(self) -> tuple[LayerKv, ...]:
+        shape = self.shape
+        return (LayerKv(shape.kv_heads, shape.k_dim, shape.v_dim),) * shape.num_layers
+
+    def worker(self, spec: ClusterSpec, index: int) -> WorkerModel:
+        pool = spec.pools[index]
+        catalog = self._catalog(spec, pool)
+        offer = catalog.offer(degrees_of(pool), within_node=self.is_one_node(spec))
+        if isinstance(offer, str):
+            raise PlanError(f"pools[{index}] ({pool.label}): {offer}")
+        pages = offer.num_pages
+        if isinstance(pool.kv_memory, int):
+            pages = self._asked_pages(catalog, spec, index, offer.num_pages)
+        return WorkerModel(latency=offer.latency, num_pages=pages, page_size=spec.page_size, error=offer.error)
+
+    def is_one_node(self, spec: ClusterSpec) -> bool:
+        gpus = sum(degrees_of(pool).gpus * pool.replicas for pool in spec.pools)
+        return gpus <= self.hardware.gpus_per_node
+
+    def _catalog(self, spec: ClusterSpec, pool: PoolSpec) -> RooflineCatalog:
+        tokens, requests = largest_step(pool)
+        return RooflineCatalog(
+            self.shape.with_dtype(spec.dtype),
+            self.hardware,
+            page_size=spec.page_size,
+            max_batch_tokens=tokens,
+            max_batch_size=requests,
+        )
+
+    def _asked_pages(self, catalog: RooflineCatalog, spec: ClusterSpec, index: int, most: int) -> int:
+        """kv_memory is a worker's, over all of its GPUs."""
+        pool = spec.pools[index]
+        assert isinstance(pool.kv_memory, int)
+        page_bytes = catalog.kv_bytes_per_token(degrees_of(pool)) * degrees_of(pool).gpus * spec.page_size
+        pages = int(pool.kv_memory / page_bytes)
+        if pages < 1:
+            raise PlanError(
+                f"pools[{index}].kv_memory is {pool.kv_memory}, less than one page; give at least {int(page_bytes)}"
+            )
+        if pages > most and self.hardware.unit == "GPU":
+            raise PlanError(
+                f"pools[{index}].kv_memory is {pool.kv_memory}; beside the weights of {self.shape.name} "
+                f"{self.hardware.name} has room for {int(most * page_bytes)}, so give that or less, or auto"
+            )
+        return pages
+
+
+class ProfileWorkers:
+    """As they were measured. `shape`: to turn kv_memory into pages; without it a worker holds what was measured."""
+
+    def __init__(self, profile: Profile, shape: ModelShape | None = None) -> None:
+        self.profile = profile
+        self.shape = shape
+        self._latency = ProfileLatency(profile)
+
+    @property
+    def message_s(self) -> float:
+        return self.profile.message_s
+
+    @property
+    def layers(self) -> tuple[LayerKv, ...]:
+        shape = self.shape
+        return (LayerKv(shape.kv_heads, shape.k_dim, shape.v_dim),) * shape.num_layers if shape else ()
+
+    def worker(self, spec: ClusterSpec, index: int) -> WorkerModel:
+        pool, profile = spec.pools[index], self.profile
+        measured = Degrees(profile.tp, profile.pp)
+        if degrees_of(pool) != measured:
+            raise PlanError(
+                f"pools[{index}] ({pool.label}) has {degrees_of(pool)}, but {profile.name} was measured at {measured}; "
+                "calibrate a cluster that runs it, or give a hardware file"
+            )
+        if spec.page_size != profile.page_size:
+            raise PlanError(
+                f"page_size is {spec.page_size}, but {profile.name} was measured with {profile.page_size}; "
+                f"give {profile.page_size}, or calibrate again"
+            )
+        facts = profile.prefill_pool if pool.role == "prefill" else profile.decode_pool
+        pages = facts.num_pages
+        if isinstance(pool.kv_memory, int) and self.shape is not None:
+            token_bytes = self.shape.with_dtype(spec.dtype).kv_bytes_per_token
+            pages = max(1, pool.kv_memory // (token_bytes * spec.page_size))
+        error = profile.error.prefill if pool.role == "prefill" else profile.error.decode
+        # its steps hold their overhead
+        return WorkerModel(latency=self._latency, num_pages=pages, page_size=spec.page_size, error=error)
