@@ -23,18 +23,22 @@ from engine import loading as prepare
 from engine.attention import hooks
 from engine.attention.base import AttentionBackend, StepMeta, build_meta
 from engine.attention.flashinfer.backend import FlashInferBackend
-from engine.attention.hooks import UnsupportedModel
+from engine.attention.forward_pass import ForwardPass
+from engine.attention.probe import Probe
+from engine.errors import UnsupportedModel
 from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.staging import on_device
-from engine.gpu.steps import Flight, GpuSteps, Landed
+from engine.gpu.steps import GpuSteps
 from engine.options import EngineOptions
 from engine.pages import fp8 as kv_fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
-from engine.pages.memory import KvMemory
+from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
+from engine.pending import DoneStep, PendingStep
 from engine.sampling.host import NonFiniteLogits, sample
 from engine.types import PENDING, Chunk, ModelInfo, SampledToken, SampleSpec, Step
+from engine.weights import config as config_of
 from engine.weights import loader
 
 logger = logging.getLogger(__name__)
@@ -55,7 +59,7 @@ class Engine:
         model: PreTrainedModel,
         info: ModelInfo,
         backend: AttentionBackend,
-        probe: hooks.Probe,
+        probe: Probe,
         row_multiple: int,
         options: EngineOptions,
         at: torch.device,
@@ -102,11 +106,11 @@ class Engine:
     @classmethod
     def _load_beside(cls, ranks: Ranks | None, options: EngineOptions, at: torch.device, progress: Progress) -> Engine:
         progress("weights", 0.0)
-        config = loader.load_config(options.model)
-        dtype = loader.resolve_dtype(options.dtype, config)
-        loader.check_config(config)
-        max_len = loader.resolve_max_len(options.max_model_len, config)
-        loader.check_ropes(config, max_len)
+        config = config_of.load_config(options.model)
+        dtype = config_of.resolve_dtype(options.dtype, config)
+        config_of.check_config(config)
+        max_len = config_of.resolve_max_len(options.max_model_len, config)
+        config_of.check_ropes(config, max_len)
         model = loader.load_model(options.model, config, dtype, at)
         progress("weights", 1.0)
 
@@ -177,20 +181,20 @@ class Engine:
         """Whether `begin` returns before the step is done, so that it pays to begin the next one meanwhile."""
         return self._steps is not None
 
-    def begin(self, step: Step) -> Flight:
+    def begin(self, step: Step) -> PendingStep:
         """Begin a step; its tokens come from `result()` of what is returned. One more may be begun before that.
 
         A chunk of it may name PENDING tokens: those that the step begun before it draws. On a CPU the step is done
         when this returns.
         """
         if not step.chunks:
-            return Landed([])
+            return DoneStep([])
         if self._steps is not None:
             with torch.inference_mode(), device.current(self.device):
                 return self._steps.begin(step)
         tokens = self.step(replace(step, chunks=[self._with_last_token(chunk) for chunk in step.chunks]))
         self._last_tokens = {token.request_id: token.token_id for token in tokens}
-        return Landed(tokens)
+        return DoneStep(tokens)
 
     def _with_last_token(self, chunk: Chunk) -> Chunk:
         if PENDING not in chunk.token_ids:
@@ -215,9 +219,9 @@ class Engine:
         return self._run_over(self.memory, meta, rows, on_layer)
 
     def _run_over(
-        self, memory: KvMemory, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None
+        self, memory: LayerPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: Callable[[int], None] | None
     ) -> torch.Tensor:
-        state = hooks.Forward(meta, memory, self.backend, self._probe, on_layer, self._scales)
+        state = ForwardPass(meta, memory, self.backend, self._probe, on_layer, self._scales)
         return loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
 
     # Ranks

@@ -12,15 +12,12 @@ import logging
 from dataclasses import replace
 from typing import Protocol
 
+from engine.errors import EngineBroken
 from engine.types import Chunk, SampledToken, Step
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.5  # how soon an engine that breaks between two steps is noticed
-
-
-class EngineBroken(Exception):
-    """No step can be run any more, whatever it holds: one sentence that says why."""
 
 
 class StepRunner(Protocol):

@@ -12,17 +12,19 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import device as devices
-from engine.attention import hooks
 from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import choice as flashinfer_choice
-from engine.attention.flashinfer.backend import HALF, FlashInferBackend, Shape, distinct, why_not
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.shapes import HALF, Shape, distinct, why_not
+from engine.attention.probe import Probe
 from engine.attention.registry import make_backend
-from engine.kernels.cpu import CpuKernels
-from engine.kernels.gpu import FlashInferKernels, TorchKernels
+from engine.fused.cpu import CpuKernels
+from engine.fused.gpu import FlashInferKernels, TorchKernels
+from engine.fused.recognise import fuse
 from engine.options import EngineOptions
 from engine.pages import fp8 as kv_fp8
 from engine.pages.layout import KvLayout
-from engine.weights import fuse, linear
+from engine.weights import linear
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ WORKSPACES_BYTES = 1 << 30  # FlashInfer's
 GRAPH_BYTES = 1 << 30  # captured graphs and what their wrappers keep
 
 
-def attention_backend(options: EngineOptions, probe: hooks.Probe, device: torch.device) -> AttentionBackend:
+def attention_backend(options: EngineOptions, probe: Probe, device: torch.device) -> AttentionBackend:
     """As asked for; `auto` on a GPU is FlashInfer where it can serve every layer. Raises ValueError with a sentence."""
     name, kv_dtype = options.attention, page_dtype(options, probe)
     if kv_dtype == kv_fp8.DTYPE and device.type == "cpu":
@@ -55,7 +57,7 @@ def attention_backend(options: EngineOptions, probe: hooks.Probe, device: torch.
     return flashinfer_choice.measured(backend, shapes_of(probe, options.page_size, kv_dtype))
 
 
-def shapes_of(probe: hooks.Probe, page_size: int, kv_dtype: torch.dtype) -> list[Shape]:
+def shapes_of(probe: Probe, page_size: int, kv_dtype: torch.dtype) -> list[Shape]:
     """Of the model's layers, each once; with pages in the model's own dtype, too, for the parity check."""
     return distinct(
         Shape(
@@ -76,33 +78,33 @@ def shapes_of(probe: hooks.Probe, page_size: int, kv_dtype: torch.dtype) -> list
 
 
 def fuse_for_gpu(
-    model: PreTrainedModel, backend: AttentionBackend, probe: hooks.Probe, dtype: torch.dtype, max_len: int
+    model: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtype: torch.dtype, max_len: int
 ) -> None:
     """Run the layers that are recognised on joined weights and FlashInfer's kernels, or plain torch without them."""
     kernels = TorchKernels()
     if isinstance(backend, FlashInferBackend) and dtype in HALF:
-        kernels = FlashInferKernels(backend.library)
-    count = fuse.fuse(model, probe.layer_of, kernels, max_len)
+        kernels = FlashInferKernels(backend.flashinfer.module)
+    count = fuse(model, probe.layer_of, kernels, max_len)
     logger.info("%d modules of %s run fused", count, type(model).__name__)
 
 
-def pack_for_cpu(model: PreTrainedModel, backend: AttentionBackend, probe: hooks.Probe, dtype: torch.dtype) -> int:
+def pack_for_cpu(model: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtype: torch.dtype) -> int:
     """Fuse and pack what can be; the multiple to which a step's rows are to be padded."""
     if not linear.can_pack(dtype):
         logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
         return 1
     if backend.name == "native":
-        count = fuse.fuse(model, probe.layer_of, CpuKernels())
+        count = fuse(model, probe.layer_of, CpuKernels())
         logger.info("%d modules of %s run fused", count, type(model).__name__)
     linear.pack_linears(model)
     return max(linear.MIN_ROWS, linear.row_multiple(model))
 
 
-def page_dtype(options: EngineOptions, probe: hooks.Probe) -> torch.dtype:
+def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:
     return kv_fp8.DTYPE if options.kv_dtype == "fp8_e4m3" else probe.layers[0].dtype
 
 
-def layout(page_size: int, dtype: torch.dtype, probe: hooks.Probe, num_pages: int) -> KvLayout:
+def layout(page_size: int, dtype: torch.dtype, probe: Probe, num_pages: int) -> KvLayout:
     layers = tuple(layer.kv for layer in probe.layers)
     return KvLayout(page_size, str(dtype).removeprefix("torch."), layers, num_pages)
 

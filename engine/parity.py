@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.hooks import UnsupportedModel
+from engine.errors import UnsupportedModel
 from engine.types import Chunk
 from engine.weights.loader import set_attention
 

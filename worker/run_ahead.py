@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from engine.execution import EngineBroken, run_step
-from engine.gpu.steps import Flight
+from engine.errors import EngineBroken
+from engine.execution import run_step
+from engine.pending import PendingStep
 from engine.types import SampledToken, Step
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,14 @@ T = TypeVar("T")
 class StepEngine(Protocol):
     def step(self, step: Step) -> list[SampledToken]: ...
 
-    def begin(self, step: Step) -> Flight: ...
+    def begin(self, step: Step) -> PendingStep: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInFlight:
     make: Callable[[], Step]  # asked again when the step has to be run again, with what is known by then
     before: StepInFlight | None  # which still runs
-    begun: Flight | None = None
+    begun: PendingStep | None = None
     is_good: bool = True
 
     @property

@@ -1,14 +1,11 @@
-"""The two functions that transformers calls in place of its own attention and masks, and the probe that learns a model.
+"""The functions that transformers calls in place of its own attention and masks, under two names.
 
-`install()` registers them under two names. Under PROBE a short forward records, for every attention call, the shape of
-its K and V and the pattern of its mask; nothing is attended. Under SERVE each call writes its K and V into the pages,
-says so, and attends over the pages. All state travels in the forward's keyword argument `kvrelay`.
+Under PROBE a short forward learns the model (probe.py). Under SERVE each call writes its K and V into the pages, says
+so, and attends over the pages. All state travels in the forward's keyword argument `kvrelay`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,122 +13,19 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention import op
-from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
-from engine.pages.fp8 import KvScale, quantise
-from engine.pages.layout import LayerKv
-from engine.pages.memory import KvMemory
+from engine.attention.forward_pass import ForwardPass
+from engine.attention.probe import LAYER, probe_attention, probe_mask
 
 SERVE = "kvrelay"
 PROBE = "kvrelay_probe"
-
-LAYER = "kvrelay_layer"  # attribute of an attention module: its number among the calls
-
-FULL = 0.0  # what the probe's masks are filled with: this, the window's width, or OTHER
-OTHER = -1.0
-
-
-class UnsupportedModel(Exception):
-    """A model that cannot be served exactly: one sentence naming the architecture or feature, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProbe:
-    kv: LayerKv
-    dtype: torch.dtype
-    num_heads: int
-    window: int
-    scaling: float
-    softcap: float = 0.0
-    has_sinks: bool = False
-
-
-@dataclass(slots=True)
-class Probe:
-    """What one short forward of `num_tokens` tokens showed. Layers are numbered in the order of the calls."""
-
-    num_tokens: int
-    layers: list[LayerProbe] = field(default_factory=list)
-    layer_of: dict[int, int] = field(default_factory=dict)  # id(module) -> layer
-
-    def record(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: int,
-        scaling: float | None,
-        softcap: float | None,
-        has_sinks: bool,
-    ) -> None:
-        if id(module) in self.layer_of:
-            raise UnsupportedModel(
-                f"{type(module).__name__} attends twice in one forward pass, which pages cannot hold"
-            )
-        if k.shape[2] != self.num_tokens or q.shape[2] != self.num_tokens:
-            raise UnsupportedModel(
-                f"{type(module).__name__} attends over {k.shape[2]} keys for {self.num_tokens} tokens: "
-                "its keys are not one for each token"
-            )
-        kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
-        self.layer_of[id(module)] = len(self.layers)
-        object.__setattr__(module, LAYER, len(self.layers))
-        scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks))
-
-
-@dataclass(slots=True)
-class Forward:
-    """One forward pass over the pages."""
-
-    meta: StepMeta
-    memory: KvMemory
-    backend: AttentionBackend
-    probe: Probe
-    on_layer: Callable[[int], None] | None
-    scales: Sequence[KvScale] | None = None  # of pages in fp8
-    number: int = 0  # of the engine, for the operator
-
-    def write(self, layer: int, k_TGD: torch.Tensor, v_TGE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the rows' K and V into the layer's pages, tell who waits for them, and return the pages."""
-        k_pages, v_pages = self.memory.k(layer), self.memory.v(layer)
-        if self.scales is not None:
-            scale = self.scales[layer]
-            k_TGD, v_TGE = quantise(k_TGD, scale.k), quantise(v_TGE, scale.v)
-        self.backend.write(k_TGD, v_TGE, k_pages, v_pages, self.meta)
-        if self.on_layer is not None:
-            self.on_layer(layer)
-        return k_pages, v_pages
-
-    def call(
-        self, layer: int, scaling: float, softcap: float = 0.0, sinks: torch.Tensor | None = None
-    ) -> AttentionCall:
-        """What the layer's attention is, its window and the pages' scales included."""
-        scale = KvScale() if self.scales is None else self.scales[layer]
-        window = self.probe.layers[layer].window
-        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v)
-
-    def serve(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGE: torch.Tensor,
-        scaling: float,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Write, tell, attend: [T, H, E]."""
-        k_pages, v_pages = self.write(layer, k_TGD, v_TGE)
-        return self.backend.attend(q_THD, k_pages, v_pages, self.meta, self.call(layer, scaling, softcap, sinks))
 
 
 def install() -> None:
     """Make both names known to transformers; doing it twice changes nothing."""
     AttentionInterface.register(SERVE, _serve_attention)
-    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionInterface.register(PROBE, probe_attention)
     AttentionMaskInterface.register(SERVE, _serve_mask)
-    AttentionMaskInterface.register(PROBE, _probe_mask)
+    AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def _serve_mask(*args: Any, **kwargs: Any) -> None:
@@ -147,7 +41,7 @@ def _serve_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    kvrelay: Forward,
+    kvrelay: ForwardPass,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
@@ -161,83 +55,3 @@ def _serve_attention(
     out_THE = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2])
     op.paged_attention(q_THD, k_TGD, v_TGE, out_THE, kvrelay.number, layer, scaling, softcap or 0.0, s_aux)
     return out_THE.unsqueeze(0), None
-
-
-def _probe_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    *args: Any,
-    kvrelay: Probe | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    name = type(module).__name__
-    if kvrelay is None:
-        raise UnsupportedModel(
-            f"{name} does not get the forward's keyword arguments, through which attention reaches the pages"
-        )
-    if position_bias is not None:
-        raise UnsupportedModel(f"{name} adds a position bias to its scores, which paged attention does not know")
-    if is_causal is False:
-        raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
-    window = _window(name, attention_mask, sliding_window)
-    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None)
-    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return out, None
-
-
-def _window(name: str, mask: torch.Tensor | None, sliding_window: int | None) -> int:
-    """The width that the layer's mask has (its own eager path obeys the mask); without a mask, the one it names."""
-    if mask is None:
-        return int(sliding_window or 0)
-    codes = set(mask.flatten().tolist()) if isinstance(mask, torch.Tensor) else {OTHER}
-    code = codes.pop()
-    if codes or code < FULL or code != int(code):
-        raise UnsupportedModel(
-            f"{name} carries a pattern in its mask that is neither causal nor a sliding window, "
-            "and paged attention knows only these"
-        )
-    return int(code)
-
-
-def _probe_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *args: Any,
-    mask_function: Callable[..., Any],
-    config: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """A mask filled with its own pattern's code, so that the code reaches the layers the mask was made for."""
-    code = _pattern(mask_function, getattr(config, "kvrelay_max_len", q_length))
-    return torch.full((batch_size, 1, q_length, kv_length), code, dtype=torch.float64)
-
-
-def _pattern(mask_function: Callable[..., Any], max_len: int) -> float:
-    """FULL, a window's width, or OTHER: by asking for whole rows of the mask at several positions up to max_len."""
-    widths: list[tuple[int, int]] = []
-    for query in sorted({0, 1, max_len // 3, max_len // 2, max_len - 1}):
-        keys = torch.arange(query + 3)
-        zero = torch.zeros((), dtype=torch.long)
-        try:
-            allowed = mask_function(zero, zero, torch.full_like(keys, query), keys)
-        except (IndexError, RuntimeError, TypeError):
-            return OTHER  # it reads tensors of the prompt's own size
-        allowed = torch.as_tensor(allowed).expand(keys.shape)
-        width = int(allowed.sum())
-        if not bool(allowed[query + 1 - width : query + 1].all()):
-            return OTHER
-        widths.append((query, width))
-    widest = max(width for _, width in widths)
-    if any(width != min(widest, query + 1) for query, width in widths):
-        return OTHER
-    return FULL if widest == max_len else float(widest)

@@ -11,8 +11,7 @@ import torch
 
 from engine.attention.base import AttentionCall, StepMeta
 from engine.kernels import native
-
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}
+from engine.kernels.native import DTYPE_CODE
 
 
 class _Args(ctypes.Structure):

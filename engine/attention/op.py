@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from engine.attention.hooks import Forward
+from engine.attention.forward_pass import ForwardPass
 
-_running: dict[int, Forward] = {}  # engines run in threads of their own, each under its own number
+_running: dict[int, ForwardPass] = {}  # engines run in threads of their own, each under its own number
 
 
 @contextmanager
-def running(state: Forward) -> Iterator[None]:
+def running(state: ForwardPass) -> Iterator[None]:
     """While inside, the operator of this engine's number works on `state`."""
     _running[state.number] = state
     try:

@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.device import why_no_flashinfer
-from engine.kernels.native import NativeUnavailable
+from engine.kernels.native import DTYPE_CODE, NativeUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def make_backend(name: str, dtype: torch.dtype, device: torch.device = CPU) -> A
     """The backend called `name` for pages of `dtype` on `device`; `auto` is the fastest that can be had there.
 
     Raises ValueError for a name that is unknown or not the device's, NativeUnavailable when `native` was asked for and
-    cannot be had. FlashInfer's kernels are not chosen yet: see flashinfer_choice.measured.
+    cannot be had. FlashInfer's kernels are not chosen yet: see flashinfer/choice.py.
     """
     if name not in NAMES:
         raise ValueError(f"attention is {name!r}; give one of {', '.join(NAMES)}")
@@ -50,8 +50,9 @@ def _on_gpu(name: str, device: torch.device) -> AttentionBackend:
         logger.warning("attention runs on the torch backend, many times slower: %s", missing)
         return _torch()
     from engine.attention.flashinfer.backend import FlashInferBackend
+    from engine.attention.flashinfer.wrappers import FlashInfer
 
-    return FlashInferBackend(device)
+    return FlashInferBackend(FlashInfer.on(device))
 
 
 def _torch() -> AttentionBackend:
@@ -61,7 +62,7 @@ def _torch() -> AttentionBackend:
 
 
 def _native(dtype: torch.dtype) -> AttentionBackend:
-    from engine.attention.native_backend import DTYPE_CODE, NativeBackend
+    from engine.attention.native_backend import NativeBackend
 
     if dtype not in DTYPE_CODE:
         raise NativeUnavailable(f"the native backend has no kernels for {dtype}")

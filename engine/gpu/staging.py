@@ -1,8 +1,8 @@
 """Staging carries a step's small arrays to the device: packed into one pinned buffer, one copy, no wait.
 
-Two host buffers take turns, each behind a Fence, so that the next step's arrays are filled in while the last one's copy
-is still queued. `Uploader` makes new device tensors each time; `StaticUploader` writes into places that stay, which is
-what a CUDA graph reads. Off CUDA both copy at once.
+Two host buffers take turns, each behind an UploadGuard, so that the next step's arrays are filled in while the last
+one's copy is still queued. `Uploader` makes new device tensors each time; `StaticUploader` writes into places that
+stay, which is what a CUDA graph reads. Off CUDA both copy at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from engine.attention.base import StepMeta
 from engine.attention.tables import ON_DEVICE as TABLE_NAMES
 from engine.attention.tables import page_tables
-from engine.gpu.fence import Fence
+from engine.gpu.upload_guard import UploadGuard
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ALIGN = 16  # bytes; of each array's start
@@ -32,16 +32,16 @@ class _HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._fences = [Fence(device) for _ in range(2)]
+        self._guards = [UploadGuard(device) for _ in range(2)]
         self._turn = 0
 
-    def next(self, nbytes: int) -> tuple[Fence, int]:
+    def next(self, nbytes: int) -> tuple[UploadGuard, int]:
         self._turn ^= 1
         if self._buffers[self._turn].numel() < nbytes:
-            with self._fences[self._turn]:  # what was queued from the old buffer has left it
+            with self._guards[self._turn]:  # what was queued from the old buffer has left it
                 size = max(LEAST_BYTES, 2 * nbytes)
                 self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-        return self._fences[self._turn], self._turn
+        return self._guards[self._turn], self._turn
 
     def bytes(self, turn: int) -> torch.Tensor:
         return self._buffers[turn]
@@ -56,8 +56,8 @@ class Uploader:
 
     def __call__(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         starts, total = _offsets({name: array.nbytes for name, array in arrays.items()})
-        fence, turn = self._host.next(total)
-        with fence:
+        guard, turn = self._host.next(total)
+        with guard:
             host = self._host.bytes(turn)
             _fill(host, arrays, starts)
             device = torch.empty(total, dtype=torch.uint8, device=self._device)
@@ -90,8 +90,8 @@ class StaticUploader:
         for name, array in arrays.items():
             assert array.nbytes <= self._capacity[name], f"{name} has {array.size} elements, more than its place holds"
         total = self._starts[self._last] + arrays[self._last].nbytes
-        fence, turn = self._host.next(total)
-        with fence:
+        guard, turn = self._host.next(total)
+        with guard:
             host = self._host.bytes(turn)
             _fill(host, arrays, self._starts)
             self._bytes[:total].copy_(host[:total], non_blocking=True)

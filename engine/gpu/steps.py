@@ -1,4 +1,4 @@
-"""GpuSteps runs steps on a device without waiting for it: `begin` queues a step, `Flight.result` waits for its tokens.
+"""GpuSteps runs steps on a device without waiting for it: `begin` queues a step, `result` of it waits for its tokens.
 
     begin   chunks -> host arrays -> one upload -> forward (a graph's replay, or layer by layer) -> draw -> copy of ids
     result  wait for that copy's event -> tokens
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,39 +18,23 @@ import torch
 from engine.attention.base import StepMeta, build_meta
 from engine.gpu.graphs import DecodeGraphs
 from engine.gpu.staging import Uploader, stage
-from engine.sampling.device import SamplingPlan, draw, results
+from engine.pending import PendingStep
+from engine.sampling.device import SamplingPlan, draw, sampled_tokens
 from engine.types import PENDING, Chunk, SampledToken, Step
 
 Forward = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 
 
-class Flight(Protocol):
-    """A step that was begun."""
-
-    def result(self) -> list[SampledToken]:
-        """Wait for the step's end; a token for each chunk that has `sample`, in the chunks' order."""
-
-
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """A flight that is over."""
-
-    tokens: list[SampledToken]
-
-    def result(self) -> list[SampledToken]:
-        return self.tokens
-
-
-@dataclass(slots=True)
-class _DeviceFlight:
+class _QueuedStep:
     plan: SamplingPlan
-    host: Sequence[torch.Tensor]
+    drawn: Sequence[torch.Tensor]  # on the host, once `done` has passed
     done: torch.cuda.Event | None
 
     def result(self) -> list[SampledToken]:
         if self.done is not None:
             self.done.synchronize()
-        return results(self.plan, self.host)
+        return sampled_tokens(self.plan, self.drawn) if self.drawn else []
 
 
 class GpuSteps:
@@ -73,7 +56,7 @@ class GpuSteps:
         self._drawn_ids: torch.Tensor | None = None  # of the last step, on the device
         self._drawn_row: dict[str, int] = {}  # request id -> row in it
 
-    def begin(self, step: Step) -> Flight:
+    def begin(self, step: Step) -> PendingStep:
         """Queue the step. Raises KeyError when a PENDING token is not the last step's to draw."""
         rows, row = [], -1
         for chunk in step.chunks:
@@ -137,29 +120,18 @@ class GpuSteps:
         assert self._drawn_ids is not None, "a pending token, but nothing was drawn"
         return torch.where(source >= 0, self._drawn_ids[source.clamp_min(0)], token_ids)
 
-    def _draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Flight:
+    def _draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> PendingStep:
         self._drawn_row = {request_id: row for row, request_id in enumerate(plan.request_ids)}
         if not plan.request_ids:
-            return self._in_flight(plan, ())
+            return self._queued(plan, ())
         drawn = draw(logits, plan, placed)
         self._drawn_ids = drawn.ids
-        return self._in_flight(plan, drawn.tensors())
+        return self._queued(plan, drawn.tensors())
 
-    def _in_flight(self, plan: SamplingPlan, drawn: Sequence[torch.Tensor]) -> Flight:
+    def _queued(self, plan: SamplingPlan, drawn: Sequence[torch.Tensor]) -> PendingStep:
         if self._device.type != "cuda":
-            return _DeviceFlight(plan, drawn, None) if drawn else Landed([])
+            return _QueuedStep(plan, drawn, None)
         host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in drawn]
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return _DeviceFlight(plan, host, done) if drawn else _Quiet(done)
-
-
-@dataclass(frozen=True, slots=True)
-class _Quiet:
-    """A step that draws nothing: its KV is what is waited for."""
-
-    done: torch.cuda.Event
-
-    def result(self) -> list[SampledToken]:
-        self.done.synchronize()
-        return []
+        done.record()  # a step that draws nothing: its KV is what is waited for
+        return _QueuedStep(plan, host, done)

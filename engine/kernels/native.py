@@ -17,9 +17,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch  # before the kernels are loaded: it brings a libgomp of the same name, and both share one pool of threads
+
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 BUILD_TIMEOUT_S = 300.0
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}  # as the kernels know them
 
 
 class NativeUnavailable(Exception):
@@ -29,9 +32,6 @@ class NativeUnavailable(Exception):
 @functools.cache
 def library() -> ctypes.CDLL:
     """The kernels. Raises NativeUnavailable. The answer is kept: nothing about a machine changes while it runs."""
-    # torch brings its own libgomp under the same name, so importing torch first lets both share one pool of threads.
-    import torch  # noqa: F401
-
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NativeUnavailable("no C++ compiler was found (looked for $CXX, g++ and c++)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,16 @@ TORCH_DTYPE = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+
+
+class LayerPages(Protocol):
+    """Pages to read and write, layer by layer."""
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of one layer: [num_pages, page_size, kv_heads, k_dim]."""
+
+    def v(self, layer: int) -> torch.Tensor:
+        """Values of one layer: [num_pages, page_size, kv_heads, v_dim]."""
 
 
 class KvMemory:

@@ -23,22 +23,24 @@ from transformers import PreTrainedModel
 
 from engine.attention import hooks
 from engine.attention.base import StepMeta
+from engine.attention.probe import Probe
 from engine.options import EngineOptions
-from engine.pages.memory import KvMemory
+from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import Frame
+from engine.parallel.messages import memory_frame, step_frame
 from engine.parallel.processes import Processes
 from engine.parallel.sharding import HeadSlice, Shard
-from engine.parallel.steps import memory_frame, step_frame
-from engine.weights.loader import load_config, set_attention
+from engine.weights.config import load_config
+from engine.weights.loader import set_attention
 
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0  # a rank loads as much as its leader, beside it
 MEET_TIMEOUT_S = 30.0  # a rank that lives and does not come; one that dies is noticed at once
 
-Forward = Callable[[KvMemory, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
+Forward = Callable[[LayerPages, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 
 
 class Ranks:
@@ -64,7 +66,7 @@ class Ranks:
         self._pages: HeadSlice | None = None  # this rank's of it
         self._on_layer: Callable[[int], None] | None = None
 
-    def cut(self, model: PreTrainedModel, whole: hooks.Probe, max_len: int) -> None:
+    def cut(self, model: PreTrainedModel, whole: Probe, max_len: int) -> None:
         """Leave the leader its own part of the model. Raises UnsupportedModel."""
         self._cuts = sharding.shard_model(model, self.shard, whole.layer_of)
         sharding.check_shapes(model, whole, max_len, self.shard)

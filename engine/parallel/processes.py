@@ -18,8 +18,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.attention.hooks import UnsupportedModel
-from engine.execution import EngineBroken
+from engine.errors import EngineBroken, UnsupportedModel
 from engine.options import EngineOptions
 from engine.parallel.frames import BadFrame, Channel, Frame
 from engine.process import THREAD_KEYS

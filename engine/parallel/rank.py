@@ -20,13 +20,15 @@ import torch
 
 from engine import loading as prepare
 from engine.attention import hooks
+from engine.attention.forward_pass import ForwardPass
 from engine.options import EngineOptions
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
+from engine.parallel.messages import memory_of, step_of
 from engine.parallel.sharding import Cut, HeadSlice, Shard
-from engine.parallel.steps import memory_of, step_of
 from engine.process import LOG_FORMAT, pin_process, sentence_of
+from engine.weights import config as config_of
 from engine.weights import loader
 
 PR_SET_PDEATHSIG = 1
@@ -52,9 +54,9 @@ class Rank:
     def load(self) -> None:
         """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
         options, at = self._options, torch.device("cpu")
-        config = loader.load_config(options.model)
-        dtype = loader.resolve_dtype(options.dtype, config)
-        max_len = loader.resolve_max_len(options.max_model_len, config)
+        config = config_of.load_config(options.model)
+        dtype = config_of.resolve_dtype(options.dtype, config)
+        max_len = config_of.resolve_max_len(options.max_model_len, config)
         model = loader.load_model(options.model, config, dtype, at)
         whole = loader.probe_model(model, max_len)
         self._cuts: list[Cut] = sharding.shard_model(model, self._shard, whole.layer_of)
@@ -85,7 +87,7 @@ class Rank:
     def _step(self, frame: Frame) -> None:
         meta, rows = step_of(frame)
         assert self._pages is not None, "a step before its memory"
-        state = hooks.Forward(meta, self._pages, self._backend, self._probe, None)
+        state = ForwardPass(meta, self._pages, self._backend, self._probe, None)
         loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
 
 

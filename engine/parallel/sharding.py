@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention import hooks
-from engine.attention.hooks import UnsupportedModel
-from engine.pages.layout import KvLayout
+from engine.attention.probe import Probe
+from engine.errors import UnsupportedModel
+from engine.fused.layers import Attention, Mlp
 from engine.pages.memory import KvMemory
-from engine.weights import fuse
 from engine.weights.loader import probe_model
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -174,7 +173,7 @@ def _kept(part: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
-def check_shapes(model: PreTrainedModel, whole: hooks.Probe, max_len: int, shard: Shard) -> None:
+def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shard) -> None:
     """Raise UnsupportedModel unless every layer of the cut model has its share of the heads of the whole one."""
     try:
         part = probe_model(model, max_len)
@@ -214,9 +213,9 @@ def connect(cuts: list[Cut], reduce: Reduce, on_layer: Callable[[int], None]) ->
     for cut in cuts:
         meet = reduce.gather if cut.is_head else _summing(reduce, cut.layer, on_layer)
         joined = getattr(cut.parent, "forward", None)
-        if isinstance(joined, fuse.Attention):
+        if isinstance(joined, Attention):
             object.__setattr__(joined, "out", Meeting(joined.out, meet))
-        elif isinstance(joined, fuse.Mlp):
+        elif isinstance(joined, Mlp):
             object.__setattr__(joined, "down", Meeting(joined.down, meet))
         else:
             setattr(cut.parent, cut.name, Meeting(getattr(cut.parent, cut.name), meet))
@@ -236,15 +235,17 @@ def _summing(
     return sum_and_tell
 
 
-class HeadSlice(KvMemory):
+class HeadSlice:
     """One rank's heads of pages that hold all heads: views, strided from token to token. It owns no bytes."""
 
     def __init__(self, whole: KvMemory, shard: Shard) -> None:
-        self.layout: KvLayout = whole.layout
-        self.device = whole.device
-        self.fd = None
-        self.map = None
         layers = range(whole.layout.num_layers)
         heads = [shard.run(shape.kv_heads) for shape in whole.layout.layers]
         self._k = [whole.k(i)[:, :, heads[i]] for i in layers]
         self._v = [whole.v(i)[:, :, heads[i]] for i in layers]
+
+    def k(self, layer: int) -> torch.Tensor:
+        return self._k[layer]
+
+    def v(self, layer: int) -> torch.Tensor:
+        return self._v[layer]

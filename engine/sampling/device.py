@@ -2,7 +2,7 @@
 
     SamplingPlan.of(specs)      on the host, while the step before still runs: small arrays
     draw(logits, plan, placed)  on the device, no wait: token ids, and which rows may be believed
-    results(...)                on the host, once the ids have come back
+    sampled_tokens(...)         on the host, once the ids have come back
 
 Uniform numbers are bit-equal to engine/sampling/rng.py. Sums are float64, as there, but in another order, so a draw
 could differ from the host's only where the number falls within rounding of a boundary between two tokens.
@@ -131,8 +131,8 @@ class Drawn:
     top_logprobs: torch.Tensor | None = None  # float64 [R, N]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        found = (self.ids, self.is_finite, self.logprob, self.top_ids, self.top_logprobs)
-        return tuple(x for x in found if x is not None)
+        parts = (self.ids, self.is_finite, self.logprob, self.top_ids, self.top_logprobs)
+        return tuple(x for x in parts if x is not None)
 
 
 def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
@@ -178,9 +178,9 @@ def _random(
     weights_RV = weights_RV.masked_fill(weights_RV < placed["min_p"][:, None], 0.0)
     reached_RV = weights_RV.cumsum(dim=-1)
     target_R1 = placed["uniform"][:, None] * reached_RV[:, -1:]
-    found_R1 = torch.searchsorted(reached_RV, target_R1, right=True).clamp_(max=scores_RV.shape[1] - 1)
-    has_weight = weights_RV.gather(1, found_R1) > 0.0  # rounding may overshoot the last
-    return torch.where(has_weight, found_R1, best_R[:, None]).squeeze(1)
+    reached_id_R1 = torch.searchsorted(reached_RV, target_R1, right=True).clamp_(max=scores_RV.shape[1] - 1)
+    has_weight = weights_RV.gather(1, reached_id_R1) > 0.0  # rounding may overshoot the last
+    return torch.where(has_weight, reached_id_R1, best_R[:, None]).squeeze(1)
 
 
 def _kept(
@@ -213,7 +213,7 @@ def _with_logprobs(raw_RV: torch.Tensor, drawn: Drawn, count: int) -> Drawn:
     return Drawn(drawn.ids, drawn.is_finite, logprob_R, ids_RV[:, :count], top_logprobs)
 
 
-def results(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[SampledToken]:
+def sampled_tokens(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[SampledToken]:
     """A token for each row from the copies of `Drawn.tensors()`; an error for each row that is not finite."""
     ids, is_finite = host[0].tolist(), host[1].tolist()
     bad = [row for row, finite in enumerate(is_finite) if not finite]

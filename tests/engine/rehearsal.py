@@ -13,7 +13,9 @@ import torch
 
 from engine import loading as prepare
 from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer.backend import FlashInferBackend, Kernels
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.shapes import KernelChoice
+from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.engine import Engine
 from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
@@ -48,8 +50,8 @@ def rehearse(
 
     def backend(options: EngineOptions, probe: object, device: torch.device) -> AttentionBackend:
         shapes = prepare.shapes_of(probe, options.page_size, prepare.page_dtype(options, probe))  # type: ignore[arg-type]
-        kernels = {shape: Kernels(prefill="fa2", decode=decode) for shape in shapes}
-        return FlashInferBackend(device, library, kernels)
+        kernels = {shape: KernelChoice(prefill="fa2", decode=decode) for shape in shapes}
+        return FlashInferBackend(FlashInfer.on(device, library), kernels)
 
     monkeypatch.setattr(prepare, "attention_backend", backend)
     monkeypatch.setattr(prepare, "HALF", (torch.bfloat16, torch.float32) if fused else ())

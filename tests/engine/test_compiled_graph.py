@@ -9,10 +9,12 @@ import torch
 
 from engine.attention import hooks, op
 from engine.attention.base import build_meta
+from engine.attention.forward_pass import ForwardPass
 from engine.attention.torch_backend import TorchBackend
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.types import Chunk
+from engine.weights import config as config_of
 from engine.weights import loader
 from tests.engine.test_engine import save
 
@@ -28,7 +30,7 @@ CHUNKS = (
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3Config"])
 def test_one_graph_no_breaks_and_the_same_logits(tmp_path: Path, config: str) -> None:
     directory = save(tmp_path, config)
-    model = loader.load_model(directory, loader.load_config(directory), torch.float32, torch.device("cpu"))
+    model = loader.load_model(directory, config_of.load_config(directory), torch.float32, torch.device("cpu"))
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -46,7 +48,7 @@ def test_one_graph_no_breaks_and_the_same_logits(tmp_path: Path, config: str) ->
             memory = KvMemory(KvLayout(16, "float32", layers, 10))
             logits = []
             for chunks in CHUNKS:
-                state = hooks.Forward(build_meta(chunks, 16), memory, TorchBackend(), probe, None)
+                state = ForwardPass(build_meta(chunks, 16), memory, TorchBackend(), probe, None)
                 with op.running(state):
                     logits.append(run(model, state.meta.token_ids, state.meta.positions, None, state))
             by_way.append(torch.cat(logits))

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from engine import parity
-from engine.attention.hooks import UnsupportedModel
 from engine.engine import Engine
+from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from tests.engine.test_engine import save
 

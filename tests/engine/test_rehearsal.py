@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from bench.gpu.engine import what_is_missing
-from engine.attention.hooks import UnsupportedModel
 from engine.engine import Engine
+from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import PENDING, Chunk, SampledToken, SampleSpec, SamplingParams, Step
 from tests.engine.rehearsal import rehearse

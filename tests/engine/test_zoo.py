@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.attention.hooks import UnsupportedModel
 from engine.engine import Engine
+from engine.errors import UnsupportedModel
 from engine.kernels.native import NativeUnavailable
 from engine.options import EngineOptions
 from engine.pages.pool import pages_for

@@ -14,16 +14,11 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall
-from engine.attention.flashinfer.backend import (
-    FP8,
-    FlashInferBackend,
-    Kernels,
-    Shape,
-    decode_candidates,
-    prefill_candidates,
-)
+from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.build import build
 from engine.attention.flashinfer.choice import measured
+from engine.attention.flashinfer.shapes import FP8, KernelChoice, Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.torch_backend import TorchBackend
 from engine.device import why_no_flashinfer
 from tests.engine.attention.contract import (
@@ -67,12 +62,8 @@ def plain() -> Iterator[FlashInferBackend]:
     if missing:
         pytest.skip(missing)
     build(all_shapes(), torch.cuda.get_device_capability(GPU))
-    yield FlashInferBackend(torch.device(GPU))
+    yield FlashInferBackend(FlashInfer.on(torch.device(GPU)))
     torch.cuda.empty_cache()
-
-
-def bound(plain: FlashInferBackend, shape: Shape, kernels: Kernels) -> FlashInferBackend:
-    return FlashInferBackend(plain.device, plain.library, {shape: kernels}, plain.workspace)
 
 
 def right_or_refused(plain: FlashInferBackend, shape: Shape, kind: str, kernel: str, run: Callable[[], None]) -> None:
@@ -105,7 +96,7 @@ def test_prefill(plain: FlashInferBackend, case: Case, kernel: str) -> None:
     shape = shape_of(case, BF16)
     if kernel not in prefill_candidates(shape, torch.cuda.get_device_capability()):
         pytest.skip(f"{kernel} is no candidate on this GPU")
-    batch = Batch(case, BF16, bound(plain, shape, Kernels(prefill=kernel)), PREFILL_LENGTHS, device=GPU)
+    batch = Batch(case, BF16, plain.with_choice(shape, KernelChoice(prefill=kernel)), PREFILL_LENGTHS, device=GPU)
     right_or_refused(plain, shape, "prefill", kernel, lambda: check_prefill(batch))
 
 
@@ -119,7 +110,7 @@ def test_decode_and_chunks(plain: FlashInferBackend, name: str, kernel: str, kv_
     shape = shape_of(case, kv_dtype)
     if kernel not in decode_candidates(shape, torch.cuda.get_device_capability()):
         pytest.skip(f"{kernel} is no candidate for this shape on this GPU")
-    backend = bound(plain, shape, Kernels(decode=kernel))
+    backend = plain.with_choice(shape, KernelChoice(decode=kernel))
     fp8 = FP8 if kv_dtype == FP8 else None
     batch = Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8)
     right_or_refused(plain, shape, "decode", kernel, lambda: check_chunks(batch))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from engine.sampling.device import SamplingPlan, draw, results, uniforms
+from engine.sampling.device import SamplingPlan, draw, sampled_tokens, uniforms
 from engine.sampling.host import sample
 from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec
@@ -17,7 +17,7 @@ from tests.engine.sampling.test_device import EDGES, WAYS, logits_of, spec
 def on_gpu(logits: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     plan = SamplingPlan.of([str(i) for i in range(len(specs))], specs)
     placed = {name: torch.from_numpy(array).cuda() for name, array in plan.arrays.items()}
-    return results(plan, [x.cpu() for x in draw(logits.cuda(), plan, placed).tensors()])
+    return sampled_tokens(plan, [x.cpu() for x in draw(logits.cuda(), plan, placed).tensors()])
 
 
 def test_uniform_numbers_are_the_host_s_to_the_last_bit() -> None:

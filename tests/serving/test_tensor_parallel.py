@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from engine.execution import EngineBroken
+from engine.errors import EngineBroken
 from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, WAIT_S, counters, engine_with, random_prompt, transformers_tokens, worker_with

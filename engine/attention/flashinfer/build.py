@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.flashinfer.backend import Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer.shapes import Shape, decode_candidates, prefill_candidates
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,22 @@ MODULES = ("flashinfer.jit", "flashinfer.jit.page", "flashinfer.jit.norm", "flas
 
 def wanted(shapes: Iterable[Shape], capability: tuple[int, int]) -> list[Wanted]:
     """Every module that a candidate for one of the shapes is made of, each once."""
-    found = list(FOR_EVERY_MODEL)
+    modules = list(FOR_EVERY_MODEL)
     for shape in shapes:
         options = (shape.window > 0, shape.softcap > 0)
         dtypes = (shape.dtype, shape.kv_dtype, shape.dtype, torch.int32)
         widths = (shape.head_dim, shape.head_dim, NO_ROTATION)
         decode = decode_candidates(shape, capability)
-        found += [  # decode on tensor cores is fa2's prefill
+        modules += [  # decode on tensor cores is fa2's prefill
             ("gen_batch_prefill_module", (backend, *dtypes, *widths, *options, False))
             for backend in prefill_candidates(shape, capability)
         ]
         if "cores" in decode:
-            found.append(("gen_batch_decode_module", (*dtypes, *widths, *options)))
+            modules.append(("gen_batch_decode_module", (*dtypes, *widths, *options)))
         if "xqa" in decode:
             sizes = (shape.page_size, shape.head_dim, shape.group)
-            found.append(("gen_xqa_module", (shape.dtype, shape.kv_dtype, *sizes, options[0], shape.dtype, 1)))
-    return list(dict.fromkeys(found))
+            modules.append(("gen_xqa_module", (shape.dtype, shape.kv_dtype, *sizes, options[0], shape.dtype, 1)))
+    return list(dict.fromkeys(modules))
 
 
 def build(shapes: Iterable[Shape], capability: tuple[int, int]) -> None:
@@ -54,29 +54,16 @@ def build(shapes: Iterable[Shape], capability: tuple[int, int]) -> None:
     modules = wanted(shapes, capability)
     logger.info("building %d modules of FlashInfer where they are not built yet", len(modules))
     try:
-        specs = [_generator(name)(*arguments) for name, arguments in modules]
-        _generator("build_jit_specs")(specs, verbose=False)
+        specs = [generator(name)(*arguments) for name, arguments in modules]
+        generator("build_jit_specs")(specs, verbose=False)
     except Exception as error:  # a compiler's failing, or an interface that has moved
         logger.warning("FlashInfer's modules are built one by one: %s", " ".join(str(error).split())[:300])
 
 
-def not_built(shapes: Iterable[Shape], capability: tuple[int, int]) -> list[str]:
-    """What has no library on this machine, neither built here nor beforehand, and why where that is known."""
-    missing: list[str] = []
-    for name, arguments in wanted(shapes, capability):
-        try:
-            spec = _generator(name)(*arguments)
-        except Exception as error:
-            missing.append(f"{name}: {' '.join(str(error).split())[:200]}")
-            continue
-        if not spec.is_compiled:
-            missing.append(str(spec.name))
-    return missing
-
-
-def _generator(name: str) -> Any:
+def generator(name: str) -> Any:
+    """The function of that name, wherever flashinfer.jit has it. Raises AttributeError."""
     for module in MODULES:
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            return found
+        make = getattr(importlib.import_module(module), name, None)
+        if make is not None:
+            return make
     raise AttributeError(f"flashinfer.jit has no {name}")

@@ -22,16 +22,9 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionCall, StepMeta
-from engine.attention.flashinfer import build as flashinfer_build
-from engine.attention.flashinfer.backend import (
-    FP8,
-    FlashInferBackend,
-    Kernels,
-    Shape,
-    decode_candidates,
-    prefill_candidates,
-    with_kernels,
-)
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.build import build
+from engine.attention.flashinfer.shapes import FP8, KernelChoice, Shape, decode_candidates, prefill_candidates
 from engine.attention.tables import page_tables
 from engine.attention.torch_backend import TorchBackend
 
@@ -45,7 +38,7 @@ REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Measured:
     """How a kernel did: `error` relative to the reference's norm, and its time."""
 
     error: float
@@ -63,13 +56,13 @@ class Problem:
     call: AttentionCall
 
 
-def choose(what: str, names: Sequence[str], trial: Callable[[str], Trial]) -> str:
+def choose(what: str, names: Sequence[str], measure: Callable[[str], Measured]) -> str:
     """The fastest name whose answer is right. Raises RuntimeError with each one's failing when none is."""
     right: dict[str, float] = {}
     wrong: list[str] = []
     for name in names:
         try:
-            result = trial(name)
+            result = measure(name)
         except Exception as error:  # a kernel that cannot be built or run here is one not to take
             wrong.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
@@ -89,19 +82,20 @@ def choose(what: str, names: Sequence[str], trial: Callable[[str], Trial]) -> st
 def measured(backend: FlashInferBackend, shapes: Sequence[Shape], remembered: Path | None = None) -> FlashInferBackend:
     """The backend with a kernel chosen for each shape: from memory where it was measured before."""
     path = memory_path() if remembered is None else remembered
-    capability = torch.cuda.get_device_capability(backend.device) if backend.device.type == "cuda" else (9, 0)
+    device = backend.flashinfer.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     unknown = [shape for shape in shapes if _key(backend, shape) not in _recall(path)]
-    if unknown and backend.device.type == "cuda":
-        flashinfer_build.build(shapes, capability)
-    kernels: dict[Shape, Kernels] = {}
+    if unknown and device.type == "cuda":
+        build(shapes, capability)
+    choices: dict[Shape, KernelChoice] = {}
     for shape in shapes:
         key = _key(backend, shape)
         names = _recall(path).get(key)
         if names is None:
             names = _measure(backend, shape, capability)
             _remember(path, key, names)
-        kernels[shape] = Kernels(**names)
-    return FlashInferBackend(backend.device, backend.library, kernels, backend.workspace)
+        choices[shape] = KernelChoice(**names)
+    return FlashInferBackend(backend.flashinfer, choices)
 
 
 def _measure(backend: FlashInferBackend, shape: Shape, capability: tuple[int, int]) -> dict[str, str]:
@@ -111,13 +105,13 @@ def _measure(backend: FlashInferBackend, shape: Shape, capability: tuple[int, in
         ("decode", decode_candidates(shape, capability), DECODE),
     ):
         sequences, keys = past_window(size, shape.window)
-        problem = make_problem(shape, sequences, keys, 1 if kind == "decode" else size[1], backend.device)
+        problem = make_problem(shape, sequences, keys, 1 if kind == "decode" else size[1], backend.flashinfer.device)
         wanted = answer(TorchBackend(), problem)
 
-        def trial(name: str, kind: str = kind, problem: Problem = problem, wanted: torch.Tensor = wanted) -> Trial:
-            return try_kernel(with_kernels(backend, shape, **{kind: name}), problem, wanted)
+        def measure(name: str, kind: str = kind, problem: Problem = problem, wanted: torch.Tensor = wanted) -> Measured:
+            return try_kernel(backend.with_choice(shape, KernelChoice(**{kind: name})), problem, wanted)
 
-        names[kind] = choose(f"{kind} of {_text(shape)}", candidates, trial)
+        names[kind] = choose(f"{kind} of {_text(shape)}", candidates, measure)
     return names
 
 
@@ -190,10 +184,10 @@ def answer(backend: FlashInferBackend | TorchBackend, problem: Problem) -> torch
     return backend.attend(problem.q_THD, problem.k_pages, problem.v_pages, problem.meta, problem.call)
 
 
-def try_kernel(backend: FlashInferBackend, problem: Problem, wanted: torch.Tensor) -> Trial:
+def try_kernel(backend: FlashInferBackend, problem: Problem, wanted: torch.Tensor) -> Measured:
     got = answer(backend, problem)
     error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    return Trial(error, seconds_of(lambda: answer(backend, problem), backend.device))
+    return Measured(error, seconds_of(lambda: answer(backend, problem), backend.flashinfer.device))
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
@@ -217,8 +211,9 @@ def memory_path() -> Path:
 
 
 def _key(backend: FlashInferBackend, shape: Shape) -> str:
-    gpu = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else str(backend.device)
-    return f"{gpu}; {getattr(backend.library, '__version__', '?')}; {_text(shape)}"
+    device, library = backend.flashinfer.device, backend.flashinfer.module
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return f"{gpu}; {getattr(library, '__version__', '?')}; {_text(shape)}"
 
 
 def _text(shape: Shape) -> str:
@@ -227,10 +222,10 @@ def _text(shape: Shape) -> str:
 
 def _recall(path: Path) -> dict[str, dict[str, str]]:
     try:
-        found = json.loads(path.read_text())
+        kept = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _remember(path: Path, key: str, names: dict[str, str]) -> None:

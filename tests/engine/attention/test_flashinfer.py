@@ -17,17 +17,18 @@ import torch
 from engine import device
 from engine.attention.base import AttentionCall
 from engine.attention.flashinfer import choice as flashinfer_choice
-from engine.attention.flashinfer.backend import (
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.choice import Measured, choose
+from engine.attention.flashinfer.shapes import (
     FP8,
-    FlashInferBackend,
-    Kernels,
+    KernelChoice,
     Shape,
     decode_candidates,
     prefill_candidates,
     shape_of,
     why_not,
 )
-from engine.attention.flashinfer.choice import Trial, choose
+from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.registry import make_backend
 from engine.attention.torch_backend import TorchBackend
 from tests.engine.attention import fake_flashinfer
@@ -44,6 +45,7 @@ from tests.engine.attention.contract import (
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
+ON_CPU = FlashInfer.on(CPU, fake_flashinfer)
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 # Of flashinfer-python 0.6.14: what each call that the engine makes may be given, in order.
@@ -117,7 +119,7 @@ def backend_for(case: Case, prefill: str, decode: str, kv_dtype: torch.dtype | N
         sinks=case.sinks,
         kv_dtype=kv_dtype or BF16,
     )
-    return FlashInferBackend(CPU, fake_flashinfer, {shape: Kernels(prefill=prefill, decode=decode)})
+    return FlashInferBackend(ON_CPU, {shape: KernelChoice(prefill=prefill, decode=decode)})
 
 
 @pytest.mark.parametrize("case", FLASHINFER_CASES.values(), ids=FLASHINFER_CASES.keys())
@@ -147,7 +149,7 @@ def test_pages_in_fp8_are_read_with_their_scales(name: str) -> None:
 
 def test_a_layer_is_planned_once_a_step_for_each_shape() -> None:
     case = FLASHINFER_CASES["grouped queries"]
-    batch = Batch(case, BF16, FlashInferBackend(CPU, fake_flashinfer), (20, 90))
+    batch = Batch(case, BF16, FlashInferBackend(ON_CPU), (20, 90))
     meta = batch.meta({0: range(20), 1: range(90)})
     rows = [batch._rows(part, {0: range(20), 1: range(90)}, meta) for part in (batch.q, batch.k, batch.v)]
     batch.backend.write(rows[1], rows[2], batch.k_pages, batch.v_pages, meta)
@@ -194,15 +196,20 @@ def test_a_layer_that_flashinfer_cannot_serve_is_told_why(layer: tuple[object, .
 
 
 def test_the_fastest_kernel_that_is_right_is_chosen() -> None:
-    trials = {"slow": Trial(1e-3, 2.0), "wrong": Trial(0.5, 0.1), "nan": Trial(float("nan"), 0.1), "fast": Trial(0, 1)}
+    trials = {
+        "slow": Measured(1e-3, 2.0),
+        "wrong": Measured(0.5, 0.1),
+        "nan": Measured(float("nan"), 0.1),
+        "fast": Measured(0, 1),
+    }
     assert choose("a shape", list(trials), lambda name: trials[name]) == "fast"
 
 
 def test_no_kernel_that_is_right_is_an_error_that_names_each_failing() -> None:
-    def trial(name: str) -> Trial:
+    def trial(name: str) -> Measured:
         if name == "broken":
             raise OSError("nvcc\nfailed")
-        return Trial(float("nan"), 0.1)
+        return Measured(float("nan"), 0.1)
 
     with pytest.raises(RuntimeError, match="a shape: broken: OSError: nvcc failed; blind: relative error nan"):
         choose("a shape", ["broken", "blind"], trial)
@@ -218,7 +225,7 @@ def test_what_is_measured_is_right_by_the_reference_and_is_remembered(
     monkeypatch.setattr(flashinfer_choice, "DECODE", (3, 70))
     monkeypatch.setattr(flashinfer_choice, "PREFILL", (1, 40))
     shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, scaling=0.125, **options)  # type: ignore[arg-type]
-    backend = FlashInferBackend(CPU, fake_flashinfer)
+    backend = FlashInferBackend(ON_CPU)
     memory = tmp_path / "kernels.json"
     chosen = flashinfer_choice.measured(backend, [shape], memory)
     assert set(chosen.kernels) == {shape}

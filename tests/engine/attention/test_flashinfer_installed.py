@@ -177,7 +177,7 @@ def test_the_modules_that_are_built_ahead_are_those_the_wrappers_ask_for(
     ahead = flashinfer_build.wanted(shapes, (9, 0))
     assert asked == set(ahead) - set(flashinfer_build.FOR_EVERY_MODEL)
     for name, arguments in ahead:
-        generator = flashinfer_build._generator(name)
+        generator = flashinfer_build.generator(name)
         inspect.signature(generator).bind(*arguments)
 
 

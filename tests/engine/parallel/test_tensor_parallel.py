@@ -19,9 +19,9 @@ import pytest
 import torch
 import transformers
 
-from engine.attention.hooks import UnsupportedModel
 from engine.engine import Engine
-from engine.execution import EngineBroken, run_step
+from engine.errors import EngineBroken, UnsupportedModel
+from engine.execution import run_step
 from engine.options import EngineOptions
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory

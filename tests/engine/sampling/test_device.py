@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from engine.sampling.device import SamplingPlan, draw, results, uniforms
+from engine.sampling.device import SamplingPlan, draw, sampled_tokens, uniforms
 from engine.sampling.host import sample
 from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec, SamplingParams
@@ -28,7 +28,7 @@ def test_uniform_numbers_are_the_host_s_to_the_last_bit() -> None:
 def on_device(logits: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     plan = SamplingPlan.of([str(i) for i in range(len(specs))], specs)
     placed = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
-    return results(plan, draw(logits, plan, placed).tensors())
+    return sampled_tokens(plan, draw(logits, plan, placed).tensors())
 
 
 def assert_same(logits: torch.Tensor, specs: list[SampleSpec]) -> None:

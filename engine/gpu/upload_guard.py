@@ -1,6 +1,6 @@
-"""Fence: a host buffer that the device copies from is not written again before the copy has been made.
+"""UploadGuard: a host buffer that the device copies from is not written again before the copy has been made.
 
-    with fence:      # waits for the copies that were queued inside the last time
+    with guard:      # waits for the copies that were queued inside the last time
         fill the buffer; queue its copy
 
 Off CUDA nothing is asynchronous and nothing waits.
@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 
-class Fence:
+class UploadGuard:
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._was_recorded = False

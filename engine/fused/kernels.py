@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.hooks import Forward
+from engine.attention.forward_pass import ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,6 @@ class Kernels(Protocol):
         """[..., 2 I] -> silu(first half) * second half: [..., I]"""
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: Forward
+        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: ForwardPass
     ) -> torch.Tensor:
         """From [1, T, (H + 2 G) D]: the heads' norms, the rotation, K and V into the layer's pages; q [T, H, D]."""

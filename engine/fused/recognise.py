@@ -1,11 +1,9 @@
-"""Faster forwards for layers that are recognised: joined projections, and one pass over memory where torch has many.
+"""Which layers of a model may be run fused (layers.py), and the putting of the fused ones in their place.
 
 Nothing is assumed from a class's name. A norm or an MLP is taken over when, on random rows, the fused version gives
 what the module itself gives; an attention or a decoder layer when its source is, word for word, one that is known.
 What is not recognised stays as transformers wrote it, and the parity check runs after all of this. Modules stay in
 place; only `forward` is replaced, and weights that were joined are given up.
-
-Which kernels run, and how products are kept, is the machine's: engine/kernels.
 """
 
 from __future__ import annotations
@@ -15,117 +13,22 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from engine.attention.hooks import Forward
-from engine.kernels.base import Heads, Kernels, NormWeight, RopeTable, Rotation
+from engine.fused.kernels import Heads, Kernels, NormWeight
+from engine.fused.layers import Attention, Decoder, Layer, Mlp, Norm
 
 DTYPES = (torch.float32, torch.bfloat16)
 TRIAL_ROWS = 5
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of single elements, relative; two units in the last place
 MLP_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of a product's norm
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    kernels: Kernels
-    weight: NormWeight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.norm(x, self.weight)
-
-    def after_adding(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + y, the norm of x + y); neither x nor y is read after."""
-        return self.kernels.add_norm(x, y, self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """down(silu(gate(x)) * up(x)) with gate and up joined."""
-
-    kernels: Kernels
-    gate_up: Callable[[torch.Tensor], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Joined q, k, v; the norms of heads, the rotation and the writing of pages; attention; out."""
-
-    kernels: Kernels
-    qkv: Callable[[torch.Tensor], torch.Tensor]
-    out: Callable[[torch.Tensor], torch.Tensor]
-    heads: Heads
-    layer: int
-    scaling: float
-
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Rotation,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        *,
-        kvrelay: Forward,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        q_THD = self.kernels.rotate_and_write(
-            self.qkv(hidden_states), position_embeddings, self.heads, self.layer, kvrelay
-        )
-        memory, call = kvrelay.memory, kvrelay.call(self.layer, self.scaling)
-        attended = kvrelay.backend.attend(q_THD, memory.k(self.layer), memory.v(self.layer), kvrelay.meta, call)
-        return self.out(attended.view(1, q_THD.shape[0], -1)), None
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Llama's decoder layer: norm, attention, add, norm, MLP, add."""
-
-    input_norm: Callable[[torch.Tensor], torch.Tensor]
-    attention: Attention
-    middle_norm: Norm
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attended, _ = self.attention(self.input_norm(hidden_states), *args, **kwargs)
-        hidden_states, normed = self.middle_norm.after_adding(hidden_states, attended)
-        return hidden_states + self.mlp(normed)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """Llama's whole model: a layer's last addition is made by the next one's norm, the rotation comes of a table."""
-
-    embed: nn.Module
-    layers: tuple[Layer, ...]
-    norm: Norm
-    cos_sin: torch.Tensor  # float32 [positions, D]
-
-    def __call__(
-        self, input_ids: torch.Tensor | None = None, *args: Any, kvrelay: Forward, **kwargs: Any
-    ) -> BaseModelOutputWithPast:
-        rotation = RopeTable(self.cos_sin, kvrelay.meta.positions)
-        total: torch.Tensor = self.embed(input_ids)
-        normed = self.layers[0].input_norm(total)
-        for at, layer in enumerate(self.layers, 1):
-            attended, _ = layer.attention(normed, rotation, kvrelay=kvrelay)
-            total, normed = layer.middle_norm.after_adding(total, attended)
-            following = self.layers[at].input_norm if at < len(self.layers) else self.norm
-            assert isinstance(following, Norm)
-            total, normed = following.after_adding(total, layer.mlp(normed))
-        return BaseModelOutputWithPast(last_hidden_state=normed)
 
 
 def fuse(model: nn.Module, layer_of: dict[int, int], kernels: Kernels, max_len: int = 0) -> int:
@@ -143,7 +46,7 @@ def fuse(model: nn.Module, layer_of: dict[int, int], kernels: Kernels, max_len: 
     )
     modules = list(model.modules())
     for recognise in recognisers:
-        fused |= {id(m): found for m in modules if id(m) not in fused and (found := recognise(m)) is not None}
+        fused |= {id(m): fast for m in modules if id(m) not in fused and (fast := recognise(m)) is not None}
     for module in modules:
         if id(module) in fused:
             object.__setattr__(module, "forward", fused[id(module)])
@@ -157,7 +60,7 @@ def _norm(module: nn.Module, kernels: Kernels) -> Norm | None:
         return None
     if isinstance(module, nn.LayerNorm):
         return None
-    x = _trial(weight.shape[0], weight)
+    x = _random_rows(weight.shape[0], weight)
     wanted = _quietly(module, x)
     if wanted is None or wanted.dtype != x.dtype:
         return None
@@ -175,7 +78,7 @@ def _mlp(module: nn.Module, kernels: Kernels) -> Mlp | None:
         return None
     if gate.weight.shape != up.weight.shape or gate.weight.dtype not in DTYPES:
         return None
-    x = _trial(gate.in_features, gate.weight)
+    x = _random_rows(gate.in_features, gate.weight)
     wanted = _quietly(module, x)
     mlp = Mlp(kernels, _joined(kernels, (gate, up)), _joined(kernels, (down,)))
     if wanted is None or (mlp(x) - wanted).float().norm() > MLP_CLOSE[x.dtype] * wanted.float().norm():
@@ -274,7 +177,7 @@ def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch
     return kernels.linear(weight, torch.cat(filled))
 
 
-def _trial(width: int, like: torch.Tensor) -> torch.Tensor:
+def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:
     rows = torch.randn(1, TRIAL_ROWS, width, generator=torch.Generator().manual_seed(0))
     return rows.to(like.device, like.dtype)
 

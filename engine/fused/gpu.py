@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from engine.attention.hooks import Forward
-from engine.kernels.base import Heads, NormWeight, RopeTable, Rotation
+from engine.attention.forward_pass import ForwardPass
+from engine.fused.kernels import Heads, NormWeight, RopeTable, Rotation
 
 
 class TorchKernels:
@@ -40,7 +40,7 @@ class TorchKernels:
         return functional.silu(gate) * up
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: Forward
+        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: ForwardPass
     ) -> torch.Tensor:
         dim = heads.head_dim
         rows = qkv.view(-1, qkv.shape[-1])

@@ -6,10 +6,10 @@ import ctypes
 
 import torch
 
-from engine.attention.hooks import Forward
-from engine.attention.native_backend import DTYPE_CODE
+from engine.attention.forward_pass import ForwardPass
+from engine.fused.kernels import Heads, NormWeight, Rotation
 from engine.kernels import native
-from engine.kernels.base import Heads, NormWeight, Rotation
+from engine.kernels.native import DTYPE_CODE
 from engine.weights.linear import PackedLinear
 
 
@@ -76,7 +76,7 @@ class CpuKernels:
         return hidden
 
     def rotate_and_write(
-        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: Forward
+        self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: ForwardPass
     ) -> torch.Tensor:
         assert isinstance(rotation, tuple), "CPU layers rotate by the model's own cosines"
         assert state.scales is None, "this kernel writes pages in the model's own dtype"

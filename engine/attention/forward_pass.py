@@ -1,0 +1,62 @@
+"""ForwardPass is what one forward pass over the pages carries to every layer's attention: where its rows stand, which
+pages they read and write, whom to tell of a layer. It lives as long as the pass, in the forward's keyword argument
+`kvrelay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
+from engine.attention.probe import Probe
+from engine.pages.fp8 import KvScale, quantise
+from engine.pages.memory import LayerPages
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """One forward pass over the pages."""
+
+    meta: StepMeta
+    memory: LayerPages
+    backend: AttentionBackend
+    probe: Probe
+    on_layer: Callable[[int], None] | None
+    scales: Sequence[KvScale] | None = None  # of pages in fp8
+    number: int = 0  # of the engine, for the operator
+
+    def write(self, layer: int, k_TGD: torch.Tensor, v_TGE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the rows' K and V into the layer's pages, tell who waits for them, and return the pages."""
+        k_pages, v_pages = self.memory.k(layer), self.memory.v(layer)
+        if self.scales is not None:
+            scale = self.scales[layer]
+            k_TGD, v_TGE = quantise(k_TGD, scale.k), quantise(v_TGE, scale.v)
+        self.backend.write(k_TGD, v_TGE, k_pages, v_pages, self.meta)
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        return k_pages, v_pages
+
+    def call(
+        self, layer: int, scaling: float, softcap: float = 0.0, sinks: torch.Tensor | None = None
+    ) -> AttentionCall:
+        """What the layer's attention is, its window and the pages' scales included."""
+        scale = KvScale() if self.scales is None else self.scales[layer]
+        window = self.probe.layers[layer].window
+        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v)
+
+    def serve(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGE: torch.Tensor,
+        scaling: float,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write, tell, attend: [T, H, E]."""
+        k_pages, v_pages = self.write(layer, k_TGD, v_TGE)
+        return self.backend.attend(q_THD, k_pages, v_pages, self.meta, self.call(layer, scaling, softcap, sinks))

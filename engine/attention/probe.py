@@ -1,0 +1,147 @@
+"""The probe learns a model by one short forward: the shape of each attention call's K and V, and its mask's pattern.
+
+Nothing is attended. The masks of this forward are filled with their own pattern's code, so that the code reaches the
+layers the mask was made for. What paged attention does not know is refused here, by the layer's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.errors import UnsupportedModel
+from engine.pages.layout import LayerKv
+
+LAYER = "kvrelay_layer"  # attribute of an attention module: its number among the calls
+
+FULL = 0.0  # what the probe's masks are filled with: this, the window's width, or OTHER
+OTHER = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProbe:
+    kv: LayerKv
+    dtype: torch.dtype
+    num_heads: int
+    window: int
+    scaling: float
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+
+@dataclass(slots=True)
+class Probe:
+    """What one short forward of `num_tokens` tokens showed. Layers are numbered in the order of the calls."""
+
+    num_tokens: int
+    layers: list[LayerProbe] = field(default_factory=list)
+    layer_of: dict[int, int] = field(default_factory=dict)  # id(module) -> layer
+
+    def record(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int,
+        scaling: float | None,
+        softcap: float | None,
+        has_sinks: bool,
+    ) -> None:
+        if id(module) in self.layer_of:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends twice in one forward pass, which pages cannot hold"
+            )
+        if k.shape[2] != self.num_tokens or q.shape[2] != self.num_tokens:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends over {k.shape[2]} keys for {self.num_tokens} tokens: "
+                "its keys are not one for each token"
+            )
+        kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
+        self.layer_of[id(module)] = len(self.layers)
+        object.__setattr__(module, LAYER, len(self.layers))
+        scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks))
+
+
+def probe_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *args: Any,
+    kvrelay: Probe | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    name = type(module).__name__
+    if kvrelay is None:
+        raise UnsupportedModel(
+            f"{name} does not get the forward's keyword arguments, through which attention reaches the pages"
+        )
+    if position_bias is not None:
+        raise UnsupportedModel(f"{name} adds a position bias to its scores, which paged attention does not know")
+    if is_causal is False:
+        raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
+    window = _window(name, attention_mask, sliding_window)
+    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None)
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return out, None
+
+
+def _window(name: str, mask: torch.Tensor | None, sliding_window: int | None) -> int:
+    """The width that the layer's mask has (its own eager path obeys the mask); without a mask, the one it names."""
+    if mask is None:
+        return int(sliding_window or 0)
+    codes = set(mask.flatten().tolist()) if isinstance(mask, torch.Tensor) else {OTHER}
+    code = codes.pop()
+    if codes or code < FULL or code != int(code):
+        raise UnsupportedModel(
+            f"{name} carries a pattern in its mask that is neither causal nor a sliding window, "
+            "and paged attention knows only these"
+        )
+    return int(code)
+
+
+def probe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Callable[..., Any],
+    config: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """A mask filled with its own pattern's code, so that the code reaches the layers the mask was made for."""
+    code = _pattern(mask_function, getattr(config, "kvrelay_max_len", q_length))
+    return torch.full((batch_size, 1, q_length, kv_length), code, dtype=torch.float64)
+
+
+def _pattern(mask_function: Callable[..., Any], max_len: int) -> float:
+    """FULL, a window's width, or OTHER: by asking for whole rows of the mask at several positions up to max_len."""
+    widths: list[tuple[int, int]] = []
+    for query in sorted({0, 1, max_len // 3, max_len // 2, max_len - 1}):
+        keys = torch.arange(query + 3)
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            allowed = mask_function(zero, zero, torch.full_like(keys, query), keys)
+        except (IndexError, RuntimeError, TypeError):
+            return OTHER  # it reads tensors of the prompt's own size
+        allowed = torch.as_tensor(allowed).expand(keys.shape)
+        width = int(allowed.sum())
+        if not bool(allowed[query + 1 - width : query + 1].all()):
+            return OTHER
+        widths.append((query, width))
+    widest = max(width for _, width in widths)
+    if any(width != min(widest, query + 1) for query, width in widths):
+        return OTHER
+    return FULL if widest == max_len else float(widest)

@@ -1,0 +1,110 @@
+"""What a model's config says before its weights are read: how it can be served, and why it cannot.
+
+Features that are known to be wrong under packed, paged execution are refused by name; the parity check catches those
+that nobody has named yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from engine.errors import UnsupportedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
+TRUE_LENGTH_ROPES = ("dynamic", "longrope")
+
+
+def load_config(model: str) -> Any:
+    """The model's config. Raises UnsupportedModel with one sentence when there is none that can be read."""
+    if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
+        raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:  # transformers raises nearly every type for a config that it cannot read
+        raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
+
+
+def resolve_dtype(asked: str, config: Any) -> torch.dtype:
+    """`auto` is the config's own; float16, which CPUs compute slowly, becomes bfloat16."""
+    if asked != "auto":
+        if asked not in DTYPES:
+            raise ValueError(f"dtype is {asked!r}; give one of auto, {', '.join(DTYPES)}")
+        return DTYPES[asked]
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return torch.bfloat16 if own in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def resolve_max_len(asked: int | None, config: Any) -> int:
+    """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions."""
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own is not None and own < 1:
+        own = None  # xlnet says -1: no limit
+    if own is None and asked is None:
+        raise ValueError("the model's config names no max_position_embeddings; give max_model_len")
+    if asked is None:
+        return int(own or 0)
+    if asked < 1:
+        raise ValueError(f"max_model_len is {asked}; give a whole number of 1 or more")
+    if own is not None and asked > own:
+        raise ValueError(f"max_model_len is {asked}, but the model has {own} positions; give at most {own}")
+    return asked
+
+
+def check_config(config: Any) -> None:
+    """Raise UnsupportedModel for features that need more than pages of K and V."""
+    text = config.get_text_config()
+    name = (config.architectures or [type(config).__name__])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
+    stateful = sorted({t for t in getattr(text, "layer_types", None) or [] if any(s in t for s in STATE_LAYERS)})
+    if stateful:
+        raise UnsupportedModel(
+            f"{name} has layers of type {', '.join(stateful)}, whose state is not KV and is not kept in pages"
+        )
+    if getattr(text, "attn_temperature_tuning", False):
+        raise UnsupportedModel(
+            f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
+            "from a cache object, which pages do not have"
+        )
+
+
+def check_ropes(config: Any, max_len: int) -> None:
+    """Raise UnsupportedModel for rotary embeddings that read the whole batch."""
+    text = config.get_text_config()
+    name = (config.architectures or [type(config).__name__])[0]
+    for rope in _rope_parameters(text):
+        _check_rope(name, rope, text, max_len)
+
+
+def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    yield from nested or [parameters]
+
+
+def _check_rope(name: str, rope: dict[str, Any], text: Any, max_len: int) -> None:
+    """Ropes that change with the longest request of a forward are exact only up to the length where they change."""
+    kind = rope.get("rope_type", "default")
+    if not any(true_length in kind for true_length in TRUE_LENGTH_ROPES):
+        return
+    own = getattr(text, "max_position_embeddings", 0)
+    limit = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if kind == "longrope" and limit and max_len <= limit:
+        return
+    mend = f"; set max_model_len to at most {limit} to serve it" if kind == "longrope" and limit and limit < own else ""
+    raise UnsupportedModel(
+        f"{name} uses {kind} RoPE, whose frequencies follow the longest request of a batch, "
+        f"so requests would change each other's tokens{mend}"
+    )
+
+
+def first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    head = text.split(". ")[0]
+    return head if len(head) <= 300 else head[:297] + "..."
