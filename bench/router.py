@@ -42,19 +42,19 @@ async def serve_workers(step_s: float) -> None:
     limits: dict[str, Any] = {"num_pages": 1 << 20, "max_model_len": 1 << 16, "report_interval_s": 0.2}
     decode = FakeDecodeWorker(name="decode-0", step_s=step_s, **limits)
     prefill = FakePrefillWorker(name="prefill-0", decodes=[decode], **limits)
-    members = [await decode.start(), await prefill.start()]
-    await _answer({"members": [[m.name, m.role, m.address] for m in members]})
+    endpoints = [await decode.start(), await prefill.start()]
+    await _answer({"workers": [[e.name, e.role, e.address] for e in endpoints]})
     for worker in (prefill, decode):
         await worker.kill()
 
 
-async def serve_router(members: str) -> None:
+async def serve_router(workers: str) -> None:
     from cluster.front.server import RouterServer, server_options
-    from cluster.router.worker_link import Member
+    from cluster.router.worker_link import WorkerEndpoint
 
     server = RouterServer(server_options(port=0))
     port = await server.start()
-    server.set_members(Member(name=n, role=r, address=a) for n, r, a in json.loads(members))
+    server.set_workers(WorkerEndpoint(name=n, role=r, address=a) for n, r, a in json.loads(workers))
     while not server.router.is_ready:
         await asyncio.sleep(0.01)
     await _answer({"port": port})
@@ -219,7 +219,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 async def compare(step_s: float, run: Callable[[Side, Side], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
     """Start workers, router and bare server, run, stop them."""
     workers = Child("workers", str(step_s))
-    router = Side(Child("router", json.dumps(workers.ready["members"])))
+    router = Side(Child("router", json.dumps(workers.ready["workers"])))
     bare = Side(Child("bare", str(step_s)))
     try:
         for side in (router, bare):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from cluster.router.worker_link import Member
+from cluster.router.worker_link import WorkerEndpoint
 from engine.pages.pool import pages_for
 from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
@@ -64,16 +64,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.connected = asyncio.Event()
         self.changed = asyncio.Condition()
 
-    async def start(self) -> Member:
+    async def start(self) -> WorkerEndpoint:
         self._server = make_server(self.secret, ["kvrelay.v1.Worker"])
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.port = bind(self._server, "127.0.0.1", self.port)
         await self._server.start()
-        return self.member
+        return self.endpoint
 
     @property
-    def member(self) -> Member:
-        return Member(name=self.name, role=self.role, address=f"127.0.0.1:{self.port}")
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(name=self.name, role=self.role, address=f"127.0.0.1:{self.port}")
 
     async def kill(self) -> None:
         """Gone at once; its streams break. `start` brings it back, empty, as another incarnation."""
@@ -123,7 +123,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         model = generate_pb2.GetModelInfoResponse(
             name="fake", vocab_size=VOCAB, max_model_len=self.max_model_len, fingerprint=self.fingerprint
         )
-        address = pb.WorkerAddress(name=self.name, address=self.member.address, incarnation=self.incarnation)
+        address = pb.WorkerAddress(name=self.name, address=self.endpoint.address, incarnation=self.incarnation)
         return pb.WorkerHello(
             worker=address, role=self.role, model=model, num_pages=self.num_pages, page_size=self.page_size
         )
@@ -211,7 +211,7 @@ class FakeDecodeWorker(FakeWorker):
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
-    async def start(self) -> Member:
+    async def start(self) -> WorkerEndpoint:
         self._loop_task = asyncio.create_task(self._run())
         return await super().start()
 

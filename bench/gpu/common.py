@@ -210,11 +210,11 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
     Workers load side by side, so the share of the GPU that each may take must be written in its spec.
     """
     from cluster.front.server import RouterServer, server_options
-    from cluster.router.worker_link import LinkState, Member
+    from cluster.router.worker_link import LinkState, WorkerEndpoint
 
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []
-    members: list[Member] = []
+    endpoints: list[WorkerEndpoint] = []
     server = RouterServer(server_options(host=HOST, port=0, secret=SECRET, dead_after_s=20.0))
     try:
         for name, spec in specs.items():
@@ -227,9 +227,9 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
             what, value = await asyncio.to_thread(_answer, ours, name)
             if what != "ready":
                 raise WrongResult(f"{name} did not start: {value}")
-            members.append(Member(name=name, role=spec.role, address=value))  # type: ignore[arg-type]
+            endpoints.append(WorkerEndpoint(name=name, role=spec.role, address=value))  # type: ignore[arg-type]
         await server.start()
-        server.set_members(members)
+        server.set_workers(endpoints)
         async with asyncio.timeout(30):
             while not all(link.state is LinkState.READY for link, _, _ in server.router.workers()):
                 await asyncio.sleep(0.02)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from cluster.front.server import RouterServer, ServerOptions
-from cluster.router.worker_link import LinkState, Member
+from cluster.router.worker_link import LinkState, WorkerEndpoint
 from decode_worker.driver import DecodeWorker
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -61,7 +61,7 @@ class LocalCluster:
         self.decode: list[DecodeWorker] = []
         self.routers: list[RouterServer] = []
         self.server: RouterServer | None = None  # the first router, at `endpoint`
-        self._members: list[Member] = []
+        self._endpoints: list[WorkerEndpoint] = []
         self.endpoint = ""
 
     async def __aenter__(self) -> LocalCluster:
@@ -87,8 +87,8 @@ class LocalCluster:
             engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
             options = worker_options(f"decode-{index}", "decode", **self._worker)
             self.decode.append(DecodeWorker(options, engine))
-        self._members = [_member(await w.start(), "prefill") for w in self.prefill]
-        self._members += [_member(await w.start(), "decode") for w in self.decode]
+        self._endpoints = [_endpoint(await w.start(), "prefill") for w in self.prefill]
+        self._endpoints += [_endpoint(await w.start(), "decode") for w in self.decode]
         self.server = await self.add_router()
         self.endpoint = f"127.0.0.1:{self.server.port}"
 
@@ -97,7 +97,7 @@ class LocalCluster:
         server = RouterServer(replace(self._router_options, name=f"router-{len(self.routers)}"))
         self.routers.append(server)
         await server.start()
-        server.set_members(self._members)
+        server.set_workers(self._endpoints)
         async with asyncio.timeout(10):
             while not all(link.state is LinkState.READY for link, _, _ in server.router.workers()):
                 await asyncio.sleep(POLL_S)
@@ -135,5 +135,5 @@ class LocalCluster:
             await asyncio.sleep(POLL_S)
 
 
-def _member(address: pb.WorkerAddress, role: str) -> Member:
-    return Member(name=address.name, role="prefill" if role == "prefill" else "decode", address=address.address)
+def _endpoint(address: pb.WorkerAddress, role: str) -> WorkerEndpoint:
+    return WorkerEndpoint(name=address.name, role="prefill" if role == "prefill" else "decode", address=address.address)

@@ -84,9 +84,10 @@ class _RouterService:
         await self._server.stop(grace_s)
 
     async def set_workers(self, workers: Sequence[tuple[str, Any, str, str]]) -> None:
-        from cluster.router.worker_link import Member
+        from cluster.router.worker_link import WorkerEndpoint
 
-        self._server.set_members([Member(name=name, role=role, address=address) for name, role, address, _ in workers])
+        endpoints = [WorkerEndpoint(name=name, role=role, address=address) for name, role, address, _ in workers]
+        self._server.set_workers(endpoints)
 
 
 def _last_port(controller: str, name: str) -> int:

@@ -19,7 +19,7 @@ from cluster.front.detokenizer import Detokenizer
 from cluster.front.requests import Checked, check, check_model, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live_requests import LiveRequest, RequestFailed, Submission, Update
+from cluster.router.live_requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
 from cluster.router.status import status_of
 from engine.types import FinishReason, InvalidRequest, SamplingParams
 from kvrelay.v1 import cluster_pb2, generate_pb2
@@ -212,17 +212,17 @@ class ClusterService:
         return status_of(self._router)
 
 
-def _merged(updates: Sequence[Update]) -> list[tuple[int, list[pb.TokenOutput], FinishReason | None]]:
+def _merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutput], FinishReason | None]]:
     """One entry for each choice, in the order in which they came first."""
     if len(updates) == 1:
         return [(updates[0].choice, updates[0].tokens, updates[0].finish)]
-    merged: dict[int, Update] = {}
+    merged: dict[int, ChoiceUpdate] = {}
     for update in updates:
         if known := merged.get(update.choice):
             known.tokens = [*known.tokens, *update.tokens]
             known.finish = update.finish or known.finish
         else:
-            merged[update.choice] = Update(update.choice, update.tokens, update.finish)
+            merged[update.choice] = ChoiceUpdate(update.choice, update.tokens, update.finish)
     return [(update.choice, update.tokens, update.finish) for update in merged.values()]
 
 

@@ -22,7 +22,7 @@ from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
 from cluster.router.policy import RouterOptions
 from cluster.router.status import gauges_of
-from cluster.router.worker_link import Member
+from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server
 
@@ -90,9 +90,9 @@ class RouterServer:
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
         return self.port
 
-    def set_members(self, members: Iterable[Member]) -> None:
+    def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         """These are the cluster's workers from now on."""
-        self.router.set_members(members)
+        self.router.set_workers(workers)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse what is new, let what runs end within `grace_s`, then cancel it and close."""

@@ -1,7 +1,7 @@
-"""Fleet is the set of links a router holds: to every worker of the cluster, and to nothing else.
+"""WorkerLinks are the links that a router holds: to every worker of the cluster, and to nothing else.
 
-It opens and closes links as the membership changes, refuses a worker that does not fit the others, and keeps each
-worker's last report for those who ask. It decides nothing.
+They are opened and closed as the deployment says who the workers are, and each worker's last report is kept for those
+who ask. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from cluster.router.worker_link import LinkHost, LinkState, Member, WorkerLink, WorkerRefused
-from kvrelay.v1 import generate_pb2
+from cluster.router.worker_link import LinkHost, LinkState, WorkerEndpoint, WorkerLink
 from kvrelay.v1 import worker_pb2 as pb
 
 
-class Fleet:
+class WorkerLinks:
     def __init__(self, host: LinkHost, *, router_id: str, secret: str, dead_after_s: float) -> None:
-        self.model: generate_pb2.GetModelInfoResponse | None = None  # of the worker that came up last
-        self.page_size = 0  # tokens; the same for all; 0 before the first worker came up
         self._host = host
         self._router_id = router_id
         self._secret = secret
@@ -32,23 +29,23 @@ class Fleet:
     def get(self, name: str) -> WorkerLink | None:
         return self._links.get(name)
 
-    def set_members(self, members: Iterable[Member]) -> None:
-        wanted = {member.name: member for member in members}
+    def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
+        wanted = {worker.name: worker for worker in workers}
         for name, link in list(self._links.items()):
-            if wanted.get(name) != link.member:
+            if wanted.get(name) != link.worker:
                 self._send_away(link)
-        for name, member in wanted.items():
+        for name, worker in wanted.items():
             if name not in self._links:
-                self._links[name] = self._open(member)
+                self._links[name] = self._open(worker)
 
     async def close(self) -> None:
         for link in list(self._links.values()):
             self._send_away(link)
         await asyncio.gather(*self._closing)
 
-    def _open(self, member: Member) -> WorkerLink:
+    def _open(self, worker: WorkerEndpoint) -> WorkerLink:
         link = WorkerLink(
-            member, self._host, router_id=self._router_id, secret=self._secret, dead_after_s=self._dead_after_s
+            worker, self._host, router_id=self._router_id, secret=self._secret, dead_after_s=self._dead_after_s
         )
         link.start()
         return link
@@ -61,26 +58,10 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def welcome(self, link: WorkerLink) -> pb.WorkerHello:
-        """Take in a worker that has said hello; returns what it said. Raises WorkerRefused if it does not fit.
-
-        All workers of a router serve one model from pages of one size.
-        """
-        hello = link.hello
-        assert hello is not None, f"{link.name} is ready without a hello"
-        for other in self._links.values():
-            if other is link or other.state is not LinkState.READY or other.hello is None:
-                continue
-            theirs = other.hello
-            if hello.model.fingerprint != theirs.model.fingerprint:
-                mine, named = f"{hello.model.name} ({hello.model.fingerprint})", theirs.model
-                raise WorkerRefused(f"it serves {mine}; {other.name} serves {named.name} ({named.fingerprint})")
-            if hello.page_size != theirs.page_size:
-                raise WorkerRefused(
-                    f"its pages hold {hello.page_size} tokens; those of {other.name} {theirs.page_size}"
-                )
-        self.model, self.page_size = hello.model, hello.page_size
-        return hello
+    def ready_beside(self, link: WorkerLink) -> list[pb.WorkerHello]:
+        """What the other workers that are ready said when they came up."""
+        ready = (other for other in self._links.values() if other is not link and other.state is LinkState.READY)
+        return [other.hello for other in ready if other.hello is not None]
 
     def note_report(self, link: WorkerLink, report: pb.WorkerReport, now: float) -> None:
         self._reports[link.name] = (report, now)
@@ -88,7 +69,8 @@ class Fleet:
     def forget_report(self, link: WorkerLink) -> None:
         self._reports.pop(link.name, None)
 
-    def workers(self, now: float) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
-        links = sorted(self._links.values(), key=lambda link: (link.member.role != "prefill", link.name))
+    def with_reports(self, now: float) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
+        """Each link, prefill first, by name, with the worker's last report and its age in seconds."""
+        links = sorted(self._links.values(), key=lambda link: (link.worker.role != "prefill", link.name))
         known = ((link, *self._reports.get(link.name, (None, now))) for link in links)
         return [(link, report, now - came_s) for link, report, came_s in known]

@@ -44,7 +44,7 @@ class NewRequest:
 
 
 @dataclass(slots=True)
-class Update:
+class ChoiceUpdate:
     """What has come for one choice. `finish` is set with its last."""
 
     choice: int
@@ -57,12 +57,14 @@ class LiveRequest:
         self,
         *,
         id: str,
+        call_id: str,
         choice: int,
         prompt_ids: Sequence[int],
         sampling: generate_pb2.SamplingParams,
         arrived_s: float,
     ) -> None:
         self.id = id
+        self.call_id = call_id  # of the submission whose choice it is
         self.choice = choice
         self.prompt_ids = prompt_ids
         self.sampling = sampling
@@ -165,7 +167,7 @@ class Submission:
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.error: RequestFailed | None = None
         self.num_running = len(choices)
-        self._updates: list[Update] = []
+        self._updates: list[ChoiceUpdate] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
@@ -179,6 +181,7 @@ class Submission:
         choices = [
             LiveRequest(
                 id=f"{prefix}-{i}" if many else prefix,
+                call_id=request.id,
                 choice=i,
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,
@@ -192,7 +195,7 @@ class Submission:
     def is_over(self) -> bool:
         return self.num_running == 0 or self.error is not None
 
-    def put(self, update: Update) -> None:
+    def put(self, update: ChoiceUpdate) -> None:
         self._updates.append(update)
         self._wake()
 
@@ -200,7 +203,7 @@ class Submission:
         self.error = error
         self._wake()
 
-    async def updates(self) -> list[Update]:
+    async def updates(self) -> list[ChoiceUpdate]:
         """All that has come since the last call, waiting for something; empty when every choice has ended.
 
         Raises RequestFailed, after what came before the failure was taken.

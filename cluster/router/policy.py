@@ -19,7 +19,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
-from cluster.router.pools import DecodePool, PrefillPool
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.retry import Resend, Retry, retry_failed, retry_preempted
 from engine.knobs import check, knob
 from engine.pages.pool import pages_for
@@ -87,8 +88,8 @@ Decision = Assigned | Queued | Rejected | Unavailable
 class RouterPolicy:
     def __init__(self, options: RouterOptions | None = None) -> None:
         self.options = options or RouterOptions()
-        self._prefill = PrefillPool()
-        self._decode = DecodePool(self.options.overcommit)
+        self._prefill = PrefillCandidates()
+        self._decode = DecodeCandidates(self.options.overcommit)
         self._requests: dict[str, RoutedRequest] = {}
         self._queue: OrderedDict[str, None] = OrderedDict()  # ids, the next to go first
         self._queued_tokens = 0

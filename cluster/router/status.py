@@ -32,8 +32,8 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
 def _worker_status(link: WorkerLink, report: pb.WorkerReport | None, age_s: float) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         name=link.name,
-        role=link.member.role,
-        address=link.member.address,
+        role=link.worker.role,
+        address=link.worker.address,
         state=link.state.value,
         losses=link.losses,
         reason=link.reason,
@@ -60,7 +60,7 @@ def _gauges(link: WorkerLink, report: pb.WorkerReport) -> WorkerGauges:
     held = report.total_pages - report.available_pages
     return WorkerGauges(
         name=link.name,
-        role=link.member.role,
+        role=link.worker.role,
         num_running=report.num_running,
         num_waiting=report.num_waiting,
         kv_usage=held / report.total_pages if report.total_pages else 0.0,

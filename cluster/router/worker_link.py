@@ -1,4 +1,4 @@
-"""WorkerLink is the router's side of one worker: one stream that is opened again for as long as the worker is a member.
+"""WorkerLink is the router's side of one worker: one stream, opened again for as long as the worker is the cluster's.
 
     connecting --hello--> ready --silence, a broken stream--> lost --backoff--> connecting ...
 
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from cluster.router.clock_offset import ClockOffset
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 HELLO_TIMEOUT_S = 5.0
-CLOCK_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class WorkerEndpoint:
     """A worker that belongs to the cluster, as whoever deploys says."""
 
     name: str
@@ -56,8 +55,8 @@ class WorkerRefused(Exception):
 class LinkHost(Protocol):
     """What the router does with what comes up. Called in the event loop; must return at once."""
 
-    def on_ready(self, link: WorkerLink) -> None:
-        """The worker has said hello (`link.hello`). Raises WorkerRefused if it does not fit the others."""
+    def on_ready(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
+        """The worker has said hello. Raises WorkerRefused if it does not fit the others."""
 
     def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None: ...
 
@@ -66,29 +65,10 @@ class LinkHost(Protocol):
     def on_lost(self, link: WorkerLink, reason: str) -> None: ...
 
 
-class ClockOffset:
-    """How far a worker's monotonic clock is ahead of ours, from the round trip that took least of the last 16."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[int, int]] = deque(maxlen=CLOCK_SAMPLES)  # (round trip, offset), ns
-        self._offset_ns: int | None = None
-
-    def add(self, sent_ns: int, worker_ns: int, received_ns: int) -> None:
-        round_trip = received_ns - sent_ns
-        self._samples.append((round_trip, worker_ns - (sent_ns + round_trip // 2)))
-        self._offset_ns = min(self._samples)[1]
-
-    def to_router_s(self, worker_ns: int, now_s: float) -> float:
-        """A worker's stamp on our clock, in seconds; `now_s` before the first round trip, and never after it."""
-        if self._offset_ns is None:
-            return now_s
-        return min((worker_ns - self._offset_ns) / 1e9, now_s)
-
-
 class WorkerLink:
     def __init__(
         self,
-        member: Member,
+        worker: WorkerEndpoint,
         host: LinkHost,
         *,
         router_id: str,
@@ -96,7 +76,7 @@ class WorkerLink:
         dead_after_s: float = 2.0,
         ping_interval_s: float = 0.2,
     ) -> None:
-        self.member = member
+        self.worker = worker
         self.state = LinkState.CONNECTING
         self.hello: pb.WorkerHello | None = None
         self.reason = "not connected yet"  # why it is not ready
@@ -115,7 +95,7 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        return self.member.name
+        return self.worker.name
 
     @property
     def address(self) -> pb.WorkerAddress:
@@ -127,7 +107,7 @@ class WorkerLink:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.name}")
 
     def leave(self) -> None:
-        """The worker is no member any more: lost at once; `close` ends the stream."""
+        """The worker does not belong to the cluster any more: lost at once; `close` ends the stream."""
         self._lose("it is no member any more", level=logging.INFO)
 
     async def close(self) -> None:
@@ -159,7 +139,7 @@ class WorkerLink:
 
     async def _run(self) -> None:
         while True:
-            channel = open_channel(self.member.address)
+            channel = open_channel(self.worker.address)
             try:
                 await self._serve(channel)
             except (grpc.aio.AioRpcError, WorkerRefused, TimeoutError) as error:
@@ -201,13 +181,13 @@ class WorkerLink:
         if first is None or first.WhichOneof("kind") != "hello":
             raise WorkerRefused("it did not answer with a hello")
         hello = first.hello
-        if hello.role != self.member.role or hello.worker.name != self.name:
-            raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.member.address}")
+        if hello.role != self.worker.role or hello.worker.name != self.name:
+            raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.worker.address}")
         self.hello = hello
         self._heard_s = time.monotonic()
         before, self.state = self.state, LinkState.READY
         try:
-            self._host.on_ready(self)
+            self._host.on_ready(self, hello)
         except WorkerRefused:
             self.state = before
             raise

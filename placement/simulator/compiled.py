@@ -34,9 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMPILED = (
     "engine/pages/pool.py",
     "cluster/router/accounts.py",
+    "cluster/router/candidates/decode.py",
+    "cluster/router/candidates/prefill.py",
+    "cluster/router/candidates/ranking.py",
     "cluster/router/policy.py",
-    "cluster/router/pools.py",
-    "cluster/router/ranking.py",
     "cluster/router/retry.py",
     "prefill_worker/policy.py",
     "decode_worker/policy.py",

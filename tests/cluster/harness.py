@@ -69,10 +69,10 @@ async def serving(
     workers: list[FakeWorker] = [*prefill, *decode]
     server = RouterServer(options or server_options(port=0), codec=codec)
     port = await server.start()
-    members = [await each.start() for each in workers]
+    endpoints = [await each.start() for each in workers]
     channel = open_channel(f"127.0.0.1:{port}")
     try:
-        server.set_members(members)
+        server.set_workers(endpoints)
         harness = Harness(server, workers, channel)
         await harness.ready()
         yield harness

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.policy import RouterOptions, RouterPolicy
-from cluster.router.pools import DecodePool, PrefillPool
 from engine.pages.pool import pages_for
 
 
-class ScanningPrefillPool(PrefillPool):
+class ScanningPrefillCandidates(PrefillCandidates):
     @property
     def is_open(self) -> bool:
         return any(not account.report.draining for account in self.accounts.values())
@@ -26,7 +27,7 @@ class ScanningPrefillPool(PrefillPool):
         )
 
 
-class ScanningDecodePool(DecodePool):
+class ScanningDecodeCandidates(DecodeCandidates):
     @property
     def is_open(self) -> bool:
         return any(not account.report.draining for account in self.accounts.values())
@@ -71,5 +72,5 @@ class ScanningDecodePool(DecodePool):
 class ScanningPolicy(RouterPolicy):
     def __init__(self, options: RouterOptions | None = None) -> None:
         super().__init__(options)
-        self._prefill = ScanningPrefillPool()
-        self._decode = ScanningDecodePool(self.options.overcommit)
+        self._prefill = ScanningPrefillCandidates()
+        self._decode = ScanningDecodeCandidates(self.options.overcommit)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.candidates.ranking import Ranking
 from cluster.router.policy import Assigned, Queued, RouterOptions, RouterPolicy
-from cluster.router.pools import DecodePool, PrefillPool
-from cluster.router.ranking import Ranking
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
 
@@ -202,8 +203,8 @@ def test_a_choice_among_a_thousand_looks_at_few(monkeypatch: pytest.MonkeyPatch,
             policy.on_worker_up(view, 0.0)
         busy = Report(made_s=1.0, num_running=1 + rng.randrange(9), available_pages=pages_free)
         policy.on_report(f"decode-{i}", busy, 1.0)
-    for pool in (PrefillPool, DecodePool):
-        monkeypatch.setattr(pool, "_fits", _counting(pool._fits, looks))
+    for candidates in (PrefillCandidates, DecodeCandidates):
+        monkeypatch.setattr(candidates, "_fits", _counting(candidates._fits, looks))
     for i in range(300):
         tokens = [i % 40] * rng.randrange(400, 700)
         hashes = page_hashes(tokens, PAGE)

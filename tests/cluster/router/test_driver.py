@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cluster.front.server import server_options
-from cluster.router.worker_link import ClockOffset
+from cluster.router.clock_offset import ClockOffset
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import collect, request, serving, tokens_of
@@ -109,7 +109,7 @@ async def test_a_killed_decode_worker_costs_no_token_and_repeats_none() -> None:
         calls = [h.generate.Generate(request([5, 6, i], max_tokens=12)) for i in range(6)]
         readers = [asyncio.create_task(collect(call)) for call in calls]
         await h.until(lambda: [len(d.running) for d in (h.decode(0), h.decode(1))] == [3, 3])
-        await h.until(lambda: all(live.has_first_token for live in h.router._live.values()))
+        await h.until(lambda: all(live.has_first_token for live in h.router._dispatcher._live.values()))
         await h.decode(0).kill()
         h.decode(1).resume()
         answers = await asyncio.gather(*readers)
@@ -355,7 +355,7 @@ async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() 
         submit = h.prefill().held.pop()
         stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 8 pages free")
         h.prefill().emit(submit.request.router_id, events=[stalled])
-        await h.until(lambda: bool(h.router._stalled))
+        await h.until(lambda: bool(h.router._dispatcher._stalled))
         assert not h.prefill().reassigns
         h.decode(1).running.clear()
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
@@ -399,7 +399,7 @@ async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_a
         assert (answer.timeline.decode_worker, answer.timeline.attempts) == ("decode-1", 2)
 
 
-# cancel, deadline, membership
+# cancel, deadline, who the workers are
 
 
 async def test_a_client_that_leaves_is_cancelled_at_both_workers() -> None:
@@ -448,12 +448,12 @@ async def test_a_deadline_reaches_the_workers() -> None:
         await h.until(lambda: not h.decode().running)
 
 
-async def test_a_removed_member_is_not_used_any_more_and_an_added_one_is() -> None:
+async def test_a_removed_worker_is_not_used_any_more_and_an_added_one_is() -> None:
     async with serving(1, 1) as h:
         other = FakeDecodeWorker(name="decode-1")
         h.prefill().decodes = [h.decode(), other]
         h.workers["decode-1"] = other
-        h.server.set_members([h.prefill().member, await other.start()])
+        h.server.set_workers([h.prefill().endpoint, await other.start()])
         await h.ready()
         answer = await h.generate.GenerateOnce(request(max_tokens=4))
         assert answer.timeline.decode_worker == "decode-1"
@@ -464,7 +464,7 @@ async def test_a_removed_member_is_not_used_any_more_and_an_added_one_is() -> No
 async def test_a_worker_with_another_model_is_refused_with_both_named() -> None:
     async with serving(1, 1) as h:
         other = FakeDecodeWorker(name="decode-1", fingerprint="f2")
-        h.server.set_members([h.prefill().member, h.decode().member, await other.start()])
+        h.server.set_workers([h.prefill().endpoint, h.decode().endpoint, await other.start()])
         await h.until(lambda: "serves" in h.router.workers()[-1][0].reason)
         [status] = [w for w in (await h.status()).workers if w.name == "decode-1"]
         assert status.state == "connecting"
@@ -476,7 +476,7 @@ async def test_a_worker_with_another_model_is_refused_with_both_named() -> None:
 async def test_a_wrong_secret_keeps_a_worker_out() -> None:
     async with serving(1, 1) as h:
         other = FakeDecodeWorker(name="decode-1", secret="s")
-        h.server.set_members([h.prefill().member, h.decode().member, await other.start()])
+        h.server.set_workers([h.prefill().endpoint, h.decode().endpoint, await other.start()])
         await h.until(lambda: "UNAUTHENTICATED" in h.router.workers()[-1][0].reason)
         await other.kill()
 

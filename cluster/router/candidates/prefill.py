@@ -1,0 +1,145 @@
+"""PrefillCandidates say which prefill worker a prompt should go to, without looking at all of them.
+
+What is best is said here once, over the accounts (cluster/router/accounts.py); the ranking only finds it. A worker
+whose account changed is ranked anew when the next choice is made. The choice is exactly that of a scan over all
+workers (tests/policies/scanning.py is that scan): ties break by the worker's name.
+
+Every worker that looks better in the ranking than it turns out to be costs a look. So a prompt's prefix that few have
+cached is looked up from the side of those few, and what many have is found soon by going through the ranking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.router.accounts import PrefillAccount, Report, RequestShape, RoutedRequest
+from cluster.router.candidates.ranking import Ranking
+from engine.pages.pool import PageHash, pages_for
+
+FEW = 32  # workers, looked at one by one
+
+
+class PrefillCandidates:
+    """The best is the one that would be done with a prompt first: least queued, less what it has cached of it."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, PrefillAccount] = {}
+        self.most_tokens = 0  # that any of them can hold
+        self._by_queue = Ranking()  # those that take new requests
+        self._changed: dict[str, None] = {}
+        self._holders: dict[PageHash, set[str]] = {}  # to whom a page was sent
+        self._page_size = 1  # the largest
+
+    def up(self, account: PrefillAccount) -> None:
+        account.holders = self._holders
+        self.accounts[account.view.name] = account
+        self._note_workers(account.view.name)
+
+    def lost(self, name: str) -> PrefillAccount | None:
+        account = self.accounts.pop(name, None)
+        if account is not None:
+            account.forget_prefixes()
+            self._note_workers(name)
+        return account
+
+    def _note_workers(self, changed: str) -> None:
+        views = [account.view for account in self.accounts.values()]
+        self.most_tokens = max([view.total_pages * view.page_size for view in views], default=0)
+        self._page_size = max([view.page_size for view in views], default=1)
+        self._changed[changed] = None
+
+    def take_report(self, account: PrefillAccount, report: Report) -> None:
+        account.take_report(report)
+        self._changed[account.view.name] = None
+
+    def add(self, account: PrefillAccount, request: RoutedRequest) -> None:
+        account.add(request)
+        self._changed[account.view.name] = None
+
+    def drop(self, request: RoutedRequest) -> None:
+        account = self.accounts.get(request.prefill)
+        if account is not None:
+            account.drop(request)
+            self._changed[request.prefill] = None
+
+    @property
+    def is_open(self) -> bool:
+        """Some worker takes new requests."""
+        self._rank()
+        return len(self._by_queue) > 0
+
+    def best(self, shape: RequestShape) -> PrefillAccount | None:
+        """None when no worker that takes new requests could hold the prompt."""
+        self._rank()
+        best: PrefillAccount | None = None
+        least = 0
+        elsewhere_tokens, cachers = self._cachers(shape)
+        for name in cachers:
+            account = self.accounts[name]
+            if name in shape.avoid or not self._fits(account, shape):
+                continue
+            left = account.queued_tokens - account.cached_len(shape)
+            if best is None or (left, name) < (least, best.view.name):
+                best, least = account, left
+        for queued, name in self._by_queue.keys:
+            if best is not None and (queued - elsewhere_tokens, name) > (least, best.view.name):
+                break  # nor could any after it be better
+            account = self.accounts[name]
+            if name in shape.avoid or not self._fits(account, shape):
+                continue
+            left = queued - account.cached_len(shape)
+            if best is None or (left, name) < (least, best.view.name):
+                best, least = account, left
+        return best if best is not None else self._best_avoided(shape)
+
+    def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
+        """Few workers that may have much of the prompt cached, and how many tokens all others have at most."""
+        pages = 0
+        few: Iterable[str] = ()
+        for page_hash in shape.page_hashes:
+            holders = self._holders.get(page_hash)
+            if holders is None:
+                break
+            if len(holders) <= FEW:
+                few = holders
+                break
+            pages += 1
+        return min(pages * self._page_size, shape.prompt_len - 1), few
+
+    def _best_avoided(self, shape: RequestShape) -> PrefillAccount | None:
+        best: PrefillAccount | None = None
+        least = 0
+        for name in sorted(shape.avoid):
+            account = self.accounts.get(name)
+            if account is not None and self._fits(account, shape):
+                left = account.queued_tokens - account.cached_len(shape)
+                if best is None or left < least:
+                    best, least = account, left
+        return best
+
+    def _fits(self, account: PrefillAccount, shape: RequestShape) -> bool:
+        view = account.view
+        return not account.report.draining and pages_for(shape.prompt_len, view.page_size) <= view.total_pages
+
+    def _rank(self) -> None:
+        if not self._changed:
+            return
+        for name in self._changed:
+            account = self.accounts.get(name)
+            if account is None or account.report.draining:
+                self._by_queue.drop(name)
+            else:
+                self._by_queue.put(name, account.queued_tokens)
+        self._changed.clear()
+
+    def check_invariants(self) -> None:
+        self._rank()
+        accounts = self.accounts.values()
+        for account in accounts:
+            account.check_invariants()
+        self._by_queue.check_invariants({a.view.name: a.queued_tokens for a in accounts if not a.report.draining})
+        holders: dict[PageHash, set[str]] = {}
+        for account in accounts:
+            for page_hash in account.prefixes:
+                holders.setdefault(page_hash, set()).add(account.view.name)
+        assert self._holders == holders, "the pages sent are not those that the workers' accounts remember"

@@ -1,0 +1,250 @@
+"""Dispatcher carries out where requests go: it sends, parks, moves, resends, cancels and ends them, as RouterPolicy
+decides. It owns the registry of what is under way, and hears of nothing by itself: the router tells it what happened.
+
+    route -> Assigned: sent to the prefill worker
+             Queued -> pump, after every event that frees something
+             Unavailable: parked until a worker is there -> route, or the wait is over -> failed
+             Rejected: failed
+    retry -> Resend: the same request again, prompt and tokens so far, under a new wire id -> route
+             GiveUp: failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+
+from cluster.router.accounts import RequestShape
+from cluster.router.links import WorkerLinks
+from cluster.router.live_requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
+from cluster.router.metrics import RouterMetrics
+from cluster.router.policy import Assigned, Queued, Rejected, RouterPolicy, Unavailable
+from cluster.router.retry import GiveUp, Retry
+from cluster.router.served_model import ServedModel
+from engine.types import FinishReason
+from kvrelay.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        policy: RouterPolicy,
+        links: WorkerLinks,
+        served: ServedModel,
+        metrics: RouterMetrics,
+        *,
+        router_id: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._links = links
+        self._served = served
+        self._metrics = metrics
+        self._router_id = router_id
+        self._clock = clock
+        self._submissions: dict[str, Submission] = {}
+        self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again
+        self._parked: dict[str, LiveRequest] = {}  # by wire id: a role has no worker
+        self._stalled: dict[str, str] = {}  # wire id: why its decode worker has no pages
+
+    # what is under way
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._live) - self._policy.num_queued
+
+    @property
+    def submissions(self) -> Mapping[str, Submission]:
+        return self._submissions
+
+    def submission_of(self, live: LiveRequest) -> Submission:
+        return self._submissions[live.call_id]
+
+    def get(self, wire_id: str) -> LiveRequest | None:
+        return self._live.get(wire_id)
+
+    # routing
+
+    def start(self, submission: Submission) -> None:
+        """Route each choice, up to one that is refused: then the submission has failed."""
+        self._submissions[submission.id] = submission
+        for live in submission.choices:
+            if submission.error is None:
+                self._route(live)
+
+    def pump(self) -> None:
+        """Send what the queue may send now."""
+        if not self._policy.num_queued:
+            return
+        while assigned := self._policy.next_assignable(self._clock()):
+            self._send(self._live[assigned.request_id], assigned)
+
+    def unpark(self) -> None:
+        """Every role has a worker again."""
+        parked, self._parked = self._parked, {}
+        for live in parked.values():
+            if live.wire_id in self._live:
+                self._route(live)
+
+    def retry(self, live: LiveRequest, retry: Retry) -> None:
+        """The attempt is over, and the policy has forgotten it: begin another one, or fail."""
+        self._forget(live)
+        if isinstance(retry, GiveUp):
+            self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode.UNAVAILABLE, retry.reason))
+            return
+        log.info("%s is sent again: %s", live.wire_id, retry.reason)
+        live.begin_attempt(self._clock(), failures=retry.failures)
+        self._metrics.counts["retries"] += 1
+        self._live[live.wire_id] = live
+        if retry.after_s == 0:
+            self._route(live, retry.avoid)
+        else:
+            asyncio.get_running_loop().call_later(retry.after_s, self._route_later, live.wire_id, retry.avoid)
+
+    def _route_later(self, wire_id: str, avoid: frozenset[str]) -> None:
+        if live := self._live.get(wire_id):
+            self._route(live, avoid)
+
+    def _route(self, live: LiveRequest, avoid: frozenset[str] = frozenset()) -> None:
+        self._live[live.wire_id] = live
+        decision = self._policy.assign(self._shape(live, avoid), self._clock(), is_resent=live.attempt > 1)
+        match decision:
+            case Assigned():
+                self._send(live, decision)
+            case Queued():
+                pass  # pump sends it
+            case Unavailable(reason=reason, wait_s=wait_s):
+                self._park(live, f"{reason}; try again later", wait_s)
+            case Rejected():
+                self._refuse(live, decision)
+
+    def _shape(self, live: LiveRequest, avoid: frozenset[str]) -> RequestShape:
+        tokens = [*live.prompt_ids, *live.output_ids]
+        return RequestShape(
+            id=live.wire_id,
+            prompt_len=len(tokens),
+            max_tokens=live.tokens_left,
+            page_hashes=self._served.page_hashes(tokens),
+            avoid=avoid,
+            failures=live.failures,
+        )
+
+    def _send(self, live: LiveRequest, assigned: Assigned) -> None:
+        live.prefill, live.decode = assigned.prefill, assigned.decode
+        live.timeline.enter("prefill_queue", self._clock())
+        state = live.state(self._router_id)
+        seq = self._links[live.prefill].submit(state, self._links[live.decode].address)
+        self._policy.on_submitted(live.wire_id, seq)
+        log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)
+
+    def _refuse(self, live: LiveRequest, rejected: Rejected) -> None:
+        can_retry = rejected.retry_after_s is not None
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED if can_retry else grpc.StatusCode.INVALID_ARGUMENT
+        error = RequestFailed(code, rejected.reason, retry_after_s=rejected.retry_after_s)
+        self.fail(self.submission_of(live), error, counter="rejected" if can_retry else "failed")
+
+    def _park(self, live: LiveRequest, reason: str, wait_s: float) -> None:
+        """A role has no worker: fail at once, or wait so long for one."""
+        self._parked[live.wire_id] = live
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._give_up_parked, live.wire_id, reason)
+        else:
+            self._give_up_parked(live.wire_id, reason)
+
+    def _give_up_parked(self, wire_id: str, reason: str) -> None:
+        if live := self._parked.pop(wire_id, None):
+            self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode.UNAVAILABLE, reason))
+
+    # moving to another decode worker
+
+    def on_stalled(self, live: LiveRequest, reason: str) -> None:
+        """Its decode worker has no pages: name another one that has, now or once there is one."""
+        self._stalled[live.wire_id] = reason
+        self._move(live, reason)
+
+    def move_stalled(self) -> None:
+        """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
+        for wire_id, reason in list(self._stalled.items()):
+            live = self._live.get(wire_id)
+            if live is None or live.is_handed_off:
+                del self._stalled[wire_id]
+            else:
+                self._move(live, reason)
+
+    def _move(self, live: LiveRequest, reason: str) -> None:
+        better = self._policy.reassign(live.wire_id, live.decode)
+        if better is None:
+            return
+        log.info("%s moves from %s to %s: %s", live.wire_id, live.decode, better, reason)
+        del self._stalled[live.wire_id]
+        live.decode = better
+        self._metrics.counts["reassigned"] += 1
+        self._links[live.prefill].reassign(live.wire_id, self._links[better].address)
+
+    # endings
+
+    def end(self, live: LiveRequest, finish: FinishReason, tokens: Sequence[pb.TokenOutput] = ()) -> None:
+        """A choice is complete."""
+        submission = self.submission_of(live)
+        self._forget(live)
+        self._policy.on_finished(live.wire_id)
+        live.finish = finish
+        live.timeline.finish(self._clock())
+        submission.num_running -= 1
+        submission.put(ChoiceUpdate(live.choice, list(tokens), finish))
+        self._metrics.on_finished(live.timeline, len(live.output_ids))
+        if submission.num_running == 0:
+            self._metrics.counts["finished"] += 1
+            self._metrics.counts["prompt_tokens"] += len(live.prompt_ids)
+            self._metrics.counts["cached_tokens"] += submission.choices[0].cached_tokens
+            self._drop(submission)
+
+    def fail(self, submission: Submission, error: RequestFailed, *, counter: str = "") -> None:
+        """The call ends without an answer; its choices are cancelled wherever they are."""
+        if submission.is_over:
+            return
+        self._metrics.counts[counter or ("cancelled" if error.code in CLIENT_LEFT else "failed")] += 1
+        now = self._clock()
+        for live in submission.choices:
+            if live.finish is None:
+                live.finish = FinishReason.ABORT
+                live.timeline.finish(now)
+                self._policy.on_cancelled(live.wire_id)
+                if live.wire_id in self._live:
+                    self.cancel_at_workers(live, error.message)
+                    self._forget(live)
+        submission.fail(error)
+        self._drop(submission)
+        asyncio.get_running_loop().call_soon(self.pump)
+
+    def cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
+        names = {live.decode} if live.is_handed_off else {live.prefill, live.decode}
+        for name in sorted(names - {but, ""}):
+            if link := self._links.get(name):
+                link.cancel(live.wire_id, reason)
+
+    def _forget(self, live: LiveRequest) -> None:
+        self._live.pop(live.wire_id, None)
+        self._parked.pop(live.wire_id, None)
+        self._stalled.pop(live.wire_id, None)
+
+    def _drop(self, submission: Submission) -> None:
+        self._submissions.pop(submission.id, None)
+        if submission.deadline_timer is not None:
+            submission.deadline_timer.cancel()
+
+    def check_invariants(self) -> None:
+        """Assert that whatever is under way is filed once, under its last attempt."""
+        assert self._live.keys() >= self._parked.keys() | self._stalled.keys(), "an ended request still waits"
+        for wire_id, live in self._live.items():
+            assert live.wire_id == wire_id, f"{wire_id} is filed under an old attempt"
+            assert live.finish is None, f"{wire_id} has ended and is still here"
+        under_way = {id(live) for submission in self._submissions.values() for live in submission.choices}
+        assert {id(live) for live in self._live.values()} <= under_way, "a request belongs to no call"

@@ -1,0 +1,40 @@
+"""ServedModel is what the router knows of the model that its workers serve, as they say when they come up.
+
+All workers of a router serve one model from pages of one size; one that differs from those that are ready is refused.
+It opens no stream, and routes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cluster.router.worker_link import WorkerRefused
+from engine.pages.pool import PageHash, page_hashes
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+
+
+class ServedModel:
+    def __init__(self) -> None:
+        self.info: generate_pb2.GetModelInfoResponse | None = None  # of the worker that came up last
+        self._page_size = 0  # tokens; 0 before the first worker came up
+
+    def admit(self, hello: pb.WorkerHello, others: Iterable[pb.WorkerHello]) -> None:
+        """A worker comes up beside `others`, which are ready. Raises WorkerRefused if it does not fit them."""
+        for other in others:
+            if hello.model.fingerprint != other.model.fingerprint:
+                ours, theirs = _named(hello.model), _named(other.model)
+                raise WorkerRefused(f"it serves {ours}; {other.worker.name} serves {theirs}")
+            if hello.page_size != other.page_size:
+                raise WorkerRefused(
+                    f"its pages hold {hello.page_size} tokens; those of {other.worker.name} {other.page_size}"
+                )
+        self.info, self._page_size = hello.model, hello.page_size
+
+    def page_hashes(self, tokens: Sequence[int]) -> list[PageHash]:
+        """Of the pages that the workers' prefix caches may hold; none before the first worker came up."""
+        return page_hashes(tokens, self._page_size) if self._page_size else []
+
+
+def _named(model: generate_pb2.GetModelInfoResponse) -> str:
+    return f"{model.name} ({model.fingerprint})"
