@@ -36,7 +36,7 @@ from placement.papers.distserve.rules import DistServeCluster
 from placement.plan import Slo
 from placement.search.placements import Market, Spent, find_colocated, find_pairs, find_phase, usable_degrees
 from placement.simulator.outcome import Outcome, percentiles
-from placement.simulator.systems import System, play
+from placement.simulator.systems import System
 from placement.workload.requests import Workload, read_request_list
 from placement.workload.traffic import Traffic
 
@@ -94,7 +94,7 @@ def runs(runner: Runner) -> list[dict[str, Any]]:
             continue
         workload = requests(case["dataset"], case["N"]).faster(case["rate_req_s"])
         degrees = case["tp_pp_prefill_tp_pp_decode"]
-        its = play(its_cluster(case["model"], degrees, case["backend"]), workload)
+        its = its_cluster(case["model"], degrees, case["backend"]).play(workload)
         row = {
             "case": case["id"],
             "its_simulator": {
@@ -105,7 +105,7 @@ def runs(runner: Runner) -> list[dict[str, Any]]:
             "its_rules_here": shown(its, case["slo_ms"]),
         }
         if case["backend"] == "distserve":
-            row["live_policies"] = shown(play(our_cluster(case["model"], degrees), workload), case["slo_ms"])
+            row["live_policies"] = shown(our_cluster(case["model"], degrees).play(workload), case["slo_ms"])
         rows.append(row)
     return rows
 
@@ -118,7 +118,7 @@ def burst_rate(system: System, workload: Workload, slo_s: Sequence[float], most:
     low, high = 0.0, most
     while high - low > eps:
         rate = (low + high) / 2
-        outcome = play(system, workload.faster(rate * gpus))
+        outcome = system.play(workload.faster(rate * gpus))
         p90s = (percentiles(outcome.ttft_s, (90,))[0], percentiles(outcome.tpot_s, (90,))[0])
         if all(value < limit for value, limit in zip(p90s, slo_s, strict=True)):
             low = rate
@@ -268,7 +268,7 @@ def burst_curve(system: System, gpus: int, count: int, case: Mapping[str, Any], 
     """Attainment of both targets, over as many requests as the experiment had, at each of its rates."""
     workload = requests("sharegpt").first(count)
     return [
-        round(100 * play(system, workload.faster(rate * gpus)).attainment(*slo_s), 1) for rate in case["per_gpu_rate"]
+        round(100 * system.play(workload.faster(rate * gpus)).attainment(*slo_s), 1) for rate in case["per_gpu_rate"]
     ]
 
 

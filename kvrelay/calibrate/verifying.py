@@ -180,13 +180,14 @@ def _settings(request: Any, rate: float) -> Settings:
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     from kvrelay.plan.catalogs import catalogs
     from placement.build.from_offers import assemble, offers_of
+    from placement.simulator.systems import LiveSystem
 
     catalog = catalogs(request)[0]
     offer_of = offers_of(catalog)
     within_node = candidate.gpus <= catalog.gpus_per_node
     system = assemble(candidate, offer_of, within_node=within_node)
-    assert isinstance(system, SimCluster)
-    return system, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
+    assert isinstance(system, LiveSystem)
+    return system.cluster, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
 
 
 def check_alike(question: Question, status: ClusterStatus) -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrelay.cli.console import INTERRUPTED, USAGE, CliError, JsonOption, note, print_json, report
+from placement.papers.registry import CATALOGS
 
 PARAGRAPHS = (
     "Size the prefill and decode pools for a model, a kind of GPU, a workload and two latency targets.",
@@ -82,7 +83,8 @@ def plan(
         str | None, typer.Option(help="goodput, cost or power. Default: cost with --rate, else goodput.")
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(help="roofline, profile or distserve (its OPT figures). Default: by what is given.")
+        str | None,
+        typer.Option(help=f"roofline, profile or {', '.join(CATALOGS)} (its own figures). Default: by what is given."),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="What kvrelay calibrate measured, instead of a roofline.")

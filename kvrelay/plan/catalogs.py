@@ -13,7 +13,7 @@ from placement.checks.margin import load_margin
 from placement.latency.hardware import load_hardware
 from placement.latency.profile import ProfileCatalog
 from placement.latency.profile_file import read_profile
-from placement.papers.distserve.coefficients import DistServeCatalog
+from placement.papers import registry
 
 
 def catalogs(request: PlanRequest) -> list[Catalog]:
@@ -29,8 +29,9 @@ def _catalogs(request: PlanRequest) -> list[Catalog]:
     if request.latency_kind == "profile":
         return [_measured(request)]
     assert request.model is not None
-    if request.latency_kind == "distserve":
-        return [DistServeCatalog(name=request.model, **_limits(request))]
+    if request.latency_kind in registry.CATALOGS:
+        open_published = registry.published(registry.CATALOGS[request.latency_kind])
+        return [open_published(name=request.model, **_limits(request))]
     options = {"max_pp": request.max_pp, **_limits(request)}
     return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
 

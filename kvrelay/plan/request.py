@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvrelay.plan.durations import parse_duration, written_duration
+from placement.papers import registry
 from placement.plan import RequestClass, Slo
 
+LATENCIES = ("auto", "roofline", "profile", *registry.CATALOGS)
 SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
@@ -57,7 +59,7 @@ class PlanClass(_Keys):
 class PlanRequest(_Keys):
     model: str | None = Field(default=None, min_length=1)  # a directory, a config.json, a name under configs/models
     hardware: Names | None = None  # files, or names under configs/hardware
-    latency: Literal["auto", "roofline", "profile", "distserve"] = "auto"
+    latency: str = "auto"  # one of LATENCIES
     profile: Path | None = None  # what `kvrelay calibrate` measured
     margin: Path | None = None  # what `kvrelay verify` found
 
@@ -90,6 +92,14 @@ class PlanRequest(_Keys):
     max_batch_size: Count | None = None
     seed: int = Field(default=0, ge=0)
     processes: int | None = Field(default=None, ge=0)  # None: one a core; 0: none besides this one
+
+    @field_validator("latency", mode="after")
+    @classmethod
+    def _known_latency(cls, value: str) -> str:
+        if value not in LATENCIES:
+            *others, last = (f"'{name}'" for name in LATENCIES)
+            raise ValueError(f"give {', '.join(others)} or {last}")
+        return value
 
     @field_validator("hardware", mode="after")
     @classmethod
@@ -169,7 +179,8 @@ class PlanRequest(_Keys):
         return self.objective or ("cost" if self.rate is not None else "goodput")
 
     @property
-    def latency_kind(self) -> Literal["roofline", "profile", "distserve"]:
+    def latency_kind(self) -> str:
+        """One of LATENCIES, but not auto."""
         if self.latency == "auto":
             return "profile" if self.profile is not None else "roofline"
         return self.latency

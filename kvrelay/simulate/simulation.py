@@ -34,7 +34,7 @@ from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
 from placement.simulator.colocated import Sharing
-from placement.simulator.systems import System, play
+from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload, from_shapes
 from placement.workload.traces import WorkloadError, read_trace
 from placement.workload.traffic import Traffic
@@ -168,7 +168,9 @@ def _own_rate(traffic: Traffic) -> float:
 
 
 def _system(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) -> System:
-    return sim_cluster(spec, source) if sharing is None else colocated_cluster(spec, source, sharing)
+    if sharing is None:
+        return LiveSystem(sim_cluster(spec, source))
+    return colocated_cluster(spec, source, sharing)
 
 
 def _point(system: System, traffic: Traffic, rate: float, question: Question, seed: int, error: float) -> RatePoint:
@@ -212,7 +214,7 @@ def _counted(question: Question, point: RatePoint) -> int:
 
 
 def _counters(system: System, traffic: Traffic, rate: float, seed: int, count: int) -> Mapping[str, int]:
-    outcome = play(system, traffic.draw(rate, count, seed))
+    outcome = system.play(traffic.draw(rate, count, seed))
     return {key: found for key, found in sorted(Counter(outcome.counters).items()) if found}
 
 
@@ -223,10 +225,9 @@ def _workers(spec: ClusterSpec, sharing: Sharing | None) -> dict[str, int]:
 
 
 def _kv_tokens(system: System) -> dict[str, int]:
-    workers = getattr(system, "workers", None)
-    if workers is None:
-        pages, size = system.num_pages, system.page_size  # type: ignore[union-attr]
-        return {"colocated": pages * size}
+    if not isinstance(system, LiveSystem):
+        return {pool: tokens // system.workers_by_pool[pool] for pool, tokens in system.kv_tokens_by_pool.items()}
+    workers = system.cluster.workers  # of pools by their labels: there may be several of a role
     return {worker.name.rpartition("-")[0]: worker.num_pages * worker.page_size for worker in workers}
 
 

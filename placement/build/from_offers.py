@@ -21,7 +21,7 @@ from placement.latency.roofline import narrowed
 from placement.plan import Candidate, PoolPlan
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.colocated import ColocatedCluster, Sharing
-from placement.simulator.systems import System
+from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
 from prefill_worker.policy import PrefillOptions
 from worker.options import REPORT_GAP_S
@@ -126,7 +126,7 @@ def assemble(
             sim_worker(f"{pool.role}-{i}", pool.role, offer, _policy(pool.role, pool)) for i in range(pool.replicas)
         ]
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
-    return SimCluster(
+    cluster = SimCluster(
         workers=tuple(workers),
         router=router or RouterOptions(),
         message_s=max(offer.message_s for offer in offers),
@@ -134,6 +134,7 @@ def assemble(
         handoff_s=max(offer.handoff_s for offer in offers),
         hosts=hosts,
     )
+    return LiveSystem(cluster)
 
 
 def _policy(role: str, pool: PoolPlan) -> RolePolicy:

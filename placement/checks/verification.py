@@ -14,9 +14,8 @@ import numpy as np
 
 from placement.plan import Interval, Slo, to_json
 from placement.simulator.cluster import SimCluster
-from placement.simulator.outcome import Outcome, percentiles
-from placement.simulator.simulate import simulate
-from placement.simulator.systems import scaled
+from placement.simulator.outcome import percentiles
+from placement.simulator.systems import LiveSystem
 from placement.workload.requests import Floats, Workload
 
 PERCENTILES = (50.0, 90.0, 99.0)
@@ -96,13 +95,13 @@ class Verification:
 
 def predict(cluster: SimCluster, workload: Workload, *, client_s: float = 0.0, error: float = 0.0) -> Prediction:
     """Simulate the workload; and once with every time longer, once shorter by `error`."""
-    error = max(error, LEAST_ERROR)
-    bounds = tuple(_simulated(scaled(cluster, factor), workload, client_s) for factor in (1 - error, 1 + error))
-    return Prediction(workload=workload, expected=_simulated(cluster, workload, client_s), bounds=bounds, error=error)
+    error, system = max(error, LEAST_ERROR), LiveSystem(cluster)
+    bounds = tuple(_simulated(system.scaled(factor), workload, client_s) for factor in (1 - error, 1 + error))
+    return Prediction(workload=workload, expected=_simulated(system, workload, client_s), bounds=bounds, error=error)
 
 
-def _simulated(cluster: Any, workload: Workload, client_s: float) -> Seen:
-    outcome: Outcome = simulate(cluster, workload)
+def _simulated(system: LiveSystem, workload: Workload, client_s: float) -> Seen:
+    outcome = system.play(workload)
     served = np.isfinite(outcome.finish_s)
     phases = {name: float(spent[served].mean()) for name, spent in outcome.phases.items()} if served.any() else {}
     return Seen(

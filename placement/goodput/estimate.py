@@ -23,7 +23,7 @@ from placement.goodput.stationary import is_growing, mser, percentile_interval, 
 from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint
 from placement.simulator.outcome import Outcome
-from placement.simulator.systems import System, kv_tokens, num_workers, play, scaled
+from placement.simulator.systems import System
 from placement.workload.requests import Floats
 from placement.workload.traffic import Traffic
 
@@ -91,21 +91,21 @@ def estimate(
     began_s = used_cpu_s()
     count, simulated = effort.first_requests, 0
     while True:
-        look = _Look(system, play(system, traffic.draw(rate / copies, count, seed)), targets)
+        look = _Look(system, system.play(traffic.draw(rate / copies, count, seed)), targets)
         simulated += count
         if look.is_enough(effort) or count >= effort.max_requests:
             break
         count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     found = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
     for factor in (1 + error, 1 - error) if error else ():
-        other = _Look(system, play(scaled(system, factor), traffic.draw(rate / copies, count, seed)), targets)
+        other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
         found = _widened(found, other.estimate(rate, count, is_settled=True))
     return replace(found, cpu_s=used_cpu_s() - began_s)
 
 
 def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0) -> RatePoint:
     """`count` requests from an empty system to its last token, all of them counted."""
-    look = _Look(system, play(system, traffic.draw(rate, count, seed)), targets, is_whole=True)
+    look = _Look(system, system.play(traffic.draw(rate, count, seed)), targets, is_whole=True)
     return look.estimate(rate, count, is_settled=True).point
 
 
@@ -208,13 +208,14 @@ class _Look:
 
     def _busy(self) -> dict[str, float]:
         """Shares of the whole run, its beginning and end too."""
-        outcome, counts = self.outcome, dict(num_workers(self.system))
+        outcome, counts = self.outcome, dict(self.system.workers_by_pool)
         span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0]) or math.inf
         counts["link"] = counts.get("prefill", 1)
         shares = {name: spent / (span_s * counts[name]) for name, spent in outcome.busy_s.items() if counts.get(name)}
         if outcome.phases:
             held = self._held_token_s()
-            shares |= {f"{name}_kv": min(1.0, held[name] / (span_s * n)) for name, n in kv_tokens(self.system).items()}
+            kv_tokens = self.system.kv_tokens_by_pool
+            shares |= {f"{name}_kv": min(1.0, held[name] / (span_s * n)) for name, n in kv_tokens.items()}
         return shares
 
     def _held_token_s(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
 from placement.plan import Interval
-from placement.simulator.systems import System, scaled
+from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
 MOST_RAISES = 6
@@ -44,7 +44,7 @@ class GoodputProblem:
     earlier: tuple[Estimate, ...] = ()  # of a search whose goodput is to be verified by longer runs
 
     def estimate(self, rate: float) -> Estimate:
-        system = scaled(self.system, self.factor)
+        system = self.system.scaled(self.factor)
         return estimate(
             system, self.traffic, rate, self.targets, effort=self.effort, seed=self.seed, copies=self.copies
         )

@@ -42,7 +42,7 @@ from placement.goodput.targets import Targets
 from placement.latency.roofline import narrowed
 from placement.plan import Candidate, Interval
 from placement.simulator.colocated import Sharing
-from placement.simulator.systems import System
+from placement.simulator.systems import LiveSystem, System
 from placement.workload.traffic import Traffic
 
 ROUND = 4  # searches between two looks at what can be left out
@@ -147,7 +147,7 @@ def _phase_problem(market: Market, role: PhaseRole, offer: Offer) -> GoodputProb
         traffic = market.traffic
         targets, top = relaxed(targets, ttft=True), decode_bound(offer, source, loosest_tpot_s(targets))
     return GoodputProblem(
-        system=phase_alone(role, offer),
+        system=LiveSystem(phase_alone(role, offer)),
         traffic=traffic,
         targets=targets,
         top=top,

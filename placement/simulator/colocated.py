@@ -15,12 +15,14 @@ between events are passed over at once. No live policy is in this: the cluster d
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
 from engine.pages.pool import pages_for
 from placement.latency.base import DecodeLine, LatencyModel, decode_run_s, steps_within
+from placement.latency.scaled import scaled_latency
 from placement.simulator.clock import VirtualClock
 from placement.simulator.ledger import DECODE, PREFILL, PREFILL_QUEUE, Ledger
 from placement.simulator.outcome import Outcome
@@ -41,6 +43,20 @@ class ColocatedCluster:
     watermark: float = 0.01  # share of the pages that a new prompt leaves free
     step_overhead_s: float = 0.0
     message_s: float = 0.0005
+
+    def play(self, workload: Workload) -> Outcome:
+        return simulate_colocated(self, workload)
+
+    def scaled(self, factor: float) -> ColocatedCluster:
+        return replace(self, latency=scaled_latency(self.latency, factor))
+
+    @property
+    def workers_by_pool(self) -> Mapping[str, int]:
+        return {"colocated": self.num_workers}
+
+    @property
+    def kv_tokens_by_pool(self) -> Mapping[str, int]:
+        return {"colocated": self.num_workers * self.num_pages * self.page_size}
 
 
 def simulate_colocated(cluster: ColocatedCluster, workload: Workload) -> Outcome:

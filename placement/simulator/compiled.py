@@ -30,6 +30,8 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
+from placement.papers import registry
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPILED = (
     "engine/pages/pool.py",
@@ -44,7 +46,6 @@ COMPILED = (
     "placement/simulator/clock.py",
     "placement/simulator/colocated.py",
     "placement/simulator/decode_machine.py",
-    "placement/papers/distserve/rules.py",
     "placement/simulator/host.py",
     "placement/latency/base.py",
     "placement/simulator/ledger.py",
@@ -52,7 +53,7 @@ COMPILED = (
     "placement/simulator/prefill_machine.py",
     "placement/simulator/reporting.py",
     "placement/simulator/simulate.py",
-    "placement/papers/splitwise/rules.py",
+    *registry.COMPILED,
 )
 PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
     ("cluster.router.policy", "RouterOptions"),
@@ -60,8 +61,7 @@ PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle canno
     ("decode_worker.policy", "DecodeOptions"),
     ("placement.latency.base", "DecodeLine"),
     ("placement.simulator.colocated", "ColocatedCluster"),
-    ("placement.papers.distserve.rules", "DistServeCluster"),
-    ("placement.papers.splitwise.rules", "SplitwiseCluster"),
+    *registry.PASSED_TO_PROCESSES,
 )
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
 

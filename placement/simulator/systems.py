@@ -1,88 +1,58 @@
-"""Systems are what can be simulated: the live cluster, colocated workers, DistServe's rules. This module plays each,
-and makes a slower or faster copy of one, so that a latency model's error can be carried through to the estimate.
+"""System is what can be simulated: workers, and the rules by which they serve. LiveSystem is the cluster that serves.
+
+Colocated workers (placement/simulator/colocated.py) and published simulators (placement/papers) are systems of their
+own. A slower or faster copy carries a latency model's error through to an estimate.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from placement.latency.base import DecodeLine, LatencyModel
-from placement.papers.distserve import rules as distserve
-from placement.papers.distserve.rules import DistServeCluster
+from placement.latency.scaled import scaled_latency
 from placement.simulator.cluster import SimCluster
-from placement.simulator.colocated import ColocatedCluster, simulate_colocated
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload
 
-System = SimCluster | ColocatedCluster | DistServeCluster
 
+class System(Protocol):
+    def play(self, workload: Workload) -> Outcome:
+        """Every request of the workload. Same arguments, same outcome."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledLatency:
-    """A latency model whose every time is `factor` times as long."""
-
-    model: LatencyModel
-    factor: float
+    def scaled(self, factor: float) -> System:
+        """The same with every time `factor` times as long; itself where its times have no known error."""
 
     @property
-    def source(self) -> str:
-        return f"{self.model.source}, times {self.factor:g}"
+    def workers_by_pool(self) -> Mapping[str, int]: ...
 
     @property
-    def stages(self) -> int:
-        return self.model.stages
-
-    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.model.prefill_s(chunks) * self.factor
-
-    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        line = self.model.decode_line(batch_size, context_tokens)
-        return DecodeLine(line.step_s * self.factor, line.per_token_s * self.factor, line.until_tokens)
-
-    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
-        return self.model.mixed_s(chunks, batch_size, context_tokens) * self.factor
-
-    def transfer_s(self, num_tokens: int) -> float:
-        return self.model.transfer_s(num_tokens) * self.factor
+    def kv_tokens_by_pool(self) -> Mapping[str, int]:
+        """Tokens of KV that each pool holds, where memory is simulated."""
 
 
-def play(system: System, workload: Workload) -> Outcome:
-    if isinstance(system, SimCluster):
-        return simulate(system, workload)
-    if isinstance(system, ColocatedCluster):
-        return simulate_colocated(system, workload)
-    return distserve.simulate(system, workload)
+@dataclass(frozen=True, slots=True)
+class LiveSystem:
+    """The cluster under the live policies."""
 
+    cluster: SimCluster
 
-def scaled(system: System, factor: float) -> System:
-    """The same with every time `factor` times as long."""
-    if factor == 1.0 or isinstance(system, DistServeCluster):  # published coefficients have no known error
-        return system
-    if isinstance(system, ColocatedCluster):
-        return replace(system, latency=ScaledLatency(model=system.latency, factor=factor))
-    workers = tuple(replace(w, latency=ScaledLatency(model=w.latency, factor=factor)) for w in system.workers)
-    return replace(system, workers=workers)
+    def play(self, workload: Workload) -> Outcome:
+        return simulate(self.cluster, workload)
 
+    def scaled(self, factor: float) -> LiveSystem:
+        workers = tuple(replace(w, latency=scaled_latency(w.latency, factor)) for w in self.cluster.workers)
+        return LiveSystem(replace(self.cluster, workers=workers))
 
-def num_workers(system: System) -> Mapping[str, int]:
-    """Workers of each pool."""
-    if isinstance(system, SimCluster):
-        return Counter(worker.role for worker in system.workers)
-    if isinstance(system, ColocatedCluster):
-        return {"colocated": system.num_workers}
-    return {"prefill": system.num_prefill, "decode": system.num_decode}
+    @property
+    def workers_by_pool(self) -> Mapping[str, int]:
+        return Counter(worker.role for worker in self.cluster.workers)
 
-
-def kv_tokens(system: System) -> Mapping[str, int]:
-    """Tokens of KV that each pool holds, where memory is simulated."""
-    if isinstance(system, SimCluster):
+    @property
+    def kv_tokens_by_pool(self) -> Mapping[str, int]:
         held: Counter[str] = Counter()
-        for worker in system.workers:
+        for worker in self.cluster.workers:
             held[worker.role] += worker.num_pages * worker.page_size
         return held
-    if isinstance(system, ColocatedCluster):
-        return {"colocated": system.num_workers * system.num_pages * system.page_size}
-    return {}

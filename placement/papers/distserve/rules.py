@@ -19,6 +19,7 @@ between events are passed over at once.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -44,6 +45,21 @@ class DistServeCluster:
     decode: DistServeLatency | None
     num_prefill: int = 1
     num_decode: int = 1
+
+    def play(self, workload: Workload) -> Outcome:
+        return simulate(self, workload)
+
+    def scaled(self, factor: float) -> DistServeCluster:
+        """Published coefficients have no known error."""
+        return self
+
+    @property
+    def workers_by_pool(self) -> Mapping[str, int]:
+        return {"prefill": self.num_prefill, "decode": self.num_decode}
+
+    @property
+    def kv_tokens_by_pool(self) -> Mapping[str, int]:
+        return {}
 
 
 def simulate(cluster: DistServeCluster, workload: Workload) -> Outcome:

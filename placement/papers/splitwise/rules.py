@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -80,6 +80,23 @@ class SplitwiseCluster:
                 f"a token's KV has {self.prompt.kv_bytes_per_token} bytes on prompt machines and "
                 f"{self.token.kv_bytes_per_token} on token machines; give machines that serve one model"
             )
+
+    def play(self, workload: Workload) -> Outcome:
+        return simulate(self, workload)
+
+    def scaled(self, factor: float) -> SplitwiseCluster:
+        """Its table has no known error."""
+        return self
+
+    @property
+    def workers_by_pool(self) -> Mapping[str, int]:
+        if not self.num_token:
+            return {"colocated": self.num_prompt}
+        return {"prefill": self.num_prompt, "decode": self.num_token}
+
+    @property
+    def kv_tokens_by_pool(self) -> Mapping[str, int]:
+        return {}
 
 
 def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:

@@ -16,7 +16,7 @@ from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import load_hardware
 from placement.latency.model_shape import load_shape
 from placement.plan import Goodput, Interval
-from placement.simulator.cluster import SimCluster
+from placement.simulator.systems import LiveSystem
 from prefill_worker.policy import PrefillOptions
 from tests.placement.toys import toy_offer
 
@@ -29,11 +29,12 @@ def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp:
     offer_of = offers_of(RooflineCatalog(shape, hardware))
     offers = offer_of(Degrees(prefill_tp), True), offer_of(Degrees(decode_tp), True)
     candidate = pair_of((offers[0], 1), (offers[1], 2), hardware.name)
-    planned = assemble(candidate, offer_of, within_node=True)
+    system = assemble(candidate, offer_of, within_node=True)
+    assert isinstance(system, LiveSystem)
+    planned = system.cluster
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
     data = spec_data(found, "llama-3.1-8b", {hardware.name: shape.kv_bytes_per_token}, has_gpus=True)
     written = sim_cluster(parse_spec(data), RooflineWorkers(shape, hardware))
-    assert isinstance(planned, SimCluster)
     assert (planned.message_s, planned.report_gap_s) == (written.message_s, written.report_gap_s)
     assert (planned.router, planned.handoff_s) == (written.router, written.handoff_s)
     for one, other in zip(planned.workers, written.workers, strict=True):
@@ -51,16 +52,17 @@ def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp:
 def test_messages_and_handoffs_take_what_was_measured() -> None:
     offer = replace(toy_offer(), message_s=0.003, handoff_s=0.02)
     system = assemble(pair_of((offer, 1), (offer, 1), "toy"), lambda degrees, near: offer, within_node=True)
-    assert isinstance(system, SimCluster)
-    assert (system.message_s, system.handoff_s) == (0.003, 0.02)
+    assert isinstance(system, LiveSystem)
+    assert (system.cluster.message_s, system.cluster.handoff_s) == (0.003, 0.02)
 
 
 def test_steps_are_packed_as_measured_in_plan_and_spec() -> None:
     offer = replace(toy_offer(), pack_tokens=128)
     candidate = pair_of((offer, 1), (offer, 1), "toy")
     system = assemble(candidate, lambda degrees, near: offer, within_node=True)
-    assert isinstance(system, SimCluster)
-    assert system.workers[0].policy == PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=128)
+    assert isinstance(system, LiveSystem)
+    expected = PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=128)
+    assert system.cluster.workers[0].policy == expected
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
     prefill, decode = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
     assert (prefill.pack_tokens, "pack_tokens" in decode.model_fields_set) == (128, False)

@@ -22,9 +22,8 @@ from placement.goodput.stationary import (
 )
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.simulator.cluster import SimCluster
 from placement.simulator.colocated import ColocatedCluster
-from placement.simulator.systems import scaled
+from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.toys import Toy, alike, toy_offer
 
@@ -32,9 +31,9 @@ SERVICE_S = 0.1
 QUICK = Effort(first_requests=2000, max_requests=8000, half_width=0.02)
 
 
-def one_prefill() -> SimCluster:
+def one_prefill() -> LiveSystem:
     """One prompt after another, SERVICE_S each: with Poisson arrivals the queue M/D/1."""
-    return replace(phase_alone("prefill", toy_offer()), message_s=1e-7)
+    return LiveSystem(replace(phase_alone("prefill", toy_offer()), message_s=1e-7))
 
 
 def waits_at_most(wait_s: float, rate: float) -> float:
@@ -121,7 +120,7 @@ def test_each_class_is_judged_by_its_own_targets() -> None:
 def test_scaling_a_system_scales_its_times() -> None:
     both = ColocatedCluster(latency=Toy(), num_workers=1, num_pages=100)
     for system, factor in ((both, 2.0), (one_prefill(), 2.0)):
-        slow = scaled(system, factor)
+        slow = system.scaled(factor)
         traffic, targets = Traffic(source=alike(50, output=1)), Targets(slo=Slo())
         times = [burst(one, traffic, 0.01, targets, 50).ttft_s["50"].value for one in (system, slow)]
         assert times[1] == pytest.approx(2 * times[0], rel=0.02)

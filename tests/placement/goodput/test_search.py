@@ -12,7 +12,7 @@ from placement.goodput.runner import open_runner
 from placement.goodput.search import GoodputProblem, crossing, find_goodput, goodput_of, verify_goodput
 from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint, Slo
-from placement.simulator.cluster import SimCluster
+from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 from tests.placement.goodput.test_estimate import waits_at_most
 from tests.placement.toys import alike, toy_offer
@@ -21,8 +21,8 @@ QUICK = Effort(first_requests=800, max_requests=3200, half_width=0.015, decides=
 TARGETS = Targets(slo=Slo(ttft_s=0.25, attainment=0.9))
 
 
-def problem(system: SimCluster | None = None, top: float = 11.0, **changes: object) -> GoodputProblem:
-    system = system or replace(phase_alone("prefill", toy_offer()), message_s=1e-7)
+def problem(system: LiveSystem | None = None, top: float = 11.0, **changes: object) -> GoodputProblem:
+    system = system or LiveSystem(replace(phase_alone("prefill", toy_offer()), message_s=1e-7))
     traffic = Traffic(source=first_tokens_of(alike()))
     return replace(GoodputProblem(system=system, traffic=traffic, targets=TARGETS, top=top, effort=QUICK), **changes)  # type: ignore[arg-type]
 

@@ -24,7 +24,6 @@ from placement.search.placements import (
     usable_degrees,
     with_candidate,
 )
-from placement.simulator.cluster import SimCluster
 from placement.workload.traffic import Traffic
 from tests.placement.toys import ToyCatalog, alike, toy_offer
 
@@ -112,8 +111,7 @@ def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
     )
     system = system_of(pairs, market().offer_of)
     assert pairs.copies == 4
-    assert isinstance(system, SimCluster)
-    assert len(system.workers) == 2
+    assert system.workers_by_pool == {"prefill": 1, "decode": 1}
 
 
 def test_colocated_workers_are_candidates_in_both_ways() -> None:
