@@ -184,7 +184,7 @@ class DecodeWorker:
     def _stop(self, live: _Live, reason: str) -> None:
         self.counters["cancelled"] += 1
         if self.policy.is_reserved(live.id):
-            self.handoffs.end(live.id, reason)  # on_lease_released follows, after the fence
+            self.handoffs.leases.end(live.id, reason)  # on_lease_released follows, after the fence
             return
         self._end(live)
         self._event(live, pb.EVENT_KIND_CANCELLED, reason=reason)
@@ -202,7 +202,7 @@ class DecodeWorker:
             available_pages=self.policy.spare_pages,
             cached_pages=usage.cached,
             total_pages=usage.total,
-            leased_pages=self.handoffs.leased_pages,
+            leased_pages=self.handoffs.leases.leased_pages,
             counters=self._all_counters(),
             draining=self._is_draining,
             request_ids=self.policy.request_ids,
@@ -387,7 +387,7 @@ class DecodeWorker:
     def _grant_queued(self) -> None:
         for request_id, granted in self.policy.next_grants():
             live = self._live[request_id]
-            self.handoffs.grant(request_id, live.state.attempt, granted)
+            self.handoffs.leases.grant(request_id, live.state.attempt, granted)
 
     def _remember_cancelled(self, request_id: str) -> None:
         self._cancelled[request_id] = None

@@ -1,8 +1,8 @@
 """ReceiveThread owns the receiving end of one pair's transport: it sleeps on a queue, receives and verifies segments.
 
 It knows no lease, no message and no event loop: its owner gives it what was announced and is called back, in this
-thread. A Landing stands for one lease's right to have bytes put into its pages: once it is closed, what still arrives
-(two-sided) is dropped, and `close_landing` returns only when nothing is being put into them.
+thread. A WritePermit stands for one lease's right to have bytes put into its pages: once it is revoked, what still
+arrives (two-sided) is dropped, and `revoke` returns only when nothing is being put into them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 Token = TypeVar("Token")  # what the owner knows the segment by
 
 
-class Landing:
+class WritePermit:
     """Whether a lease's pages may be written. Read and written under the thread's gate only."""
 
-    __slots__ = ("is_open",)
+    __slots__ = ("is_valid",)
 
     def __init__(self) -> None:
-        self.is_open = True
+        self.is_valid = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival(Generic[Token]):
-    """An announced segment. checksum None: not to be verified. landing None: to be received and dropped."""
+class AnnouncedSegment(Generic[Token]):
+    """checksum None: not to be verified. permit None: to be received and dropped."""
 
     token: Token
     segment: Segment
-    landing: Landing | None
+    permit: WritePermit | None
     checksum: int | None
 
 
@@ -53,25 +53,25 @@ class ReceiveThread(Generic[Token]):
         on_verified: Callable[[Token, bool, float], None],
         on_error: Callable[[str], None],
     ) -> None:
-        """`on_verified(token, ok, seconds spent receiving)` for each arrival; `on_error(reason)` once, at the end."""
+        """`on_verified(token, ok, seconds spent receiving)` for each segment; `on_error(reason)` once, at the end."""
         self._end = end
         self._checksummer = checksummer
         self._timeout_s = timeout_s
         self._on_verified = on_verified
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[Arrival[Token] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[AnnouncedSegment[Token] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, arrival: Arrival[Token]) -> None:
-        self._end.expect(arrival.segment)
-        self._queue.put(arrival)
+    def put(self, announced: AnnouncedSegment[Token]) -> None:
+        self._end.expect(announced.segment)
+        self._queue.put(announced)
 
-    def close_landing(self, landing: Landing) -> None:
-        """Nothing is put into the landing's pages after this returns (by us; a one-sided sender has its own fence)."""
+    def revoke(self, permit: WritePermit) -> None:
+        """Nothing is put into the permit's pages after this returns (by us; a one-sided peer has its own fence)."""
         with self._gate:
-            landing.is_open = False
+            permit.is_valid = False
 
     def abort(self) -> None:
         """Make the thread end soon."""
@@ -81,8 +81,8 @@ class ReceiveThread(Generic[Token]):
     def _run(self) -> None:
         try:
             self._end.open(self._timeout_s)
-            while (arrival := self._queue.get()) is not None:
-                self._take(arrival)
+            while (announced := self._queue.get()) is not None:
+                self._receive(announced)
         except TransferError as error:
             self._on_error(str(error))
         except Exception as error:
@@ -91,16 +91,17 @@ class ReceiveThread(Generic[Token]):
         finally:
             self._end.close()
 
-    def _take(self, arrival: Arrival[Token]) -> None:
+    def _receive(self, announced: AnnouncedSegment[Token]) -> None:
         started = time.perf_counter()
-        self._end.receive(arrival.segment)
+        self._end.receive(announced.segment)
         with self._gate:
-            if arrival.landing is not None and arrival.landing.is_open:
-                self._end.place(arrival.segment)
-        took = time.perf_counter() - started
-        self._on_verified(arrival.token, self._is_intact(arrival), took)
+            if announced.permit is not None and announced.permit.is_valid:
+                self._end.place(announced.segment)
+        took_s = time.perf_counter() - started
+        self._on_verified(announced.token, self._is_intact(announced), took_s)
 
-    def _is_intact(self, arrival: Arrival[Token]) -> bool:
-        if arrival.checksum is None or arrival.landing is None:
+    def _is_intact(self, announced: AnnouncedSegment[Token]) -> bool:
+        if announced.checksum is None or announced.permit is None:
             return True
-        return self._checksummer.digest(arrival.segment.layers, arrival.segment.dst_pages) == arrival.checksum
+        segment = announced.segment
+        return self._checksummer.digest(segment.layers, segment.dst_pages) == announced.checksum

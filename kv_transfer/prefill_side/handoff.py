@@ -20,9 +20,8 @@ from typing import Any, Protocol
 from engine.pages.layout import KvLayout
 from kv_transfer.event_loop import call_in_loop, quiet_future
 from kv_transfer.options import TransferOptions
-from kv_transfer.plan import cut_segments
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost
-from kv_transfer.prefill_side.thread import Flow, SegmentToSend, SentSegment
+from kv_transfer.prefill_side.segments import Flow, Grant, ReadyPages, SegmentToSend, SentSegment, segments_of
 from kvrelay.v1 import generate_pb2, worker_pb2
 
 ANSWER_TIMEOUTS = 3  # an answer may wait behind this many transfers
@@ -61,21 +60,6 @@ class Pair(Protocol):
         """The pair is of no more use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    pages: tuple[int, ...]
-    cached_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyPages:
-    layers: range
-    page_begin: int
-    page_end: int
-    src_pages: tuple[int, ...]
-    after: object | None
-
-
 class Handoff:
     """One request's pages on their way. Made by PrefillPair.reserve; used in the event loop but for segment_ready."""
 
@@ -99,7 +83,7 @@ class Handoff:
         self._granted: asyncio.Future[Grant] = quiet_future()
         self._answer: asyncio.Future[worker_pb2.Receipt] = quiet_future()
         self._ready_lock = threading.Lock()
-        self._ready: list[_ReadyPages] = []  # what came before the grant
+        self._ready: list[ReadyPages] = []  # what came before the grant
         self._sent: list[SegmentToSend] = []  # by segment number
         self._bytes_sent = 0
         self._transfer_s = 0.0
@@ -120,7 +104,7 @@ class Handoff:
         From any thread; returns at once. What comes before the grant is kept; what the peer has cached is skipped.
         """
         assert len(src_pages) == page_end - page_begin, "src_pages must name one page for each token page"
-        ready = _ReadyPages(layers, page_begin, page_end, tuple(src_pages), after)
+        ready = ReadyPages(layers, page_begin, page_end, tuple(src_pages), after)
         with self._ready_lock:
             if not self._granted.done():
                 self._ready.append(ready)
@@ -213,30 +197,18 @@ class Handoff:
             exposed_s=max(0.0, (time.monotonic_ns() - computed_ns) / 1e9),
         )
 
-    def _send(self, ready: _ReadyPages) -> None:
+    def _send(self, ready: ReadyPages) -> None:
         if self._granted.cancelled() or self._granted.exception() is not None:
             return
         grant, terms = self._granted.result(), self._terms
-        begin = max(ready.page_begin, grant.cached_pages)
         if ready.page_end > len(grant.pages):
             reason = f"{terms.peer} granted {len(grant.pages)} pages, and page {ready.page_end} is needed"
             call_in_loop(self._loop, self._pair.lose, reason)
             return
-        src_pages = ready.src_pages[begin - ready.page_begin :]
-        num_pages = max(0, ready.page_end - begin)
-        for layers, index in cut_segments(terms.layout, ready.layers, num_pages, terms.segment_bytes):
-            self._pair.send(
-                SegmentToSend(
-                    flow=self.flow,
-                    lease_id=self.lease_id,
-                    layers=layers,
-                    page_begin=begin + index.start,
-                    page_end=begin + index.stop,
-                    src_pages=src_pages[index.start : index.stop],
-                    dst_pages=grant.pages[begin + index.start : begin + index.stop],
-                    after=ready.after,
-                )
-            )
+        for segment in segments_of(
+            ready, grant, terms.layout, terms.segment_bytes, flow=self.flow, lease_id=self.lease_id
+        ):
+            self._pair.send(segment)
 
     # --- what the peer says, in the event loop ---
 

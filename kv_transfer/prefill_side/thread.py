@@ -10,51 +10,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import RunningDigest, device_checksummer
+from kv_transfer.prefill_side.segments import Flow, SegmentToSend, SentSegment
 
 log = logging.getLogger(__name__)
-
-
-class Flow:
-    """One handoff's segments. `stopped` and `on_idle` are read and written under the thread's lock only."""
-
-    __slots__ = ("num_announced", "on_idle", "stopped")
-
-    def __init__(self) -> None:
-        self.num_announced = 0  # the owner's: segments of it that the peer was told of
-        self.stopped = False
-        self.on_idle: list[Callable[[], None]] = []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentToSend:
-    """Send the KV of token pages page_begin .. page_end - 1 in `layers`."""
-
-    flow: Flow
-    lease_id: int
-    layers: range
-    page_begin: int
-    page_end: int
-    src_pages: Sequence[int]
-    dst_pages: Sequence[int]
-    after: object | None = None  # see Segment
-    resend: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentSegment:
-    """A segment that was sent (one-sided) or is on its way (two-sided). checksum None: checksums are off."""
-
-    segment: SegmentToSend
-    seq: int
-    nbytes: int
-    checksum: int | None
-    transfer_s: float
 
 
 class SendThread:

@@ -68,7 +68,7 @@ async def test_a_killed_sender_gives_the_pages_back(transport: str) -> None:
         )
         child.start()
         assert await asyncio.to_thread(ours.recv) == "writing"
-        assert decode.servicer.leased_pages == 8
+        assert decode.servicer.leases.leased_pages == 8
         child.kill()
         await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
         assert decode.host.released == [("a", 1, "prefill-0 is gone")]
@@ -199,7 +199,7 @@ async def test_a_sender_that_cannot_be_watched_keeps_its_pages_until_it_has_stop
     await raw.close()
     await pair.gone
     decode.servicer._poll_fences()
-    assert decode.servicer.leased_pages == 2
+    assert decode.servicer.leases.leased_pages == 2
     pair._end.sender_closed = True  # type: ignore[misc]
     await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
 
@@ -225,7 +225,7 @@ async def test_an_earlier_reservation_of_the_same_attempt_must_end_first(decode:
         await second.reserve(request("a", 8), on_stalled=print).granted()
     assert denied.value.retryable
     await second.reserve(request("a", 8, attempt=2), on_stalled=print).granted()
-    decode.servicer.end("a", "cancelled")
+    decode.servicer.leases.end("a", "cancelled")
     await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
     await first.close()
     await second.close()
@@ -245,7 +245,7 @@ async def test_random_handoffs_with_everything_going_wrong(transport: str) -> No
     async with decode_side(options, memory=random_memory(60, seed=2)) as decode:
         sides = Soak(decode, options, faults, rng)
         await asyncio.gather(*(sides.client(n) for n in range(8)))
-        await decode.host.until(lambda: decode.servicer.leased_pages == 0)
+        await decode.host.until(lambda: decode.servicer.leases.leased_pages == 0)
         await asyncio.gather(*(peer.close() for peer in sides.peers))
         for name, _ in list(decode.host.held):
             assert name in decode.host.committed, f"{name} holds pages but neither runs nor has a lease"
@@ -283,7 +283,7 @@ class Soak:
             if len(self.decode.host.free) < 10:
                 self.queue.append(wanted)
             else:
-                self.decode.servicer.grant(wanted.request_id, wanted.attempt, self.decode.host.take(wanted))
+                self.decode.servicer.leases.grant(wanted.request_id, wanted.attempt, self.decode.host.take(wanted))
 
     async def peer(self) -> PrefillPair:
         live = [peer for peer in self.peers if not peer.is_lost]
@@ -316,7 +316,7 @@ class Soak:
             await handoff.abort("changed its mind")
         elif plan < 0.3:
             await asyncio.sleep(self.rng.random() * 0.003)
-            self.decode.servicer.end(name, "cancelled")
+            self.decode.servicer.leases.end(name, "cancelled")
         await handoff.commit(token_id=1, num_tokens=count * 4, computed_ns=0)
         self.outcomes["good"] += 1
         self.check_and_free(name)

@@ -125,7 +125,7 @@ async def test_while_its_prompt_is_computed(ending: str, model_dir: ModelDir) ->
         gate = Gate(prefill.engine, at=2)  # the second of three chunks
         request = Request(cluster.endpoint, ending)
         await gate.reached()
-        await until(lambda: decode.handoffs.leased_pages == 7, "decode has granted a lease")
+        await until(lambda: decode.handoffs.leases.leased_pages == 7, "decode has granted a lease")
         await request.end()
         await until(lambda: _is_forgotten(cluster), "the router dropped it")
         await until(lambda: decode.policy.request_ids == [], "decode dropped it")

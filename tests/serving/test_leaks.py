@@ -68,8 +68,8 @@ def _check_nothing_is_left(cluster: LocalCluster) -> None:
         assert not prefill._tasks
         assert all(not peer.result()._handoffs for peer in prefill._peers.values())
     for decode in cluster.decode:
-        assert decode.handoffs._reservations == {}
-        assert decode.handoffs.leased_pages == 0
+        assert decode.handoffs.leases._reservations == {}
+        assert decode.handoffs.leases.leased_pages == 0
 
 
 def _check_that_it_was_hard(cluster: LocalCluster, run: Soak, *, is_damaged: bool) -> None:

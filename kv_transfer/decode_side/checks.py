@@ -1,0 +1,50 @@
+"""What a prefill worker may say in a pair: each check raises Malformed with a sentence that names the peer."""
+
+from __future__ import annotations
+
+from engine.pages.layout import KvLayout
+from kv_transfer.decode_side.reservation import IncomingKv
+from kvrelay.v1 import worker_pb2
+
+MAX_SEGMENT_BYTES = 256 << 20  # staged on the way in
+
+
+class Malformed(Exception):
+    """The peer breaks the protocol: the pair is closed with this sentence."""
+
+
+def check_size(peer: str, announce: worker_pb2.Announce, layout: KvLayout, *, one_sided: bool) -> None:
+    """Whether there can be such a segment at all."""
+    layers = range(announce.layer_begin, announce.layer_end)
+    num_pages = announce.page_end - announce.page_begin
+    if not (0 <= layers.start < layers.stop <= layout.num_layers and 0 < num_pages <= layout.num_pages):
+        raise Malformed(f"{peer} announces {_range_text(announce)} of {layout.num_layers} layers")
+    nbytes = layout.page_bytes(layers) * num_pages
+    if announce.bytes != nbytes or (nbytes > MAX_SEGMENT_BYTES and not one_sided):
+        raise Malformed(f"{peer} announces {announce.bytes} bytes for {_range_text(announce)}, which is {nbytes}")
+
+
+def check_announce(peer: str, announce: worker_pb2.Announce, incoming: IncomingKv) -> None:
+    """Whether the segment belongs into the lease, and is its next."""
+    granted, num_segments = incoming.granted, len(incoming.segments)
+    if not granted.cached_pages <= announce.page_begin < announce.page_end <= len(granted.pages):
+        both = f"the lease has {len(granted.pages)}, {granted.cached_pages} of them cached"
+        raise Malformed(f"{peer} announces {_range_text(announce)}, but {both}")
+    if announce.segment != num_segments:
+        raise Malformed(f"{peer} announces segment {announce.segment}; {num_segments} is next")
+    if incoming.commit is not None:
+        raise Malformed(f"{peer} announces a segment of lease {announce.lease_id} after its commit")
+
+
+def check_commit(peer: str, commit: worker_pb2.Commit, incoming: IncomingKv, num_tokens: int) -> None:
+    """`num_tokens`: what was reserved for."""
+    num_segments = len(incoming.segments)
+    if (commit.segments, commit.num_tokens) != (num_segments, num_tokens):
+        ours = f"{num_segments} segments and was reserved for {num_tokens} tokens"
+        theirs = f"{commit.segments} segments and {commit.num_tokens} tokens"
+        raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
+
+
+def _range_text(announce: worker_pb2.Announce) -> str:
+    layers = f"layers {announce.layer_begin} to {announce.layer_end}"
+    return f"{layers}, pages {announce.page_begin} to {announce.page_end}"

@@ -1,0 +1,132 @@
+"""A Reservation is one request's claim on a decode worker's pages; IncomingKv is what has arrived in them so far.
+
+Both only keep account: LeaseKeeper (leases.py) says how long the claim lasts, DecodePair (pair.py) what is announced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kv_transfer.decode_side.thread import WritePermit
+from kv_transfer.lease import Granted
+from kvrelay.v1 import generate_pb2, worker_pb2
+
+LeaseKey = tuple[str, int]  # (pair, lease id)
+Attempt = tuple[str, int]  # (request id, number of the attempt)
+
+
+class ReservingPair(Protocol):
+    """What is asked of the pair that a reservation came by."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def one_sided(self) -> bool: ...
+
+    def write(self, **kind: Any) -> None:
+        """Queue one message to the peer."""
+
+    def revoke(self, permit: WritePermit) -> None:
+        """We put nothing into the permit's pages after this returns."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    pair: ReservingPair
+    lease_id: int
+    request: worker_pb2.RequestState
+    incoming: IncomingKv | None = None  # None: queued, no pages yet
+
+    @property
+    def key(self) -> LeaseKey:
+        return self.pair.id, self.lease_id
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.request.request_id, self.request.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.request.output_ids)
+
+
+class IncomingKv:
+    """Which cells (layer, page) of a lease's pages hold the right KV, by the segments that were announced."""
+
+    def __init__(self, granted: Granted, num_layers: int) -> None:
+        assert 0 <= granted.cached_pages <= len(granted.pages), f"{granted.cached_pages} of {len(granted.pages)} cached"
+        self.granted = granted
+        self.permit = WritePermit()
+        self.segments: list[worker_pb2.Announce] = []
+        self.commit: worker_pb2.Commit | None = None
+        self._is_intact = np.zeros((num_layers, len(granted.pages)), np.bool_)
+        self._is_intact[:, : granted.cached_pages] = True
+        self._damaged: set[int] = set()  # numbers of segments, since the last receipt
+        self._num_verified = 0
+        self._num_bytes = 0  # that arrived intact
+        self._transfer_s = 0.0
+
+    def on_verified(self, number: int, *, is_intact: bool, transfer_s: float) -> None:
+        announce = self.segments[number]
+        self._is_intact[_cells(announce)] = is_intact
+        self._num_verified += 1
+        self._transfer_s += transfer_s
+        if is_intact:
+            self._num_bytes += announce.bytes
+        else:
+            self._damaged.add(number)
+
+    @property
+    def is_ready_for_receipt(self) -> bool:
+        """Committed, and every announced segment was looked at."""
+        return self.commit is not None and self._num_verified >= self.commit.segments
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self._is_intact.all())
+
+    @property
+    def num_sent_pages(self) -> int:
+        return len(self.granted.pages) - self.granted.cached_pages
+
+    def accept(self, lease_id: int) -> worker_pb2.Receipt:
+        return worker_pb2.Receipt(lease_id=lease_id, ok=True, pages=self.num_sent_pages, bytes=self._num_bytes)
+
+    def reject(self, lease_id: int) -> worker_pb2.Receipt:
+        """Says what is missing, and opens it for resends and another commit."""
+        damaged = sorted(number for number in self._damaged if not self._stands(number))
+        total = len(self.segments)
+        why = f"{len(damaged)} of {total} segments damaged" if damaged else "nothing was announced for them"
+        missing = int((~self._is_intact).any(0).sum())
+        self.commit = None
+        self._damaged.clear()
+        return worker_pb2.Receipt(
+            lease_id=lease_id,
+            bad_segments=damaged,
+            bytes=self._num_bytes,
+            reason=f"{missing} of {len(self.granted.pages)} pages are not whole: {why}",
+        )
+
+    def _stands(self, number: int) -> bool:
+        """Whether the segment's cells are whole, by a later segment."""
+        return bool(self._is_intact[_cells(self.segments[number])].all())
+
+    def handoff_receipt(self, transport: str, *, checksums: bool, exposed_s: float) -> generate_pb2.HandoffReceipt:
+        return generate_pb2.HandoffReceipt(
+            transport=transport if self.segments else "",
+            pages=self.num_sent_pages,
+            bytes=self._num_bytes,
+            checksums_ok=checksums and not any(announce.checksum_off for announce in self.segments),
+            cached_pages=self.granted.cached_pages,
+            resends=sum(announce.resend for announce in self.segments),
+            transfer_s=self._transfer_s,
+            exposed_s=exposed_s,
+        )
+
+
+def _cells(announce: worker_pb2.Announce) -> tuple[slice, slice]:
+    return slice(announce.layer_begin, announce.layer_end), slice(announce.page_begin, announce.page_end)
