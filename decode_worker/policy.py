@@ -14,10 +14,6 @@ is ever preempted. Queued reservations are granted first come, first served: nob
 
 The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
 running request that has no token in flight beyond what its pages can hold.
-
-Runs. A driver that knows the time of steps beforehand (the simulator) may take many of them at once: `begin_run` is
-next_batch without the entries, `advance(n)` is n times on_batch_done and next_batch, and `end_run` is the last
-on_batch_done. Meanwhile the lengths of the running requests lag behind by `_run_lag`, and only pages are handed out.
 """
 
 from __future__ import annotations
@@ -26,11 +22,14 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Literal
 
 from engine.knobs import check, knob
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
+
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +60,6 @@ class DecodeBatch:
     preempted: tuple[str, ...]  # lost their pages; not in the batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRun:
-    """A batch of which no entries are wanted. See begin_run."""
-
-    num_entries: int
-    context_tokens: int  # attended to in the first step, the new tokens counted
-    joined: tuple[str, ...]
-    preempted: tuple[str, ...]
-
-
 class _Stage(Enum):
     QUEUED = "queued"
     RESERVED = "reserved"
@@ -79,7 +68,7 @@ class _Stage(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
+class DecodeRequest:
     """computed_len tokens have KV in the pages; scheduled_len counts those in flight too."""
 
     request_id: str
@@ -99,24 +88,29 @@ class _Request:
         return self.scheduled_len > self.computed_len
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSchedule:
+    """A DecodeBatch without entries: who computes a token next, by age."""
+
+    requests: Sequence[DecodeRequest]
+    joined: tuple[str, ...]
+    preempted: tuple[str, ...]
+
+
 class DecodePolicy:
     def __init__(self, pool: PagePool, options: DecodeOptions, *, name: str = "decode") -> None:
         self.pool = pool
         self.options = options
         self.name = name
-        self._requests: dict[str, _Request] = {}
-        self._queued: dict[str, _Request] = {}
-        self._ready: dict[str, _Request] = {}
-        self._running: dict[str, _Request] = {}
-        self._by_age: list[tuple[int, _Request]] = []  # the running, the oldest first
+        self._requests: dict[str, DecodeRequest] = {}
+        self._queued: dict[str, DecodeRequest] = {}
+        self._ready: dict[str, DecodeRequest] = {}
+        self._running: dict[str, DecodeRequest] = {}
+        self._by_age: list[DecodeRequest] = []  # the running, the oldest first
         self._next_order = 0
         self._queued_pages = 0  # that the queued reservations ask for
         self.preemptions = 0
         self.num_changes = 0  # of request_ids
-        self._run: list[_Request] = []  # in the run that is under way
-        self._run_steps = 0  # that it has advanced
-        self._run_lag = 0  # of those, not yet in the lengths of the requests
-        self._run_growth: dict[int, list[_Request]] = {}  # by the step, modulo the page size, that needs a page more
 
     def reserve(
         self, request_id: str, *, num_tokens: int, max_new_tokens: int, hashes: Sequence[PageHash]
@@ -126,15 +120,14 @@ class DecodePolicy:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
-        request = _Request(
+        request = DecodeRequest(
             request_id=request_id,
             order=self._next_order,
             prompt_len=num_tokens,
             max_len=num_tokens + max_new_tokens - 1,
             hashes=list(hashes[: num_tokens // self.pool.page_size]),
         )
-        if pages_for(request.max_len, self.pool.page_size) > self.pool.num_pages:
-            need = pages_for(request.max_len, self.pool.page_size)
+        if (need := self._pages_for(request.max_len)) > self.pool.num_pages:
             return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
         self._next_order += 1
         self._requests[request_id] = request
@@ -142,16 +135,13 @@ class DecodePolicy:
         if not self._queued and self._may_admit(request):
             return self._admit(request)
         self._queued[request_id] = request
-        self._queued_pages += pages_for(num_tokens, self.pool.page_size)
+        self._queued_pages += self._pages_for(request.prompt_len)
         return Queued(reason=f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free")
 
     def next_grants(self) -> list[tuple[str, Granted]]:
         """Queued reservations whose turn has come, in order."""
         grants: list[tuple[str, Granted]] = []
-        while self._queued:
-            request = next(iter(self._queued.values()))
-            if not self._may_admit(request):
-                break
+        while self._queued and self._may_admit(request := next(iter(self._queued.values()))):
             self._unqueue(request)
             grants.append((request.request_id, self._admit(request)))
         return grants
@@ -167,87 +157,31 @@ class DecodePolicy:
 
     def next_batch(self) -> DecodeBatch:
         """Who computes a token next; preempts the youngest while pages are short. May be empty."""
-        scheduled, joined, preempted = self._schedule()
+        schedule = self.schedule()
         entries = tuple(
-            DecodeEntry(request_id=r.request_id, position=r.scheduled_len - 1, pages=r.pages) for r in scheduled
+            DecodeEntry(request_id=r.request_id, position=r.scheduled_len - 1, pages=r.pages) for r in schedule.requests
         )
-        return DecodeBatch(entries=entries, joined=joined, preempted=preempted)
+        return DecodeBatch(entries=entries, joined=schedule.joined, preempted=schedule.preempted)
 
-    def _schedule(self) -> tuple[list[_Request], tuple[str, ...], tuple[str, ...]]:
-        """The requests that compute a token now, by age; who of them joined; who was preempted."""
-        self._settle()
+    def schedule(self) -> DecodeSchedule:
+        """next_batch for a driver that needs no entries. Their step's end is told by on_steps_done."""
         self._join()
         preempted: list[str] = []
-        scheduled: list[_Request] = []
+        scheduled: list[DecodeRequest] = []
         page_size = self.pool.page_size
-        for _, request in list(self._by_age):  # who is preempted leaves it meanwhile
+        for request in list(self._by_age):  # who is preempted leaves it meanwhile
             if request.is_over or request.scheduled_len >= request.max_len:
                 continue
             if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
                 scheduled.append(request)
                 request.scheduled_len += 1
         if preempted and not scheduled and self._ready:  # who left made room in the batch, too
-            scheduled, joined, more = self._schedule()
-            return scheduled, joined, (*preempted, *more)
+            again = self.schedule()
+            return DecodeSchedule(
+                requests=again.requests, joined=again.joined, preempted=(*preempted, *again.preempted)
+            )
         joined = tuple([r.request_id for r in scheduled if r.scheduled_len == r.prompt_len + 1])
-        return scheduled, joined, tuple(preempted)
-
-    def begin_run(self) -> DecodeRun:
-        """As next_batch, for a driver that will call `advance` and `end_run`; no batch may be in flight."""
-        assert not self._run, "a run is under way"
-        scheduled, joined, preempted = self._schedule()
-        self._run, self._run_steps, self._run_lag = scheduled, 0, 0
-        context_tokens = 0
-        for request in scheduled:
-            context_tokens += request.scheduled_len
-        return DecodeRun(num_entries=len(scheduled), context_tokens=context_tokens, joined=joined, preempted=preempted)
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps `advance` can surely take from here before pages run out; 0: begin a new run for each."""
-        count = len(self._run)
-        spare = self.pool.available - count  # everyone takes at most one page more than a full page's steps ask for
-        return spare * self.pool.page_size // count if count and spare > 0 else 0
-
-    def advance(self, steps: int) -> None:
-        """Exactly on_batch_done and next_batch, `steps` times over, while nobody joins, ends or is preempted: the
-        caller sees to it that steps <= steps_ahead and that nobody needs its last token before the run's last step."""
-        if not steps:
-            return
-        if not self._run_steps:
-            self._note_growth()
-        page_size = self.pool.page_size
-        begin, end = self._run_steps, self._run_steps + steps
-        self._run_steps = end
-        self._run_lag += steps
-        for at in range(begin - begin % page_size, end, page_size) if self._run_growth else ():
-            for offset in sorted(self._run_growth):
-                if begin <= at + offset < end:
-                    for request in self._run_growth[offset]:
-                        request.pages.extend(self.pool.allocate(1))
-
-    def _note_growth(self) -> None:
-        """When each request of the run, which has not advanced yet, needs a page more."""
-        self._run_growth = {}
-        for request in self._run:
-            self._run_growth.setdefault(-request.scheduled_len % self.pool.page_size, []).append(request)
-
-    def end_run(self) -> None:
-        """The last step of the run is done."""
-        self._settle()
-        run, self._run = self._run, []
-        for request in run:
-            request.computed_len += 1
-            if request.is_over:
-                self._drop_if_unused(request)
-
-    def _settle(self) -> None:
-        """Bring the lengths of the running requests up to the steps that the run has advanced."""
-        lag, self._run_lag = self._run_lag, 0
-        if lag:
-            for request in self._run:
-                request.computed_len += lag
-                request.scheduled_len += lag
+        return DecodeSchedule(requests=scheduled, joined=joined, preempted=tuple(preempted))
 
     def on_batch_done(self, batch: DecodeBatch) -> None:
         """The engine has computed the batch; batches end in the order they were made."""
@@ -257,9 +191,15 @@ class DecodePolicy:
             request.computed_len += 1
             self._drop_if_unused(request)
 
+    def on_steps_done(self, requests: Sequence[DecodeRequest], steps: int) -> None:
+        """What was scheduled for these requests is computed, and `steps` - 1 more tokens of each, in pages it has."""
+        for request in requests:
+            request.scheduled_len += steps - 1
+            request.computed_len += steps
+            self._drop_if_unused(request)
+
     def on_page_filled(self, request_id: str, page_hash: PageHash) -> None:
         """The tokens of the next full page are known: its hash, chained to the pages before it."""
-        self._settle()
         request = self._requests.get(request_id)
         if request is not None and not request.is_over:
             request.hashes.append(page_hash)
@@ -267,14 +207,13 @@ class DecodePolicy:
 
     def on_finished(self, request_id: str) -> None:
         """The request needs no more tokens. Its pages go as soon as no batch uses them."""
-        self._settle()
         request = self._requests[request_id]
         request.is_over = True
         if request_id in self._queued:
             self._unqueue(request)
         self._ready.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
-            del self._by_age[bisect_left(self._by_age, request.order, key=_age)]
+            del self._by_age[bisect_left(self._by_age, request.order, key=_order)]
         self._drop_if_unused(request)
 
     def on_cancelled(self, request_id: str) -> None:
@@ -307,26 +246,25 @@ class DecodePolicy:
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._running)
 
-    def _unqueue(self, request: _Request) -> None:
+    def _unqueue(self, request: DecodeRequest) -> None:
         del self._queued[request.request_id]
-        self._queued_pages -= pages_for(request.prompt_len, self.pool.page_size)
+        self._queued_pages -= self._pages_for(request.prompt_len)
 
-    def _may_admit(self, request: _Request) -> bool:
-        fresh = pages_for(request.prompt_len, self.pool.page_size) - self.pool.count_matching(request.hashes)
+    def _may_admit(self, request: DecodeRequest) -> bool:
+        fresh = self._pages_for(request.prompt_len) - self.pool.count_matching(request.hashes)
         left = self.pool.available - fresh - self.pool.count_matching_unheld(request.hashes)
         if self.options.admission == "worst_case":
-            promised = sum(self._worst_pages(r) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
-            return left >= 0 and promised + self._worst_pages(request) <= self.pool.num_pages
+            promised = sum(self._pages_for(r.max_len) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
+            return left >= 0 and promised + self._pages_for(request.max_len) <= self.pool.num_pages
         is_alone = all(r.stage is _Stage.QUEUED for r in self._requests.values())
-        kept_free = 0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages))
-        return left >= kept_free
+        return left >= (0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages)))
 
-    def _worst_pages(self, request: _Request) -> int:
-        return pages_for(request.max_len, self.pool.page_size)
+    def _pages_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self.pool.page_size)
 
-    def _admit(self, request: _Request) -> Granted:
+    def _admit(self, request: DecodeRequest) -> Granted:
         cached = self.pool.match(request.hashes)
-        fresh = self.pool.allocate(pages_for(request.prompt_len, self.pool.page_size) - len(cached))
+        fresh = self.pool.allocate(self._pages_for(request.prompt_len) - len(cached))
         request.pages = cached + fresh
         request.published_pages = len(cached)
         request.stage = _Stage.RESERVED
@@ -334,13 +272,12 @@ class DecodePolicy:
 
     def _join(self) -> None:
         while self._ready and len(self._running) < self.options.max_batch_size:
-            name = next(iter(self._ready))
-            request = self._ready.pop(name)
+            request = self._ready.pop(next(iter(self._ready)))
             request.stage = _Stage.RUNNING
-            self._running[name] = request
-            insort(self._by_age, (request.order, request), key=_age)
+            self._running[request.request_id] = request
+            insort(self._by_age, request, key=_order)
 
-    def _grow(self, request: _Request, preempted: list[str]) -> bool:
+    def _grow(self, request: DecodeRequest, preempted: list[str]) -> bool:
         """Make room for the token at scheduled_len; False when the request itself had to leave."""
         while request.scheduled_len >= len(request.pages) * self.pool.page_size:
             try:
@@ -349,34 +286,30 @@ class DecodePolicy:
                 victim = self._youngest_committed()
                 if victim is None:
                     return False  # all that is younger is in flight: wait for its pages
-                self._preempt(victim)
+                self.preemptions += 1
+                self.on_finished(victim.request_id)
                 preempted.append(victim.request_id)
                 if victim is request:
                     return False
         return True
 
-    def _youngest_committed(self) -> _Request | None:
+    def _youngest_committed(self) -> DecodeRequest | None:
         candidates = [r for r in (*self._ready.values(), *self._running.values()) if not r.is_in_flight]
-        return max(candidates, key=lambda r: r.order, default=None)
+        return max(candidates, key=_order, default=None)
 
-    def _preempt(self, request: _Request) -> None:
-        self.preemptions += 1
-        self.on_finished(request.request_id)
-
-    def _publish(self, request: _Request) -> None:
+    def _publish(self, request: DecodeRequest) -> None:
         full = min(request.computed_len // self.pool.page_size, len(request.hashes))
         for i in range(request.published_pages, full):
             self.pool.publish(request.pages[i], request.hashes[i])
         request.published_pages = max(request.published_pages, full)
 
-    def _drop_if_unused(self, request: _Request) -> None:
+    def _drop_if_unused(self, request: DecodeRequest) -> None:
         if request.is_over and not request.is_in_flight:
             self.pool.release(request.pages)
             del self._requests[request.request_id]
             self.num_changes += 1
 
     def check_invariants(self) -> None:
-        self._settle()
         self.pool.check_invariants()
         held: dict[int, int] = {}
         for request in self._requests.values():
@@ -386,19 +319,10 @@ class DecodePolicy:
             assert not (request.is_over and not request.is_in_flight)
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
-        for stage, group in (
-            (_Stage.QUEUED, self._queued),
-            (_Stage.READY, self._ready),
-            (_Stage.RUNNING, self._running),
-        ):
+        groups = {_Stage.QUEUED: self._queued, _Stage.READY: self._ready, _Stage.RUNNING: self._running}
+        for stage, group in groups.items():
             assert all(r.stage is stage and not r.is_over for r in group.values())
-        queued = sum(pages_for(r.prompt_len, self.pool.page_size) for r in self._queued.values())
-        assert self._queued_pages == queued
+        assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())
         assert len(self._running) <= self.options.max_batch_size
-        by_age = sorted(self._running.values(), key=lambda r: r.order)
-        assert [request for _, request in self._by_age] == by_age, "the running are not in order of age"
+        assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order of age"
         self.pool.check_holders(held)
-
-
-def _age(entry: tuple[int, _Request]) -> int:
-    return entry[0]

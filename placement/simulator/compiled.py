@@ -43,6 +43,7 @@ COMPILED = (
     "cluster/router/retry.py",
     "prefill_worker/policy.py",
     "decode_worker/policy.py",
+    "decode_worker/run.py",
     "placement/simulator/clock.py",
     "placement/simulator/colocated.py",
     "placement/simulator/decode_machine.py",

@@ -1,7 +1,7 @@
 """DecodeMachine is decode_worker/driver.py on the virtual clock: it carries out what a DecodePolicy decides.
 
 It decides nothing of its own. Between two events that matter to the batch (somebody is ready, somebody ends, pages run
-short) all steps are one run: begin_run, one event at its end, and `advance` whenever the policy is to be looked at in
+short) all steps are one DecodeRun: one event at its end, and `advance` whenever the policy is to be looked at in
 between. So a request costs the same however many tokens it makes.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.router.accounts import Report
 from decode_worker.policy import DecodeOptions, DecodePolicy
+from decode_worker.run import DecodeRun
 from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
@@ -31,6 +32,7 @@ class DecodeMachine:
         self.worker = worker
         assert isinstance(worker.policy, DecodeOptions), worker.name
         self.policy = DecodePolicy(pool, worker.policy, name=worker.name)
+        self._run = DecodeRun(self.policy)
         self.reporter = Reporter(worker.name, self, sim)
         self.is_dead = False
         self.ingress_free_s = 0.0
@@ -147,33 +149,35 @@ class DecodeMachine:
     # the run
 
     def _start(self) -> None:
-        run = self.policy.begin_run()
-        for request_id in run.preempted:
+        schedule = self._run.begin()
+        for request_id in schedule.preempted:
             self._preempt(self._live.pop(request_id))
-        if run.preempted:
+        if schedule.preempted:
             self._grant_queued()
-        if not run.num_entries:
-            self.policy.end_run()
+        count = len(schedule.requests)
+        if not count:
+            self._run.end()
             self._count = 0
             self._tell_host()
             return
         now, worker = self.sim.clock.now, self.worker
-        for request_id in run.joined:
+        for request_id in schedule.joined:
             live = self._live[request_id]
             live.joined_step = self._steps
             heappush(self._ends, (self._steps + live.left, live.index, live.attempt, live))
             self.sim.ledger.enter(live.index, DECODE, now)
-        line = worker.latency.decode_line(run.num_entries, run.context_tokens)
+        context_tokens = self._run.context_tokens
+        line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
-        self._pace = 1.0 if self.host is None else self.host.decode_factor(run.num_entries)
+        self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
         alone_s = line.step_s * stages + worker.step_overhead_s
         self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
-        self._count = run.num_entries
+        self._count = count
         self._begun_s = now
         self._advanced = 0
-        planned = min(self._next_end() - self._steps, 1 + self.policy.steps_ahead)
-        if line.until_tokens < run.context_tokens + planned * self._count:
-            planned = max(1, min(planned, 1 + int((line.until_tokens - run.context_tokens) // self._count)))
+        planned = min(self._next_end() - self._steps, 1 + self._run.steps_ahead)
+        if line.until_tokens < context_tokens + planned * count:
+            planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
         self._plan(planned)
         self._tell_host()
 
@@ -223,7 +227,7 @@ class DecodeMachine:
         if self._count and self._planned - 1 > self._advanced:
             ended = steps_within(self._line, self._count, time_s - self._begun_s, self._planned - 1)
             if ended > self._advanced:
-                self.policy.advance(ended - self._advanced)
+                self._run.advance(ended - self._advanced)
                 self._advanced = ended
 
     def _cut_short(self) -> None:
@@ -235,7 +239,7 @@ class DecodeMachine:
 
     def _mind_pages(self) -> None:
         """Pages went to somebody else: the run may have to end before they are short."""
-        ahead = self.policy.steps_ahead if self._count else 0
+        ahead = self._run.steps_ahead if self._count else 0
         if self._count and self._planned - 1 - self._advanced > ahead:
             self._plan(self._advanced + 1 + ahead)
 
@@ -244,8 +248,8 @@ class DecodeMachine:
             return
         sim, now = self.sim, self.sim.clock.now
         self.reporter.touch(now)
-        self.policy.advance(self._planned - 1 - self._advanced)
-        self.policy.end_run()
+        self._run.advance(self._planned - 1 - self._advanced)
+        self._run.end()
         self._steps += self._planned
         self._count = self._advanced = 0
         sim.ledger.busy_s["decode"] += now - self._begun_s
