@@ -146,12 +146,11 @@ def _live(router: Recording, asked: Mapping[str, tuple[float, Mapping[str, Any]]
 
 
 def _simulated(cluster: SimCluster, workload: Workload) -> list[Course]:
-    simulation = Noted(cluster, workload)
-    simulation.play()
-    outcome = simulation.ledger.outcome()
+    first: dict[int, Assigned] = {}  # by the request's index
+    outcome = Simulation(cluster, workload, first.setdefault).play()
     courses = []
     for index in range(len(workload)):
-        names = simulation.assigned.get(index)
+        names = first.get(index)
         courses.append(
             Course(
                 prefill=names.prefill if names else "",
@@ -161,18 +160,6 @@ def _simulated(cluster: SimCluster, workload: Workload) -> list[Course]:
             )
         )
     return courses
-
-
-class Noted(Simulation):
-    """Keeps which workers each request got first."""
-
-    def __init__(self, cluster: SimCluster, workload: Workload) -> None:
-        self.assigned: dict[int, Assigned] = {}
-        super().__init__(cluster, workload)
-
-    def _send(self, live: Any, assigned: Assigned) -> None:
-        self.assigned.setdefault(live.index, assigned)
-        super()._send(live, assigned)
 
 
 def _worker(recording: Recording) -> SimWorker:

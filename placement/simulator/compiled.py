@@ -44,6 +44,7 @@ COMPILED = (
     "prefill_worker/policy.py",
     "decode_worker/policy.py",
     "decode_worker/run.py",
+    "placement/simulator/attempt.py",
     "placement/simulator/clock.py",
     "placement/simulator/colocated.py",
     "placement/simulator/decode_machine.py",
@@ -53,6 +54,7 @@ COMPILED = (
     "placement/simulator/pages.py",
     "placement/simulator/prefill_machine.py",
     "placement/simulator/reporting.py",
+    "placement/simulator/router_machine.py",
     "placement/simulator/simulate.py",
     *registry.COMPILED,
 )

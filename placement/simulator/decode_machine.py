@@ -8,7 +8,6 @@ between. So a request costs the same however many tokens it makes.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from cluster.router.accounts import Report
 from decode_worker.policy import DecodeOptions, DecodePolicy
@@ -16,34 +15,30 @@ from decode_worker.run import DecodeRun
 from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
+from placement.simulator.attempt import Attempt, Decoder, Dispatcher
 from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
-from placement.simulator.ledger import DECODE, DECODE_QUEUE, Live
+from placement.simulator.ledger import DECODE, DECODE_QUEUE
 from placement.simulator.reporting import Reporter
 
-if TYPE_CHECKING:
-    from placement.simulator.simulate import Simulation
 
-
-class DecodeMachine:
-    def __init__(self, sim: Simulation, worker: SimWorker, pool: PagePool) -> None:
-        self.sim = sim
-        self.name = worker.name
+class DecodeMachine(Decoder):
+    def __init__(self, router: Dispatcher, worker: SimWorker, pool: PagePool, host: Host | None = None) -> None:
+        super().__init__(worker.name)
+        self.router = router
         self.worker = worker
         assert isinstance(worker.policy, DecodeOptions), worker.name
         self.policy = DecodePolicy(pool, worker.policy, name=worker.name)
         self._run = DecodeRun(self.policy)
-        self.reporter = Reporter(worker.name, self, sim)
+        self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
-        self.ingress_free_s = 0.0
-        self.host: Host | None = None  # that it shares with prefill workers
+        self.host = host  # that it shares with prefill workers
         self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
-        self._told = 0  # the host: how many requests run
-        self._live: dict[str, Live] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._changes = 0  # of who is here, when _ids was made
         self._ids: frozenset[str] = frozenset()
         self._steps = 0  # ended, but for those of the run under way
-        self._ends: list[tuple[int, int, int, Live]] = []  # the step with which each running request ends
+        self._ends: list[tuple[int, int, int, Attempt]] = []  # the step with which each running request ends
         # the run under way
         self._count = 0  # requests in it; 0: idle
         self._planned = 0  # steps
@@ -51,6 +46,8 @@ class DecodeMachine:
         self._begun_s = 0.0
         self._line = DecodeLine(1.0, 0.0)
         self._version = 0
+        if host is not None:
+            host.join_decode(worker.name, self.change_pace)
 
     def report(self, made_s: float) -> Report:
         self._advance_to(made_s)
@@ -74,73 +71,69 @@ class DecodeMachine:
     def is_running(self) -> bool:
         return self._count > 0
 
-    @property
-    def batch_size(self) -> int:
-        return 0 if self.is_dead else self._count
-
-    def made_by(self, live: Live) -> int:
+    def made_by(self, attempt: Attempt) -> int:
         """Tokens that it has made for the request by now."""
-        return 0 if live.joined_step < 0 else self._steps + self._advanced - live.joined_step
+        return 0 if attempt.joined_step < 0 else self._steps + self._advanced - attempt.joined_step
 
     # what prefill workers bring
 
-    def reserve(self, live: Live) -> None:
-        if live.is_gone or self.is_dead or live.decode is not self:
+    def reserve(self, attempt: Attempt) -> None:
+        if attempt.is_gone or self.is_dead or attempt.decode is not self:
             return
-        sim, now = self.sim, self.sim.clock.now
+        router, now = self.router, self.router.clock.now
         self.reporter.touch(now)
         self._advance_to(now)
         answer = self.policy.reserve(
-            live.id, num_tokens=live.num_tokens, max_new_tokens=live.max_new, hashes=live.hashes
+            attempt.id, num_tokens=attempt.num_tokens, max_new_tokens=attempt.max_new, hashes=attempt.hashes
         )
-        self._live[live.id] = live
+        self._attempts[attempt.id] = attempt
         if isinstance(answer, Granted):
-            self._grant(live, answer)
+            self._grant(attempt, answer)
             self._mind_pages()
         elif isinstance(answer, Queued):
-            sim.ledger.counters["stalled"] += 1
-            sim.clock.at(now + 2 * sim.message_s, sim.on_stalled, live)
+            router.ledger.counters["stalled"] += 1
+            router.clock.at(now + 2 * router.message_s, router.on_stalled, attempt)
         else:
-            del self._live[live.id]
-            sim.clock.at(now + 2 * sim.message_s, sim.on_handoff_failed, live)
-        sim.mark(self.reporter)
+            del self._attempts[attempt.id]
+            router.clock.at(now + 2 * router.message_s, router.on_handoff_failed, attempt)
+        self.reporter.mark(now)
 
-    def _grant(self, live: Live, granted: Granted) -> None:
-        assert live.prefill is not None
+    def _grant(self, attempt: Attempt, granted: Granted) -> None:
+        assert attempt.prefill is not None
         cached_tokens = granted.cached_pages * self.policy.pool.page_size
-        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, live.prefill.on_granted, (live, self, cached_tokens))
+        self.router.clock.at(
+            self.router.clock.now + self.router.message_s, attempt.prefill.on_granted, (attempt, self, cached_tokens)
+        )
 
     def _grant_queued(self) -> None:
         for request_id, granted in self.policy.next_grants():
-            self._grant(self._live[request_id], granted)
+            self._grant(self._attempts[request_id], granted)
 
-    def commit(self, live: Live) -> None:
-        """All its KV stands here."""
-        if live.is_gone or self.is_dead:
+    def commit(self, attempt: Attempt) -> None:
+        if attempt.is_gone or self.is_dead:
             return
-        sim, now = self.sim, self.sim.clock.now
+        router, now = self.router, self.router.clock.now
         self.reporter.touch(now)
-        self.policy.on_committed(live.id)
-        sim.ledger.enter(live.index, DECODE_QUEUE, now)
-        sim.clock.at(now + sim.message_s, sim.on_handed_off, live)
-        sim.mark(self.reporter)
+        self.policy.on_committed(attempt.id)
+        router.ledger.enter(attempt.index, DECODE_QUEUE, now)
+        router.clock.at(now + router.message_s, router.on_handed_off, attempt)
+        self.reporter.mark(now)
         if not self._count:
             self._start()
         elif self._count < self.policy.options.max_batch_size:
             self._cut_short()
 
-    def cancel(self, live: Live) -> None:
-        """It is served elsewhere, or not at all."""
-        if self.is_dead or self._live.get(live.id) is not live:
+    def cancel(self, attempt: Attempt) -> None:
+        if self.is_dead or self._attempts.get(attempt.id) is not attempt:
             return
-        now = self.sim.clock.now
+        now = self.router.clock.now
         self.reporter.touch(now)
         self._advance_to(now)
-        del self._live[live.id]
-        self.policy.on_cancelled(live.id)
-        live.joined_step = -1
+        del self._attempts[attempt.id]
+        self.policy.on_cancelled(attempt.id)
+        attempt.joined_step = -1
         self._grant_queued()
-        self.sim.mark(self.reporter)
+        self.reporter.mark(now)
         if self._count:
             self._cut_short()
         else:
@@ -151,7 +144,7 @@ class DecodeMachine:
     def _start(self) -> None:
         schedule = self._run.begin()
         for request_id in schedule.preempted:
-            self._preempt(self._live.pop(request_id))
+            self._preempt(self._attempts.pop(request_id))
         if schedule.preempted:
             self._grant_queued()
         count = len(schedule.requests)
@@ -160,12 +153,12 @@ class DecodeMachine:
             self._count = 0
             self._tell_host()
             return
-        now, worker = self.sim.clock.now, self.worker
+        now, worker = self.router.clock.now, self.worker
         for request_id in schedule.joined:
-            live = self._live[request_id]
-            live.joined_step = self._steps
-            heappush(self._ends, (self._steps + live.left, live.index, live.attempt, live))
-            self.sim.ledger.enter(live.index, DECODE, now)
+            attempt = self._attempts[request_id]
+            attempt.joined_step = self._steps
+            heappush(self._ends, (self._steps + attempt.left, attempt.index, attempt.number, attempt))
+            self.router.ledger.enter(attempt.index, DECODE, now)
         context_tokens = self._run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
@@ -182,9 +175,8 @@ class DecodeMachine:
         self._tell_host()
 
     def _tell_host(self) -> None:
-        if self.host is not None and self._told != self._count:
-            self._told = self._count
-            self.host.on_decode_changed()
+        if self.host is not None:
+            self.host.tell_decode(self.name, self._count)
 
     def change_pace(self) -> None:
         """What else runs on the host has changed: cut the run here. The steps that have ended are behind it, the one
@@ -195,21 +187,21 @@ class DecodeMachine:
         pace = self.host.decode_factor(self._count)
         if pace == self._pace:
             return
-        now, line, ratio = self.sim.clock.now, self._line, pace / self._pace
+        now, line, ratio = self.router.clock.now, self._line, pace / self._pace
         self.reporter.touch(now)
         self._advance_to(now)
         ended = self._advanced
         step_s = line.step_s + line.per_token_s * self._count * ended  # of the one under way
         done_s = now - self._begun_s - decode_run_s(line, self._count, ended)
         begun_s = now - min(done_s, step_s) * ratio
-        self.sim.ledger.busy_s["decode"] += begun_s - self._begun_s
+        self.router.ledger.busy_s["decode"] += begun_s - self._begun_s
         self._line = DecodeLine(step_s * ratio, line.per_token_s * ratio)
         self._pace = pace
         self._begun_s = begun_s
         self._steps += ended
         self._advanced = 0
         self._plan(self._planned - ended)
-        self.sim.mark(self.reporter)
+        self.reporter.mark(now)
 
     def _next_end(self) -> int:
         while self._ends[0][3].joined_step < 0:
@@ -220,7 +212,7 @@ class DecodeMachine:
         self._planned = steps
         self._version += 1
         end_s = self._begun_s + decode_run_s(self._line, self._count, steps)
-        self.sim.clock.at(end_s, self._on_end, self._version)
+        self.router.clock.at(end_s, self._on_end, self._version)
 
     def _advance_to(self, time_s: float) -> None:
         """Let the policy know of the steps that have ended by then; the run's last is left to _on_end."""
@@ -233,7 +225,7 @@ class DecodeMachine:
     def _cut_short(self) -> None:
         """Somebody waits for the batch: the step under way is the run's last."""
         if self._planned - 1 > self._advanced:
-            ended = steps_within(self._line, self._count, self.sim.clock.now - self._begun_s, self._planned - 1)
+            ended = steps_within(self._line, self._count, self.router.clock.now - self._begun_s, self._planned - 1)
             if ended + 1 < self._planned:
                 self._plan(ended + 1)
 
@@ -246,32 +238,36 @@ class DecodeMachine:
     def _on_end(self, version: int) -> None:
         if version != self._version or self.is_dead:
             return
-        sim, now = self.sim, self.sim.clock.now
+        router, now = self.router, self.router.clock.now
         self.reporter.touch(now)
         self._run.advance(self._planned - 1 - self._advanced)
         self._run.end()
         self._steps += self._planned
         self._count = self._advanced = 0
-        sim.ledger.busy_s["decode"] += now - self._begun_s
+        router.ledger.busy_s["decode"] += now - self._begun_s
         while self._ends and self._ends[0][0] <= self._steps:
-            live = heappop(self._ends)[3]
-            if live.joined_step >= 0:
-                del self._live[live.id]
-                self.policy.on_cancelled(live.id)
-                live.left = 0
-                sim.clock.at(now + sim.message_s, sim.on_finished, live)
+            attempt = heappop(self._ends)[3]
+            if attempt.joined_step >= 0:
+                del self._attempts[attempt.id]
+                self.policy.on_cancelled(attempt.id)
+                attempt.left = 0
+                router.clock.at(now + router.message_s, router.on_finished, attempt)
         self._grant_queued()
         self._start()
-        sim.mark(self.reporter)
+        self.reporter.mark(now)
 
-    def _preempt(self, live: Live) -> None:
-        live.left -= self.made_by(live)
-        live.joined_step = -1
-        self.sim.clock.at(self.sim.clock.now + self.sim.message_s, self.sim.on_preempted, live)
+    def _preempt(self, attempt: Attempt) -> None:
+        attempt.left -= self.made_by(attempt)
+        attempt.joined_step = -1
+        self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_preempted, attempt)
 
     def lose(self) -> None:
         """It dies now. What it had made is known to the router; the rest is made elsewhere."""
-        self._advance_to(self.sim.clock.now)
-        for live in self._live.values():
-            live.left -= self.made_by(live)
-            live.joined_step = -1
+        self._advance_to(self.router.clock.now)
+        for attempt in self._attempts.values():
+            attempt.left -= self.made_by(attempt)
+            attempt.joined_step = -1
+        self.is_dead = True
+        self.router.inbox.forget(self.reporter)
+        if self.host is not None:
+            self.host.on_lost(self.name)

@@ -8,79 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.router.timeline import PHASES
-from engine.pages.pool import PageHash
 from placement.simulator.outcome import Outcome
 from placement.workload.requests import Workload
 
-if TYPE_CHECKING:
-    from placement.simulator.decode_machine import DecodeMachine
-    from placement.simulator.prefill_machine import PrefillMachine
-
 ROUTE, PREFILL_QUEUE, PREFILL, HANDOFF, DECODE_QUEUE, DECODE = range(len(PHASES))
-
-
-class Live:
-    """One attempt of one request. After `is_gone` nothing that happens to it counts any more."""
-
-    __slots__ = (
-        "attempt",
-        "avoid",
-        "computed",
-        "decode",
-        "failures",
-        "granted",
-        "hashes",
-        "id",
-        "index",
-        "is_gone",
-        "joined_step",
-        "left",
-        "max_new",
-        "num_tokens",
-        "prefill",
-        "segments",
-        "seq",
-        "skip_tokens",
-        "tail_s",
-        "wire_end_s",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        attempt: int,
-        num_tokens: int,
-        left: int,
-        hashes: list[PageHash],
-        failures: int,
-        avoid: frozenset[str],
-    ) -> None:
-        self.index = index
-        self.attempt = attempt
-        self.id = f"{index}" if attempt == 1 else f"{index}/{attempt}"
-        self.num_tokens = num_tokens  # prompt, and tokens made by attempts before
-        self.max_new = left
-        self.left = left  # tokens still to make
-        self.hashes = hashes
-        self.failures = failures  # attempts before that failed
-        self.avoid = avoid  # workers that failed it
-        self.prefill: PrefillMachine | None = None
-        self.decode: DecodeMachine | None = None
-        self.seq = 0
-        self.is_gone = False
-        # the handoff
-        self.granted = False
-        self.computed = False
-        self.skip_tokens = 0  # that the decode worker has cached
-        self.segments: list[tuple[int, float, float]] = []  # tokens, begun, computed: waiting for the grant
-        self.wire_end_s = 0.0  # when the link has passed it all
-        self.tail_s = 0.0  # of the last segment: what leaves after its step
-        self.joined_step = -1  # of the decode machine
 
 
 class Ledger:

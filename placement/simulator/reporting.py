@@ -1,19 +1,19 @@
-"""Reporter brings a worker's reports to the router as late as they are in life, and only when the router looks.
+"""Reports reach the router as late as they do in life, and are drawn up only when it looks.
 
-A worker whose state changes reports at every tick of report_gap_s, and the report shows it as it was at the tick. Here
-it is drawn up when that state is about to change, or when the router is about to decide; both give the same report. One
-that the next would overtake before the router decides again is not drawn up at all.
+A worker whose state changes reports at every tick of report_gap_s, and the report shows it as it was at the tick. Its
+Reporter draws it up when that state is about to change, or when the router is about to decide; both give the same
+report. One that the next would overtake before the router decides again is not drawn up at all. The ReportInbox is the
+router's end: whose reports may have come, and when one is an event of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from cluster.router.accounts import Report
-
-if TYPE_CHECKING:
-    from placement.simulator.simulate import Simulation
+from placement.simulator.clock import VirtualClock
 
 
 class Reporting(Protocol):
@@ -25,15 +25,77 @@ class Reporting(Protocol):
         """Whether its state changes with time alone."""
 
 
-class Reporter:
-    __slots__ = ("_delay_s", "_gap_s", "_is_due", "_sent", "_sim", "_tick", "_worker", "name")
+class ReportInbox:
+    """`is_awaited`: somebody waits in the router, who may go when a report comes. `on_arrival` is then called at each
+    time at which one does. `next_decision_s`: when the router will next look at reports, but for failures."""
 
-    def __init__(self, name: str, worker: Reporting, sim: Simulation) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        *,
+        gap_s: float,
+        delay_s: float,
+        is_awaited: Callable[[], bool],
+        on_arrival: Callable[[int], None],
+    ) -> None:
+        self.clock = clock
+        self.gap_s = gap_s
+        self.delay_s = delay_s
+        self.next_decision_s = 0.0
+        self._is_awaited = is_awaited
+        self._on_arrival = on_arrival
+        self._reporters: dict[Reporter, None] = {}  # that may have something for the router
+        self._watched_s = 0.0  # when the last report that is an event arrives
+        self._taken_tick = -1  # whose reports have been taken
+        self._next_reports_s = 0.0  # when others arrive
+
+    def expect(self, reporter: Reporter) -> None:
+        self._reporters[reporter] = None
+        if self._is_awaited():
+            self._watch(reporter)
+
+    def forget(self, reporter: Reporter) -> None:
+        self._reporters.pop(reporter, None)
+
+    def watch(self) -> None:
+        """Requests wait in the router: from now on every report is an event."""
+        for reporter in self._reporters:
+            self._watch(reporter)
+
+    def _watch(self, reporter: Reporter) -> None:
+        arrives_s = reporter.arrives_s(self.clock.now)
+        if arrives_s > self._watched_s:  # all workers report at the same ticks
+            self._watched_s = arrives_s
+            self.clock.at(arrives_s, self._on_arrival, 0)
+
+    def take(self) -> list[tuple[str, Report]]:
+        """Those that have arrived. All workers report at the same ticks, so between two arrivals there is nothing."""
+        now, gap_s = self.clock.now, self.gap_s
+        tick = int(max(0.0, now - self.delay_s) / gap_s)
+        taken: list[tuple[str, Report]] = []
+        if tick == self._taken_tick and now < self._next_reports_s:
+            return taken
+        self._taken_tick = tick if tick * gap_s + self.delay_s <= now else -1  # rounding: they arrive right after now
+        self._next_reports_s = (tick + 1) * gap_s + self.delay_s
+        quiet = []
+        for reporter in self._reporters:
+            report = reporter.take(now)
+            if report is not None:
+                taken.append((reporter.name, report))
+            if reporter.is_quiet:
+                quiet.append(reporter)
+        for reporter in quiet:
+            del self._reporters[reporter]
+        return taken
+
+
+class Reporter:
+    __slots__ = ("_inbox", "_is_due", "_sent", "_tick", "_worker", "name")
+
+    def __init__(self, name: str, worker: Reporting, inbox: ReportInbox) -> None:
         self.name = name
         self._worker = worker
-        self._sim = sim
-        self._gap_s = sim.cluster.report_gap_s
-        self._delay_s = sim.cluster.message_s
+        self._inbox = inbox
         self._is_due = False  # something has changed since the last tick that was looked at
         self._tick = 0  # the last that was looked at
         self._sent: deque[tuple[float, Report]] = deque()  # when it arrives
@@ -42,26 +104,28 @@ class Reporter:
         """The worker is about to change."""
         if not self._is_due:
             return
-        tick = int(now / self._gap_s)
+        inbox = self._inbox
+        tick = int(now / inbox.gap_s)
         if tick > self._tick:
-            arrives_after_s = (tick + 1) * self._gap_s + self._delay_s
-            if arrives_after_s > self._sim.next_decision_s:
+            arrives_after_s = (tick + 1) * inbox.gap_s + inbox.delay_s
+            if arrives_after_s > inbox.next_decision_s:
                 self._make(tick)
 
     def mark(self, now: float) -> None:
-        """The worker has changed."""
+        """The worker has changed, and will say so."""
         if not self._is_due:
             self._is_due = True
-            self._tick = int(now / self._gap_s)
+            self._tick = int(now / self._inbox.gap_s)
+        self._inbox.expect(self)
 
     def arrives_s(self, now: float) -> float:
         """When the report that follows a change now will be known to the router."""
-        return (int(now / self._gap_s) + 1) * self._gap_s + self._delay_s
+        return (int(now / self._inbox.gap_s) + 1) * self._inbox.gap_s + self._inbox.delay_s
 
     def take(self, now: float) -> Report | None:
         """The last report that has arrived and was not taken; what came before it is forgotten."""
         if self._is_due:
-            tick = int(max(0.0, now - self._delay_s) / self._gap_s)
+            tick = int(max(0.0, now - self._inbox.delay_s) / self._inbox.gap_s)
             if tick > self._tick:
                 self._make(tick)
         taken: Report | None = None
@@ -76,5 +140,5 @@ class Reporter:
     def _make(self, tick: int) -> None:
         self._tick = tick
         self._is_due = self._worker.is_running
-        made_s = tick * self._gap_s
-        self._sent.append((made_s + self._delay_s, self._worker.report(made_s)))
+        made_s = tick * self._inbox.gap_s
+        self._sent.append((made_s + self._inbox.delay_s, self._worker.report(made_s)))

@@ -69,11 +69,10 @@ def requests(count: int = 200, rate: float = 8.0, seed: int = 0, most: int = 300
 def play(setup: SimCluster, workload: Workload) -> tuple[Simulation, Outcome]:
     """Also sees that nothing is left behind: no request, no page."""
     simulation = Simulation(setup, workload)
-    simulation.play()
-    outcome = simulation.ledger.outcome()
-    simulation.policy.check_invariants()
-    assert not simulation._live
-    for machine in (*simulation.prefills.values(), *simulation.decodes.values()):
+    outcome = simulation.play()
+    simulation.router.policy.check_invariants()
+    assert not simulation.router._attempts
+    for machine in simulation.machines.values():
         if not machine.is_dead:
             machine.policy.check_invariants()
             assert machine.policy.pool.available == machine.worker.num_pages, machine.name

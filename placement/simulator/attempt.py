@@ -1,0 +1,142 @@
+"""Attempt is one try at serving one request, handed from the router to a prefill worker to a decode worker.
+
+Three parties pass it on, and each is known to the others by what it may be told here: Dispatcher is the router,
+Prefiller and Decoder are workers. What they are told arrives as late as a message takes; the teller sees to that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from engine.pages.pool import PageHash
+from placement.simulator.clock import VirtualClock
+from placement.simulator.cluster import SimCluster
+from placement.simulator.ledger import Ledger
+from placement.simulator.reporting import ReportInbox
+
+
+class Attempt:
+    """After `is_gone` nothing that happens to it counts any more."""
+
+    __slots__ = (
+        "avoid",
+        "computed",
+        "decode",
+        "failures",
+        "granted",
+        "hashes",
+        "id",
+        "index",
+        "is_gone",
+        "joined_step",
+        "left",
+        "max_new",
+        "num_tokens",
+        "number",
+        "prefill",
+        "segments",
+        "seq",
+        "skip_tokens",
+        "tail_s",
+        "wire_end_s",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        number: int,
+        num_tokens: int,
+        left: int,
+        hashes: list[PageHash],
+        failures: int,
+        avoid: frozenset[str],
+    ) -> None:
+        self.index = index  # of the request
+        self.number = number  # of the attempt, from 1
+        self.id = f"{index}" if number == 1 else f"{index}/{number}"
+        self.num_tokens = num_tokens  # prompt, and tokens made by attempts before
+        self.max_new = left
+        self.left = left  # tokens still to make
+        self.hashes = hashes
+        self.failures = failures  # attempts before that failed
+        self.avoid = avoid  # workers that failed it
+        self.prefill: Prefiller | None = None
+        self.decode: Decoder | None = None
+        self.seq = 0
+        self.is_gone = False
+        # the handoff
+        self.granted = False
+        self.computed = False
+        self.skip_tokens = 0  # that the decode worker has cached
+        self.segments: list[tuple[int, float, float]] = []  # tokens, begun, computed: waiting for the grant
+        self.wire_end_s = 0.0  # when the link has passed it all
+        self.tail_s = 0.0  # of the last segment: what leaves after its step
+        self.joined_step = -1  # of the decode machine
+
+
+class Dispatcher(ABC):
+    """The router, and what all parties of a simulation share."""
+
+    def __init__(self, cluster: SimCluster, clock: VirtualClock, ledger: Ledger, inbox: ReportInbox) -> None:
+        self.cluster = cluster
+        self.message_s = cluster.message_s
+        self.clock = clock
+        self.ledger = ledger
+        self.inbox = inbox
+
+    @abstractmethod
+    def on_first_token(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_stalled(self, attempt: Attempt) -> None:
+        """No pages for it now; it is queued at its decode worker."""
+
+    @abstractmethod
+    def on_handoff_failed(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_handed_off(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_preempted(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_finished(self, attempt: Attempt) -> None: ...
+
+
+class Prefiller(ABC):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.next_seq = 0  # of Submits sent to it
+
+    @abstractmethod
+    def submit(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_granted(self, grant: tuple[Attempt, Decoder, int]) -> None:
+        """The decode worker has pages for it, and so many of its tokens already."""
+
+    @abstractmethod
+    def move(self, order: tuple[Attempt, Decoder]) -> None:
+        """The router names another decode worker for a handoff that waits for pages."""
+
+    @abstractmethod
+    def end(self, attempt: Attempt) -> None:
+        """It needs nothing here any more: handed off, cancelled or failed."""
+
+
+class Decoder(ABC):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ingress_free_s = 0.0  # when its link has passed all that is booked
+
+    @abstractmethod
+    def reserve(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def commit(self, attempt: Attempt) -> None:
+        """All its KV stands there."""
+
+    @abstractmethod
+    def cancel(self, attempt: Attempt) -> None:
+        """It is served elsewhere, or not at all."""

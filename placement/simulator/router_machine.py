@@ -1,0 +1,256 @@
+"""RouterMachine is cluster/router/driver.py on the virtual clock: it carries out what a RouterPolicy decides.
+
+It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
+the policy says, and tells the policy what workers say. What it leaves out: clients that cancel, other routers, and the
+end of waiting for a role that has no worker: requests wait until one is back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from cluster.router.accounts import RequestShape, WorkerView
+from cluster.router.policy import Assigned, Queued, RouterPolicy, Unavailable
+from cluster.router.retry import GiveUp, Retry
+from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
+from placement.simulator.clock import VirtualClock
+from placement.simulator.cluster import SimCluster
+from placement.simulator.ledger import PREFILL_QUEUE, ROUTE, Ledger
+from placement.simulator.pages import block_hashes
+from placement.simulator.reporting import ReportInbox
+from placement.workload.requests import Workload
+
+OnAssigned = Callable[[int, Assigned], object]  # index of the request
+
+
+class RouterMachine(Dispatcher):
+    def __init__(
+        self,
+        cluster: SimCluster,
+        workload: Workload,
+        clock: VirtualClock,
+        ledger: Ledger,
+        on_assigned: OnAssigned | None = None,
+    ) -> None:
+        inbox = ReportInbox(
+            clock,
+            gap_s=cluster.report_gap_s,
+            delay_s=cluster.message_s,
+            is_awaited=self._is_awaited,
+            on_arrival=self._on_report,
+        )
+        super().__init__(cluster, clock, ledger, inbox)
+        self.policy = RouterPolicy(cluster.router)
+        self.prefills: dict[str, Prefiller] = {}
+        self.decodes: dict[str, Decoder] = {}
+        self._on_assigned = on_assigned
+        self._workload = workload
+        self._prompt_len: list[int] = workload.prompt_len.tolist()
+        self._output_len: list[int] = workload.output_len.tolist()
+        self._page_size = cluster.workers[0].page_size
+        self._next_arrival_s = math.inf
+        self._attempts: dict[str, Attempt] = {}  # under way
+        self._stalled: dict[str, Attempt] = {}
+        self._parked: list[Attempt] = []  # a role has no worker
+
+    def on_worker_up(self, view: WorkerView, machine: Prefiller | Decoder) -> None:
+        if isinstance(machine, Prefiller):
+            self.prefills[view.name] = machine
+        else:
+            self.decodes[view.name] = machine
+        self.policy.on_worker_up(view, self.clock.now)
+
+    # requests
+
+    def arrive(self, index: int, next_arrival_s: float) -> None:
+        self._route(self._attempt(index, 1, 0, 0, frozenset()))
+        self._next_arrival_s = next_arrival_s
+        self._note_decision()
+
+    def _is_awaited(self) -> bool:
+        return self.policy.num_queued > 0 or bool(self._stalled)
+
+    def _note_decision(self) -> None:
+        """While somebody waits in the router or for pages, every report may decide."""
+        self.inbox.next_decision_s = 0.0 if self._is_awaited() else self._next_arrival_s
+
+    def _attempt(self, index: int, number: int, made: int, failures: int, avoid: frozenset[str]) -> Attempt:
+        """The request anew, `made` tokens of its output behind its prompt."""
+        num_tokens = self._prompt_len[index] + made
+        hashes = []
+        if self._workload.blocks:
+            hashes = block_hashes(
+                self._workload.blocks[index], self._workload.block_len, self._prompt_len[index], self._page_size
+            )
+        attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, failures, avoid)
+        self._attempts[attempt.id] = attempt
+        return attempt
+
+    def _route(self, attempt: Attempt) -> None:
+        self._take_reports()
+        shape = RequestShape(
+            id=attempt.id,
+            prompt_len=attempt.num_tokens,
+            max_tokens=attempt.left,
+            page_hashes=attempt.hashes,
+            avoid=attempt.avoid,
+            failures=attempt.failures,
+        )
+        decision = self.policy.assign(shape, self.clock.now, is_resent=attempt.number > 1)
+        if isinstance(decision, Assigned):
+            self._send(attempt, decision)
+        elif isinstance(decision, Queued):
+            self.inbox.watch()
+        elif isinstance(decision, Unavailable):
+            self._parked.append(attempt)
+        else:
+            self.ledger.counters["rejected"] += 1
+            self._drop(attempt)
+
+    def _send(self, attempt: Attempt, assigned: Assigned) -> None:
+        if self._on_assigned is not None:
+            self._on_assigned(attempt.index, assigned)
+        now = self.clock.now
+        prefill = self.prefills[assigned.prefill]
+        attempt.prefill, attempt.decode = prefill, self.decodes[assigned.decode]
+        prefill.next_seq += 1
+        attempt.seq = prefill.next_seq
+        self.policy.on_submitted(attempt.id, attempt.seq)
+        self.ledger.enter(attempt.index, PREFILL_QUEUE, now)
+        self.clock.at(now + self.message_s, prefill.submit, attempt)
+
+    def _pump(self) -> None:
+        """Send what may go now."""
+        if not self._is_awaited():
+            return
+        self._take_reports()
+        while self.policy.num_queued and (assigned := self.policy.next_assignable(self.clock.now)):
+            self._send(self._attempts[assigned.request_id], assigned)
+        self._note_decision()
+
+    def _retry(self, attempt: Attempt, retry: Retry) -> None:
+        """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
+        self._drop(attempt)
+        if isinstance(retry, GiveUp):
+            self.ledger.counters["failed"] += 1
+            return
+        self.ledger.counters["retries"] += 1
+        self.ledger.enter(attempt.index, ROUTE, self.clock.now)
+        made = self._output_len[attempt.index] - attempt.left
+        self.ledger.counters["recomputed_tokens"] += attempt.num_tokens + attempt.max_new - attempt.left
+        again = self._attempt(attempt.index, attempt.number + 1, made, retry.failures, retry.avoid)
+        if retry.after_s:
+            self.clock.at(self.clock.now + retry.after_s, self._route, again)
+        else:
+            self._route(again)
+
+    def _drop(self, attempt: Attempt) -> None:
+        attempt.is_gone = True
+        del self._attempts[attempt.id]
+        self._stalled.pop(attempt.id, None)
+
+    # what workers say
+
+    def on_first_token(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        self.ledger.on_first_token(attempt.index, self.clock.now)
+        self.policy.on_first_token(attempt.id, self.clock.now)
+        if attempt.left:
+            self._pump()
+        else:
+            self.on_finished(attempt)
+
+    def on_handed_off(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        assert attempt.prefill is not None
+        assert attempt.decode is not None
+        retry = self.policy.on_handed_off(attempt.id, attempt.decode.name)
+        attempt.prefill.end(attempt)
+        if retry is not None:
+            self._retry(attempt, retry)
+
+    def on_finished(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        self.policy.on_finished(attempt.id)
+        self.ledger.on_finished(attempt.index, self.clock.now)
+        self._drop(attempt)
+        self._pump()
+
+    def on_preempted(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        self.ledger.counters["preempted"] += 1
+        self._retry(attempt, self.policy.on_preempted(attempt.id))
+
+    def on_handoff_failed(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        if attempt.prefill is not None:
+            self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
+        self._retry(attempt, self.policy.on_failed(attempt.id, "no decode worker could ever hold it"))
+
+    def on_stalled(self, attempt: Attempt) -> None:
+        if not attempt.is_gone and not attempt.granted:
+            self._stalled[attempt.id] = attempt
+            self._take_reports()
+            if attempt.id in self._stalled:
+                self._move(attempt)
+            self.inbox.watch()
+            self._note_decision()
+
+    def _move_stalled(self) -> None:
+        """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
+        if len(self.decodes) < 2:
+            return
+        most = self.policy.most_free_pages
+        for attempt in list(self._stalled.values()):
+            if attempt.granted:
+                del self._stalled[attempt.id]
+            elif attempt.num_tokens < most * self._page_size:
+                self._move(attempt)
+                most = self.policy.most_free_pages
+
+    def _move(self, attempt: Attempt) -> None:
+        assert attempt.prefill is not None
+        assert attempt.decode is not None
+        better = self.policy.reassign(attempt.id, attempt.decode.name)
+        if better is not None:
+            del self._stalled[attempt.id]
+            self.clock.at(self.clock.now + self.message_s, attempt.prefill.move, (attempt, self.decodes[better]))
+
+    def _on_report(self, _: int) -> None:
+        self._pump()
+
+    def _take_reports(self) -> None:
+        has_decode = False
+        for name, report in self.inbox.take():
+            self.policy.on_report(name, report, self.clock.now)
+            has_decode |= name in self.decodes
+        if has_decode and self._stalled:
+            self._move_stalled()
+
+    # losses
+
+    def on_worker_lost(self, lost: Prefiller | Decoder) -> None:
+        """The router has noticed. What was there is sent again; the other worker of each attempt is told."""
+        self.ledger.counters["workers_lost"] += 1
+        for retry in self.policy.on_worker_lost(lost.name, "it died"):
+            attempt = self._attempts[retry.request_id]
+            told_s = self.clock.now + self.message_s
+            if attempt.prefill is not None and attempt.prefill is not lost:
+                self.clock.at(told_s, attempt.prefill.end, attempt)
+            if attempt.decode is not None and attempt.decode is not lost:
+                self.clock.at(told_s, attempt.decode.cancel, attempt)
+            self._retry(attempt, retry)
+        self._pump()
+
+    def on_worker_back(self) -> None:
+        """Those that waited for a role without a worker may go."""
+        parked, self._parked = self._parked, []
+        for attempt in parked:
+            self._route(attempt)
+        self._pump()
