@@ -35,7 +35,7 @@ class Controller:
         self._watched: dict[str, str] = {}  # name -> incarnation whose end is waited for
         self._pushed: dict[str, list[tuple[str, str, str, str]]] = {}  # router's incarnation -> what it was told
         self._tasks: set[asyncio.Task[None]] = set()
-        for name in self._roster.names():
+        for name in (*self._roster.router_names(), *self._roster.worker_names()):
             self._spawn(self._adopt(name))
 
     async def on_event(self, event: dict[str, Any]) -> None:
@@ -62,9 +62,8 @@ class Controller:
     async def stop(self) -> None:
         """End everything but this actor: routers first, which let running requests end within `drain_s`."""
         self._is_stopping = True
-        await self._stop_all(self._roster.names("router"), self._drain_s)
-        workers = self._roster.names("prefill") + self._roster.names("decode")
-        await self._stop_all(workers, 0.0)
+        await self._stop_all(self._roster.router_names(), self._drain_s)
+        await self._stop_all(self._roster.worker_names(), 0.0)
         if self._placement_group:
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(self._placement_group))
@@ -121,7 +120,7 @@ class Controller:
 
     async def _tell_routers(self) -> None:
         workers = self._roster.workers()
-        for name in self._roster.names("router"):
+        for name in self._roster.router_names():
             member = self._roster.member(name)
             if not member.is_ready or self._pushed.get(member.incarnation) == workers:
                 continue

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MAX_LOAD_DEATHS = 3
+ROUTER = "router"
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
     name: str
-    role: str  # prefill, decode or router
+    role: str  # ROUTER, or a worker's
     stage: str = "waiting"
     fraction: float = 0.0
     address: str = ""
@@ -38,7 +39,7 @@ class Member:
 
 class Roster:
     def __init__(self, roles: Mapping[str, str]) -> None:
-        """`roles`: name -> prefill, decode or router, in the order to show them."""
+        """`roles`: name -> ROUTER or a worker's role, in the order to show them."""
         self._members = {name: Member(name=name, role=role) for name, role in roles.items()}
         self.version = 0  # counts changes, so that a watcher can wait for the next one
 
@@ -86,11 +87,14 @@ class Roster:
         return [
             (m.name, m.role, *m.served_as)
             for m in self._members.values()
-            if m.role != "router" and m.served_as is not None
+            if m.role != ROUTER and m.served_as is not None
         ]
 
-    def names(self, role: str | None = None) -> list[str]:
-        return [m.name for m in self._members.values() if role is None or m.role == role]
+    def router_names(self) -> list[str]:
+        return [m.name for m in self._members.values() if m.role == ROUTER]
+
+    def worker_names(self) -> list[str]:
+        return [m.name for m in self._members.values() if m.role != ROUTER]
 
     def member(self, name: str) -> Member:
         return self._members[name]
@@ -117,4 +121,4 @@ def _doing(member: Member) -> str:
 
 def roles_of(workers: Iterable[tuple[str, str]], num_routers: int) -> dict[str, str]:
     """Routers first, then workers (name, role) in the order given."""
-    return {f"router-{i}": "router" for i in range(num_routers)} | dict(workers)
+    return {f"router-{i}": ROUTER for i in range(num_routers)} | dict(workers)

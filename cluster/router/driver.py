@@ -126,7 +126,7 @@ class Router:
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None:
         now = self._clock()
         self._links.note_report(link, report, now)
-        is_decode = link.worker.role == "decode"
+        decodes = "decode" in link.worker.phases
         self.policy.on_report(
             link.name,
             Report(
@@ -137,12 +137,12 @@ class Router:
                 waiting_tokens=report.waiting_tokens,
                 available_pages=report.available_pages,
                 draining=report.draining,
-                request_ids=frozenset(report.request_ids) if is_decode else frozenset(),
+                request_ids=frozenset(report.request_ids) if decodes else frozenset(),
             ),
             now,
         )
         self._note_readiness()
-        if is_decode:
+        if decodes:
             self._dispatcher.move_stalled()
         self._dispatcher.pump()
 
@@ -245,7 +245,7 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        return self.policy.has_role("prefill") and self.policy.has_role("decode")
+        return not self.policy.missing_phase
 
     @property
     def num_in_flight(self) -> int:

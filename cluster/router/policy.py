@@ -24,8 +24,8 @@ from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.retry import Resend, Retry, retry_failed, retry_preempted
 from engine.knobs import check, knob
 from engine.pages.pool import pages_for
+from worker.roles import kind_of
 
-ROLES = ("prefill", "decode")
 RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for retry_after
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
@@ -110,8 +110,12 @@ class RouterPolicy:
         """Of any decode worker that takes new requests: who asks for more cannot be reassigned now."""
         return self._decode.most_free_pages
 
-    def has_role(self, role: str) -> bool:
-        return self._prefill.is_open if role == "prefill" else self._decode.is_open
+    @property
+    def missing_phase(self) -> str:
+        """A phase of requests that no worker computes now; empty if there is none."""
+        if not self._prefill.is_open:
+            return "prefill"
+        return "" if self._decode.is_open else "decode"
 
     # workers
 
@@ -120,9 +124,10 @@ class RouterPolicy:
         is_known = view.name in self._prefill.accounts or view.name in self._decode.accounts
         assert not is_known, f"{view.name} is up already"
         empty = Report(made_s=now, available_pages=view.total_pages)
-        if view.role == "prefill":
+        phases = kind_of(view.role).phases
+        if "prefill" in phases:
             self._prefill.up(PrefillAccount(view, empty))
-        else:
+        if "decode" in phases:
             self._decode.up(DecodeAccount(view, empty))
 
     def on_worker_lost(self, name: str, reason: str) -> list[Retry]:
@@ -150,7 +155,7 @@ class RouterPolicy:
         """A report arrived; one older than the last is dropped."""
         if prefill := self._prefill.accounts.get(name):
             self._prefill.take_report(prefill, report)
-        elif decode := self._decode.accounts.get(name):
+        if decode := self._decode.accounts.get(name):
             self._decode.take_report(decode, report)
 
     # requests
@@ -161,9 +166,8 @@ class RouterPolicy:
         One that `is_resent` (its first attempt failed) is never rejected for a full queue and goes to its front.
         """
         assert shape.id not in self._requests, f"{shape.id} is assigned already"
-        for role in ROLES:
-            if not self.has_role(role):
-                return Unavailable(reason=f"no {role} worker is ready", wait_s=self.options.unavailable_grace_s)
+        if phase := self.missing_phase:
+            return Unavailable(reason=f"no {phase} worker is ready", wait_s=self.options.unavailable_grace_s)
         if why := self._never_fits(shape):
             return Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape)

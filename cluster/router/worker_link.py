@@ -25,6 +25,7 @@ import grpc.aio
 from cluster.router.clock_offset import ClockOffset
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from worker.roles import Phase, kind_of
 from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ class WorkerEndpoint:
     name: str
     role: str
     address: str  # host:port
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of a request's life, that it computes."""
+        return kind_of(self.role).phases
 
 
 class LinkState(StrEnum):

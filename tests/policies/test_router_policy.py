@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
 from cluster.router.policy import Assigned, Decision, Queued, Rejected, RouterOptions, RouterPolicy, Unavailable
 from engine.pages.pool import page_hashes
+from worker.roles import ROLES
 
 pytestmark = pytest.mark.unit
 
@@ -151,6 +153,20 @@ def test_the_reason_names_what_was_weighed() -> None:
     assert assigned(policy.assign(shape("a"), 0.0)).reason == (
         "p0: 0 prompt tokens queued, 0 of 32 cached; d0: 100 of 100 pages free, batch 0"
     )
+
+
+def test_a_worker_that_computes_both_phases_may_be_given_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which phases a role computes is the registry's to say: another kind of worker needs no line here."""
+    both = replace(ROLES["prefill"], name="both", phases=("prefill", "decode"))
+    monkeypatch.setattr("worker.roles.ROLES", {**ROLES, "both": both})
+    policy = cluster("p0")
+    policy.on_worker_up(WorkerView(name="b0", role="both", total_pages=100, page_size=PAGE), 0.0)
+    decision = assigned(policy.assign(shape("a", avoid=frozenset({"p0"})), 0.0))
+    assert (decision.prefill, decision.decode) == ("b0", "b0")
+    policy.on_report("b0", Report(made_s=1.0, last_submit_seq=1, available_pages=97), 1.0)
+    policy.check_invariants()
+    assert lost(policy, "b0") == ["a"]
+    policy.check_invariants()
 
 
 # waiting and refusing

@@ -111,4 +111,4 @@ def test_every_change_is_a_new_version() -> None:
 def test_strangers_are_ignored() -> None:
     cluster = roster()
     assert not make_ready(cluster, "decode-9")
-    assert "decode-9" not in cluster.names()
+    assert "decode-9" not in cluster.worker_names()
