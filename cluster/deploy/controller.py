@@ -16,10 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import Roster
 
 logger = logging.getLogger(__name__)
-CONTROLLER = "controller"
 CALL_TIMEOUT_S = 10.0
 
 
@@ -69,8 +69,8 @@ class Controller:
                 ray.util.remove_placement_group(ray.util.get_placement_group(self._placement_group))
 
     async def _stop_all(self, names: Sequence[str], grace_s: float) -> None:
-        handles = [handle for name in names if (handle := _find(name)) is not None]
-        ready = [h for name in names if (h := _find(name)) is not None and self._roster.member(name).is_ready]
+        handles = [handle for name in names if (handle := find_actor(name)) is not None]
+        ready = [h for name in names if (h := find_actor(name)) is not None and self._roster.member(name).is_ready]
         stops = [_call(handle.stop.remote(grace_s), grace_s + CALL_TIMEOUT_S) for handle in ready]
         await asyncio.gather(*stops, return_exceptions=True)
         for handle in handles:
@@ -78,7 +78,7 @@ class Controller:
 
     async def _adopt(self, name: str) -> None:
         """After a restart of this actor, those that run already are asked; at the first start nobody does."""
-        handle = _find(name)
+        handle = find_actor(name)
         if handle is None:
             return
         try:
@@ -100,7 +100,7 @@ class Controller:
             self._spawn(self._wait_end(name, incarnation))
 
     async def _wait_end(self, name: str, incarnation: str) -> None:
-        handle = _find(name)
+        handle = find_actor(name)
         if handle is None:
             return
         try:
@@ -128,7 +128,7 @@ class Controller:
             self._spawn(self._tell_router(name, member.incarnation, workers))
 
     async def _tell_router(self, name: str, incarnation: str, workers: list[tuple[str, str, str, str]]) -> None:
-        handle = _find(name)
+        handle = find_actor(name)
         try:
             if handle is not None:
                 await _call(handle.set_workers.remote(workers), CALL_TIMEOUT_S)
@@ -144,13 +144,6 @@ class Controller:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _find(name: str) -> Any | None:
-    try:
-        return ray.get_actor(name)
-    except ValueError:
-        return None
 
 
 async def _call(ref: Any, timeout_s: float | None) -> Any:

@@ -31,8 +31,8 @@ def why_no_cuda(gpus: int, torch_cuda: str | None) -> str:
 
 def torch_cuda_version() -> str | None:
     """The CUDA that the installed torch was built for, such as 13.0; None for a build without, or no torch."""
-    found = importlib.util.find_spec("torch")
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    spec = importlib.util.find_spec("torch")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     for folder in folders:
         path = Path(folder) / "version.py"
         match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", _text(path), re.MULTILINE)

@@ -90,14 +90,14 @@ class Detokenizer:
         """Where the stop string starts that ends first within the new text; sets `stop_string`."""
         if self.num_tokens < self._min_tokens:
             return None
-        found: list[tuple[int, int, str]] = []
+        matches: list[tuple[int, int, str]] = []
         for stop in self._stops:
             start = self._pending.find(stop, max(0, already - len(stop) + 1))
             if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
+                matches.append((start + len(stop), start, stop))
+        if not matches:
             return None
-        _, start, self.stop_string = min(found)
+        _, start, self.stop_string = min(matches)
         return start
 
     def _first_possible_start(self) -> int:

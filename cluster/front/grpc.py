@@ -1,4 +1,5 @@
-"""The public gRPC services of a router: Generate and Cluster. They check, submit, and turn tokens into text.
+"""The public gRPC services of a router: Generate and Cluster. They have requests checked, submit them and stream
+what comes. A client that leaves, and its deadline, reach the router from here.
 
 One message goes out for each wake-up and choice: what came while the last one was being written goes out together, so
 a slow client gets fewer, larger messages and costs less.
@@ -15,56 +16,18 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from cluster.front.detokenizer import Detokenizer
-from cluster.front.requests import Checked, check, check_model, encode
+from cluster.front.answers import ChoiceAnswer, append, conclude, copy_end, merged, trailers
+from cluster.front.requests import CheckedRequest, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live_requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
+from cluster.router.live_requests import RequestFailed, Submission
 from cluster.router.status import status_of
-from engine.types import FinishReason, InvalidRequest, SamplingParams
+from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2, generate_pb2
-from kvrelay.v1 import worker_pb2 as pb
-from worker.convert import FINISH_REASON_TO_PROTO
 
 GENERATE_SERVICE = "kvrelay.v1.Generate"
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
 NO_DEADLINE_S = 1e8  # more than this is none
-
-
-class _Choice:
-    """Turns the tokens of one choice into messages."""
-
-    def __init__(self, request_id: str, index: int, params: SamplingParams, codec: TextCodec | None) -> None:
-        self._request_id = request_id
-        self._index = index
-        self._text = Detokenizer(
-            codec.backend if codec is not None else None, stop=params.stop, min_tokens=params.min_tokens
-        )
-        self.num_tokens = 0
-
-    def response(self, tokens: Sequence[pb.TokenOutput], finish: FinishReason | None) -> generate_pb2.GenerateResponse:
-        """The message for these tokens. If they complete a stop string it ends the choice, whatever `finish` says."""
-        ids = [token.token_id for token in tokens]
-        # A token that ended the request by its id (EOS, stop_token_ids) is part of the tokens, not of the text.
-        shown = ids[:-1] if finish is FinishReason.STOP else ids
-        text = self._text.push(shown)
-        if self._text.stopped:
-            finish = FinishReason.STOP
-            ids = ids[: self._text.num_tokens - self.num_tokens]
-        elif finish is not None:
-            text += self._text.finish()
-            if self._text.stopped:
-                finish = FinishReason.STOP
-        self.num_tokens += len(ids)
-        response = generate_pb2.GenerateResponse(
-            request_id=self._request_id, index=self._index, text=text, token_ids=ids
-        )
-        if tokens and tokens[0].HasField("logprobs"):
-            response.logprobs.extend(token.logprobs for token in tokens[: len(ids)])
-        if finish is not None:
-            response.finish_reason = FINISH_REASON_TO_PROTO[finish]
-            response.stop_string = self._text.stop_string or ""
-        return response
 
 
 class GenerateService:
@@ -114,9 +77,9 @@ class GenerateService:
         try:
             async with aclosing(self._responses(request, context)) as responses:
                 async for part in responses:
-                    _append(choices.setdefault(part.index, generate_pb2.Choice(index=part.index)), part)
+                    append(choices.setdefault(part.index, generate_pb2.Choice(index=part.index)), part)
                     if part.HasField("usage"):
-                        _copy_end(answer, part)
+                        copy_end(answer, part)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
         answer.choices.extend(choices[index] for index in sorted(choices))
@@ -151,37 +114,38 @@ class GenerateService:
         context.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
         submission = self._router.submit(checked.new)
         try:
-            choices = [_Choice(submission.id, live.choice, checked.params, self._codec) for live in submission.choices]
-            async for response in self._choice_responses(submission, choices):
+            numbers = [live.choice for live in submission.choices]
+            answers = [ChoiceAnswer(submission.id, number, checked.params, self._codec) for number in numbers]
+            async for response in self._choice_responses(submission, answers):
                 yield response
-            context.set_trailing_metadata(_trailers(submission))
+            context.set_trailing_metadata(trailers(submission))
         finally:
             self._router.cancel(submission, "the client went away")
 
     async def _choice_responses(
-        self, submission: Submission, choices: Sequence[_Choice]
+        self, submission: Submission, answers: Sequence[ChoiceAnswer]
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         running = {live.choice for live in submission.choices}
         while running:
-            for index, tokens, finish in _merged(await submission.updates()):
+            for index, tokens, finish in merged(await submission.updates()):
                 if index not in running:
                     continue  # came before the workers heard of the stop string
-                response = choices[index].response(tokens, finish)
+                response = answers[index].response(tokens, finish)
                 if response.finish_reason:
                     running.discard(index)
                     self._router.stop_choice(submission, index)
                     if not running:
-                        _conclude(response, submission, sum(choice.num_tokens for choice in choices))
+                        conclude(response, submission, sum(answer.num_tokens for answer in answers))
                 yield response
 
-    async def _check(self, request: generate_pb2.GenerateRequest | None, context: Any) -> Checked:
+    async def _check(self, request: generate_pb2.GenerateRequest | None, context: Any) -> CheckedRequest:
         arrived_s = self._clock()
         if self.is_draining:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another")
         model = self._checked_model(request)
         assert request is not None, "an unreadable request was refused"
         left_s = context.time_remaining()
-        return await check(
+        return await check_request(
             request,
             model=model,
             served_name=self.model_name,
@@ -210,54 +174,6 @@ class ClusterService:
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
         return status_of(self._router)
-
-
-def _merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutput], FinishReason | None]]:
-    """One entry for each choice, in the order in which they came first."""
-    if len(updates) == 1:
-        return [(updates[0].choice, updates[0].tokens, updates[0].finish)]
-    merged: dict[int, ChoiceUpdate] = {}
-    for update in updates:
-        if known := merged.get(update.choice):
-            known.tokens = [*known.tokens, *update.tokens]
-            known.finish = update.finish or known.finish
-        else:
-            merged[update.choice] = ChoiceUpdate(update.choice, update.tokens, update.finish)
-    return [(update.choice, update.tokens, update.finish) for update in merged.values()]
-
-
-def _conclude(response: generate_pb2.GenerateResponse, submission: Submission, num_tokens: int) -> None:
-    """Put usage, timeline and receipt into the last message of the call."""
-    first: LiveRequest = submission.choices[0]
-    response.usage.prompt_tokens = len(first.prompt_ids)
-    response.usage.completion_tokens = num_tokens
-    response.usage.cached_tokens = first.cached_tokens
-    response.timeline.CopyFrom(first.timeline_to_proto())
-    if (receipt := first.receipt_to_proto()) is not None:
-        response.receipt.CopyFrom(receipt)
-
-
-def _trailers(submission: Submission) -> tuple[tuple[str, str], ...]:
-    phases = submission.choices[0].timeline.phases()
-    text = ";".join(f"{name}={seconds:.6f}" for name, seconds in phases.items())
-    return ("kvrelay-request-id", submission.id), ("kvrelay-timeline", text)
-
-
-def _append(choice: generate_pb2.Choice, part: generate_pb2.GenerateResponse) -> None:
-    choice.text += part.text
-    choice.token_ids.extend(part.token_ids)
-    choice.logprobs.extend(part.logprobs)
-    if part.finish_reason:
-        choice.finish_reason = part.finish_reason
-        choice.stop_string = part.stop_string
-
-
-def _copy_end(answer: generate_pb2.GenerateOnceResponse, part: generate_pb2.GenerateResponse) -> None:
-    answer.request_id = part.request_id
-    answer.usage.CopyFrom(part.usage)
-    answer.timeline.CopyFrom(part.timeline)
-    if part.HasField("receipt"):
-        answer.receipt.CopyFrom(part.receipt)
 
 
 async def _refuse(context: Any, error: RequestFailed | InvalidRequest) -> NoReturn:

@@ -22,12 +22,12 @@ MAX_ID_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedRequest:
     new: NewRequest
     params: SamplingParams  # as asked for, defaults filled in, max_tokens clipped to what fits
 
 
-async def check(
+async def check_request(
     request: generate_pb2.GenerateRequest,
     *,
     model: generate_pb2.GetModelInfoResponse,
@@ -35,7 +35,8 @@ async def check(
     codec: TextCodec | None,
     arrived_s: float,
     deadline_s: float | None,
-) -> Checked:
+) -> CheckedRequest:
+    """Everything checked, the prompt tokenised, an id and a seed given where the client gave none."""
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
     params = sampling_from_proto(request.sampling)
@@ -53,11 +54,11 @@ async def check(
     new = NewRequest(
         id=request_id,
         prompt_ids=prompt_ids,
-        sampling=[_choice(params, i) for i in range(params.n)],
+        sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=arrived_s,
         deadline_s=deadline_s,
     )
-    return Checked(new=new, params=params)
+    return CheckedRequest(new=new, params=params)
 
 
 def check_model(name: str, served: str) -> None:
@@ -105,7 +106,7 @@ async def encode(text: str, model: generate_pb2.GetModelInfoResponse, codec: Tex
     return await codec.encode(text)
 
 
-def _choice(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:
+def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:
     """What the workers get for choice `index`: one choice, with a seed of its own. Stop strings stay at the front."""
     seed = (params.seed + index) % 2**SEED_BITS
     return sampling_to_proto(replace(params, seed=seed, n=1, stop=()))

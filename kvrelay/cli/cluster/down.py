@@ -83,7 +83,8 @@ def _end_process(cluster: state.ClusterState, timeout_s: float) -> None:
 
 
 def _end_joined(cluster: state.ClusterState) -> None:
-    from cluster.deploy.ray import DeployError, end_joined, quiet_stdout
+    from cluster.deploy.deployment import end_joined
+    from cluster.deploy.ray import DeployError, quiet_stdout
 
     try:
         with quiet_stdout():

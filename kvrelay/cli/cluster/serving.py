@@ -17,7 +17,7 @@ from kvrelay.cli.cluster import state
 from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError
 
 if TYPE_CHECKING:
-    from cluster.deploy.ray import Deployment
+    from cluster.deploy.deployment import Deployment
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
 
@@ -65,7 +65,8 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
 
 
 def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode, view: View, began_s: float) -> int:
-    from cluster.deploy.ray import DeployError, Deployment, quiet_stdout
+    from cluster.deploy.deployment import Deployment
+    from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
 
     state.make_directory()
@@ -110,7 +111,7 @@ def _start(deployment: Deployment, view: View) -> None:
 
 
 def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
-    from cluster.deploy.ray import follow
+    from cluster.deploy.deployment import follow
 
     snapshot: dict[str, Any] = {}
     for snapshot in follow(deployment):
@@ -152,7 +153,7 @@ def summary(spec: ClusterSpec, snapshot: dict[str, Any], ready_s: float) -> dict
 
 
 def _endpoints(snapshot: dict[str, Any]) -> list[str]:
-    from cluster.deploy.ray import endpoints_of
+    from cluster.deploy.deployment import endpoints_of
 
     return endpoints_of(snapshot)
 

@@ -1,0 +1,166 @@
+"""Deployment puts a resolved spec onto Ray and takes it off again. The command's `up` and `down` stand on it.
+
+    start or join Ray -> launch: placement group, controller, routers, workers, all at once -> follow until ready
+    stop: routers drain, workers end, actors and placement group are removed, and a Ray of our own is ended
+
+Everything is a named, detached actor in a namespace of the cluster's own, so that `down`, or another `up`, finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.deploy import gpus
+from cluster.deploy.launch import CONTROLLER, end_actors, launch_controller, launch_members, needs_of, wants_of
+from cluster.deploy.local_ray import LOOPBACK, LocalRay
+from cluster.deploy.ray import DeployError, find_actor, join_ray, namespace_of, node_host
+from cluster.deploy.roster import ROUTER
+from cluster.spec.model import ClusterSpec
+from cluster.spec.resolve import Machine, resolve
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_RETRY_S = 0.2
+POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal or a dead controller is noticed
+
+
+class Deployment:
+    """One cluster on one Ray. `address` None: a Ray of our own; else auto or HOST:PORT of one that runs."""
+
+    def __init__(self, spec: ClusterSpec, *, address: str | None, secret: str) -> None:
+        self._written = spec
+        self._address = address
+        self._secret = secret
+        self._local = LocalRay() if address is None else None
+        self._controller: Any = None
+        self._version = -1
+        self._wants: dict[str, str] = {}
+        self.spec = spec
+
+    def start(self) -> None:
+        """Start or join Ray and launch every actor; returns before they are ready. Raises DeployError, SpecError."""
+        if self._local is not None:
+            machine = this_machine()
+            self.spec = resolve(self._written, machine, node_host=LOOPBACK)
+            if machine.gpus and machine.why_no_cuda:
+                log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
+            try:
+                self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
+            except (RuntimeError, OSError, ValueError) as error:
+                raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
+        else:
+            assert self._address is not None
+            join_ray(self._address, self.spec.name)
+            self.spec = resolve(self._written, None, node_host=node_host())
+            if find_actor(CONTROLLER) is not None:
+                raise DeployError(
+                    f"a cluster named {self.spec.name} runs in this Ray already; end it with "
+                    f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
+                )
+        self._wants = wants_of(self.spec)
+        self._controller = launch_controller(self.spec)  # from here on `stop` ends what is there
+        launch_members(self.spec, self._secret, loopback=self._local is not None)
+
+    def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
+        """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
+
+        A controller that Ray is restarting is waited for. Raises DeployError when it is gone for good.
+        """
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        while True:
+            change = self._controller.wait_change.remote(self._version, timeout_s)
+            try:
+                snapshot: dict[str, Any] = change.future().result()  # unlike ray.get a signal interrupts this at once
+                break
+            except ActorUnavailableError:
+                self._version = -1  # the next one counts anew
+                time.sleep(CONTROLLER_RETRY_S)
+            except ActorDiedError:
+                raise DeployError("the controller is gone: somebody has ended it, or Ray, from outside") from None
+        self._version = snapshot["version"]
+        for member in snapshot["members"]:
+            if member["stage"] == "waiting":
+                member["reason"] = self._wants.get(member["name"], "")
+        if self._local is not None:
+            self._local.remember()
+        return snapshot
+
+    def stop(self, *, keep_logs: bool = False) -> None:
+        """End what `start` began, however far it came."""
+        import ray
+
+        if ray.is_initialized() and self._controller is not None:
+            end_actors(self._controller)
+        if self._local is not None:
+            self._local.stop(keep_logs=keep_logs)
+        else:
+            ray.shutdown()
+
+    def leave(self) -> None:
+        """Let go of a joined Ray; the actors stay."""
+        import ray
+
+        ray.shutdown()
+
+    @property
+    def logs(self) -> str:
+        return self._local.temp_dir if self._local is not None else "Ray's session directory on each node"
+
+
+def this_machine() -> Machine:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    num_gpus = gpus.count_gpus()
+    return Machine(
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        memory_bytes=pages * page_bytes,
+        gpus=num_gpus,
+        why_no_cuda=gpus.why_no_cuda(num_gpus, gpus.torch_cuda_version()),
+    )
+
+
+def end_joined(address: str, name: str) -> None:
+    """`down` for a cluster in a Ray that goes on running. Raises DeployError when there is none of that name."""
+    import ray
+
+    join_ray(address, name)
+    try:
+        controller = find_actor(CONTROLLER)
+        if controller is None:
+            raise DeployError(f"no cluster named {name} runs in the Ray at {address}")
+        end_actors(controller)
+    finally:
+        ray.shutdown()
+
+
+def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
+    """Snapshots until all are ready or one has failed. Raises DeployError with one sentence for each failure."""
+    timeout_s = deployment.spec.ready_timeout_s
+    deadline = time.monotonic() + timeout_s
+    while True:
+        snapshot = deployment.next_snapshot()
+        yield snapshot
+        if snapshot["failed"]:
+            raise DeployError("\n".join(snapshot["failed"]), is_a_crash=snapshot["has_crashed"])
+        if snapshot["is_ready"]:
+            return
+        if time.monotonic() > deadline:
+            raise DeployError(_too_slow(snapshot, timeout_s), is_a_crash=True)
+
+
+def _too_slow(snapshot: Mapping[str, Any], timeout_s: float) -> str:
+    late = [_standing(m) for m in snapshot["members"] if m["stage"] != "ready"]
+    return f"not ready after {timeout_s:g} s: {', '.join(late)}; mend it, or raise ready_timeout_s"
+
+
+def _standing(member: Mapping[str, Any]) -> str:
+    reason = f" ({member['reason']})" if member["reason"] else ""
+    return f"{member['name']} is at {member['stage']}{reason}"
+
+
+def endpoints_of(snapshot: Mapping[str, Any]) -> list[str]:
+    return [m["address"] for m in snapshot["members"] if m["role"] == ROUTER and m["address"]]

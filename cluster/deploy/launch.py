@@ -1,0 +1,137 @@
+"""The actors of one cluster: what each asks of Ray, how they are created, and how they are ended.
+
+All at once, each named, detached and always restarted: nothing here waits for anything, and an actor whose resources
+are not there yet starts when they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.deploy.ray import find_actor
+from cluster.deploy.roster import roles_of
+from cluster.spec.model import ClusterSpec
+from cluster.spec.resolve import WorkerPlan, workers_of
+
+CONTROLLER = "controller"
+PLACEMENT_GROUP = "workers"
+STOP_TIMEOUT_S = 300.0  # the controller bounds what it waits for itself; this is for one that hangs
+
+
+def bundle_of(plan: WorkerPlan) -> dict[str, float]:
+    """What Ray sets aside for a worker, by Ray's names."""
+    wanted = {"CPU": plan.num_cpus, "GPU": plan.num_gpus, **plan.resources}
+    return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def needs_of(spec: ClusterSpec) -> dict[str, float]:
+    """What all actors of a resolved spec ask of Ray together."""
+    total: Counter[str] = Counter()
+    for plan in workers_of(spec):
+        total.update(bundle_of(plan))
+    for _ in range(spec.router.replicas):
+        total.update(spec.router.resources)
+    return dict(total)
+
+
+def wants_of(spec: ClusterSpec) -> dict[str, str]:
+    """What each worker waits for before it is started, for people."""
+    wants = {}
+    for plan in workers_of(spec):
+        amounts = ", ".join(f"{name} {amount:g}" for name, amount in bundle_of(plan).items())
+        wants[plan.name] = f"wants {amounts} of Ray" if amounts else ""
+    return wants
+
+
+def launch_controller(spec: ClusterSpec) -> Any:
+    """Create the controller of a resolved spec, before all else: its name is the cluster's, and it ends the others."""
+    import ray
+
+    from cluster.deploy.controller import Controller
+
+    plans = workers_of(spec)
+    has_group = any(bundle_of(plan) for plan in plans)
+    roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
+    actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
+    return actor.remote(roles, PLACEMENT_GROUP if has_group else "", spec.router.drain_s)
+
+
+def launch_members(spec: ClusterSpec, secret: str, *, loopback: bool) -> None:
+    """Create every worker and router of a resolved spec."""
+    plans = workers_of(spec, secret=secret)
+    bundles = [bundle_of(plan) for plan in plans]
+    group = _reserve([bundle for bundle in bundles if bundle])
+    index = 0
+    for plan, bundle in zip(plans, bundles, strict=True):
+        _launch_worker(plan, bundle, group, index, loopback)
+        index += bool(bundle)
+    for i in range(spec.router.replicas):
+        _launch_router(spec, i, secret)
+
+
+def _reserve(bundles: list[dict[str, float]]) -> Any | None:
+    import ray
+
+    if not bundles:
+        return None
+    return ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
+
+
+def _always(name: str) -> dict[str, Any]:
+    """Named, outliving its maker, always restarted; a call that a crash broke is not made again."""
+    return {"name": name, "lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
+
+
+def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, index: int, loopback: bool) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    options = _always(plan.name) | {
+        "num_cpus": plan.num_cpus,
+        "num_gpus": plan.num_gpus,
+        "resources": dict(plan.resources),
+        "max_concurrency": 4,
+    }
+    if bundle:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    actor = ray.remote(_actor_class(plan.options.role)).options(**options)
+    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, CONTROLLER)
+
+
+def _actor_class(role: str) -> type[Any]:
+    """Under the role's name, by which `ps` and Ray's dashboard tell workers apart."""
+    from worker.actor import WorkerActor
+
+    return type(f"{role.capitalize()}Actor", (WorkerActor,), {})
+
+
+def _launch_router(spec: ClusterSpec, index: int, secret: str) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from cluster.deploy.router_actor import RouterActor
+
+    options = _always(f"router-{index}") | {"num_cpus": 0, "max_concurrency": 4}
+    if spec.router.resources:
+        options["resources"] = dict(spec.router.resources)
+    else:  # where `up` runs, so that the endpoint is where one looks for it
+        node_id = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    ray.remote(RouterActor).options(**options).remote(spec, index, secret, CONTROLLER)
+
+
+def end_actors(controller: Any) -> None:
+    """End the actors of a cluster, the controller last, whether or not it still answers."""
+    import ray
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):  # its own end would be reported so too; what is left is killed below
+        ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
+    for entry in ray.util.list_named_actors():
+        handle = find_actor(entry) if entry != CONTROLLER else None
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
+    ray.kill(controller, no_restart=True)
