@@ -37,7 +37,8 @@ from rich.table import Table
 from bench.common import CpuWatch, about, demo_model, other_cores, save, wait_quiet
 from bench.peers import NOTE, PEERS
 from kvrelay.bench.metrics import METRICS, Outcome, summarise
-from kvrelay.bench.run import Settings, run
+from kvrelay.bench.options import PlayOptions, WorkloadOptions
+from kvrelay.bench.run import run
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 SECONDS, QUICK_SECONDS = 30.0, 10.0  # of arrivals at each rate
@@ -126,13 +127,12 @@ def _kill_after(process: subprocess.Popen[str], timeout_s: float) -> threading.T
 
 async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
     """One run at one rate; the CPU is watched from the first request, after the warm-ups, to the last end."""
-    settings = Settings(
+    options = WorkloadOptions(
         num_prompts=max(LEAST_REQUESTS, round(rate * seconds)),
         request_rate=rate,
         random_input_len=256,
         random_output_len=64,
         random_range_ratio=0.5,
-        num_warmups=WARMUPS,
         seed=seed,
     )
     cpu = CpuWatch(served.parts)
@@ -144,7 +144,7 @@ async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> 
         yield lambda outcome: None
         used.update(cpu.end())
 
-    _, outcomes, duration_s = await run(served.endpoint, settings, watch=watch)
+    _, outcomes, duration_s = await run(served.endpoint, options, PlayOptions(num_warmups=WARMUPS), watch=watch)
     summary = summarise(outcomes, duration_s, SLOS_S, tuple(METRICS), PERCENTILES)
     return {"asked_per_s": rate, "seed": seed, **summary, **used}
 

@@ -33,11 +33,12 @@ from rich.table import Table
 from bench.common import MODELS, REPO, CpuWatch, about, demo_model, other_cores, save
 from bench.e2e import Cluster, cluster, spec
 from kvrelay.bench.metrics import Outcome
-from kvrelay.bench.run import Settings
+from kvrelay.bench.options import PlayOptions, WorkloadOptions
+from kvrelay.bench.workload import timed_workload
 from kvrelay.calibrate.calibration import CalibrationError, calibrate
 from kvrelay.calibrate.effort import QUICK, Effort
 from kvrelay.calibrate.probes import ProbeError, Prober
-from kvrelay.calibrate.verifying import Question, foretell, judge, play, workload_of
+from kvrelay.calibrate.verifying import Claim, foretell, judge, play
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError
 from placement.build.from_profile import sim_cluster
@@ -67,16 +68,15 @@ METRICS = (("ttft", 90.0), ("tpot", 90.0))
 console = Console(width=max(136, Console().width))
 
 
-def settings_of(rate: float, num_prompts: int) -> Settings:
+def workload_at(rate: float, num_prompts: int) -> WorkloadOptions:
     """The same requests at every rate, the gaps between them stretched."""
-    return Settings(
+    return WorkloadOptions(
         num_prompts=num_prompts,
         request_rate=rate,
         trace=TRACE,
         trace_scale=SCALE,
         max_input_len=MAX_INPUT,
         max_output_len=MAX_OUTPUT,
-        num_warmups=6,
     )
 
 
@@ -154,7 +154,7 @@ def measure_profile(served: Cluster, effort: Effort) -> Profile:
     return asyncio.run(run())
 
 
-def live_run(served: Cluster, question: Question, profile: Profile) -> tuple[Verification, dict[str, Any]]:
+def live_run(served: Cluster, claim: Claim, profile: Profile) -> tuple[Verification, dict[str, Any]]:
     """One live run beside its prediction, and the state of the machine meanwhile."""
     around: dict[str, Any] = {
         "busy_cores_before": round(other_cores(1.0), 3),
@@ -178,9 +178,9 @@ def live_run(served: Cluster, question: Question, profile: Profile) -> tuple[Ver
         yield on_end
         around.update(cpu.end())
 
-    settings = replace(question.settings, prompt_seed=time.time_ns() % 2**32)
-    measured = asyncio.run(play(served.endpoint, settings, watch=watch))
-    return judge(question, foretell(question), measured), around
+    playing = PlayOptions(num_warmups=6, prompt_seed=time.time_ns() % 2**32)
+    measured = asyncio.run(play(served.endpoint, claim.workload, playing, watch=watch))
+    return judge(claim, foretell(claim), measured), around
 
 
 def row_of(share: float, runs: Sequence[tuple[Verification, dict[str, Any]]]) -> dict[str, Any]:
@@ -299,11 +299,11 @@ class Trial:
     long_run: float  # requests/s: the knee of a run that is long
     knee: float  # of the very requests that are played
 
-    def question(self, share: float) -> Question:
+    def claim(self, share: float) -> Claim:
         error = self.profile.error
-        return Question(
+        return Claim(
             cluster=self.simulated,
-            settings=settings_of(share * self.knee, self.count),
+            workload=workload_at(share * self.knee, self.count),
             slo=self.slo,
             source=self.profile.name,
             client_s=self.profile.client_s,
@@ -321,11 +321,11 @@ def prepare(served: Cluster, seconds: float, *, quick: bool) -> Trial:
     write_profile(profile, MODELS / profile.name)
     console.print(f"profile in {os.path.relpath(MODELS / profile.name)}; error {profile.error}")
     simulated = sim_cluster(profile)
-    lengths = workload_of(settings_of(1.0, 5000))
+    lengths = timed_workload(workload_at(1.0, 5000))
     slo = slo_of(profile, lengths)
     long_run = knee_of(simulated, lambda rate: lengths.resampled(LONG_RUN, rate, seed=1), slo, profile.client_s)
     count = QUICK_REQUESTS if quick else round(min(max(long_run * seconds, LEAST), MOST))
-    knee = knee_of(simulated, lambda rate: workload_of(settings_of(rate, count)), slo, profile.client_s)
+    knee = knee_of(simulated, lambda rate: timed_workload(workload_at(rate, count)), slo, profile.client_s)
     console.print(
         f"targets TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms; knee by simulation: "
         f"{long_run:.2f}/s in the long run, {knee:.2f}/s for the {count} requests that are played"
@@ -361,8 +361,8 @@ def main() -> int:
         trial = prepare(served, args.seconds, quick=args.quick)
         for number, share in enumerate(shares):
             console.print(f"{share:g} of the knee; about {trial.left_s(shares[number:]) / 60:.0f} minutes left")
-            question = trial.question(share)
-            rows.append(row_of(share, [live_run(served, question, trial.profile) for _ in range(LIVE_RUNS)]))
+            claim = trial.claim(share)
+            rows.append(row_of(share, [live_run(served, claim, trial.profile) for _ in range(LIVE_RUNS)]))
             console.print(table_of(rows[-1:], trial.slo, trial.knee))
             if not args.quick:  # what is there is kept, should a later rate fail
                 saved = save("verify_live", result_of(head, trial, rows))

@@ -28,6 +28,7 @@ from rich.console import Console
 from kvrelay.bench import metrics, workload
 from kvrelay.bench import run as benchmark
 from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.report import tables
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
@@ -148,12 +149,12 @@ def check_nothing_left(mark: str) -> None:
 
 def marked(mark: str) -> list[psutil.Process]:
     """The processes that were started, at any remove, by our `kvrelay up`."""
-    found = []
+    running = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
 def stream_one(endpoint: str) -> None:
@@ -179,22 +180,17 @@ def play_trace(endpoint: str) -> None:
     shapes = workload.read_trace(TRACE, NUM_REQUESTS)
     scale = min(1.0, max_model_len / (2 + max(shape.input_len + shape.output_len for shape in shapes)))
     say(f"{NUM_REQUESTS} requests, Poisson at {REQUESTS_PER_S:g}/s, lengths of the Azure trace times {scale:.2f}")
-    settings = benchmark.Settings(
-        num_prompts=NUM_REQUESTS,
-        request_rate=REQUESTS_PER_S,
-        trace=TRACE,
-        trace_scale=scale,
-        timeout_s=REQUEST_TIMEOUT_S,
-    )
-    _, outcomes, duration_s = asyncio.run(benchmark.run(endpoint, settings, watch=dots))
-    found = metrics.summarise(outcomes, duration_s, TARGETS_S, ["ttft", "tpot", "e2el"], [50, 90, 99])
+    options = WorkloadOptions(num_prompts=NUM_REQUESTS, request_rate=REQUESTS_PER_S, trace=TRACE, trace_scale=scale)
+    playing = PlayOptions(timeout_s=REQUEST_TIMEOUT_S)
+    _, outcomes, duration_s = asyncio.run(benchmark.run(endpoint, options, playing, watch=dots))
+    summary = metrics.summarise(outcomes, duration_s, TARGETS_S, ["ttft", "tpot", "e2el"], [50, 90, 99])
     console = Console()
     print()
-    for table in tables(found):
+    for table in tables(summary):
         console.print(table)
-    handoff = found["handoff"]
-    if found["failed"]:
-        raise DemoFailed(f"{found['failed']} of {NUM_REQUESTS} requests failed: {found['errors']}")
+    handoff = summary["handoff"]
+    if summary["failed"]:
+        raise DemoFailed(f"{summary['failed']} of {NUM_REQUESTS} requests failed: {summary['errors']}")
     if handoff["receipts_bad"] or handoff["recomputed_tokens"] or not handoff["pages"]:
         raise DemoFailed(f"the KV was not handed over as it should be: {handoff}")
 

@@ -1,4 +1,4 @@
-"""What a benchmark sends and when: arrival times, prompt and output lengths, prompt tokens.
+"""From WorkloadOptions to requests: arrival times, prompt and output lengths, prompt tokens.
 
 Pure: files are read, nothing is sent, and all chance comes from the generator that the caller passes, so that one seed
 always makes one workload. Times are seconds since the first request, lengths are tokens. Traces and arrival times are
@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.bench.options import WorkloadOptions
+from placement.workload.requests import Workload, from_shapes
 from placement.workload.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadError, arrivals_s, read_trace
 
+RANDOM_REQUESTS = 4096  # where no number is asked for: a simulation draws from them
 __all__ = [
     "MOONCAKE_BLOCK_TOKENS",
     "Shape",
@@ -27,7 +30,54 @@ __all__ = [
     "prompts",
     "random_shapes",
     "read_trace",
+    "shapes_of",
+    "source_workload",
+    "timed_shapes",
+    "timed_workload",
 ]
+
+
+def shapes_of(options: WorkloadOptions, rng: np.random.Generator) -> list[Shape]:
+    """The trace's requests, or as many random ones as are asked for. Raises WorkloadError."""
+    if options.trace is not None:
+        shapes, scale = read_trace(options.trace, options.num_prompts), options.trace_scale
+    elif options.random_input_len is None or options.random_output_len is None:
+        raise WorkloadError("no requests are given; give --trace, or --random-input-len and --random-output-len")
+    else:
+        num, lengths = options.num_prompts or RANDOM_REQUESTS, (options.random_input_len, options.random_output_len)
+        scale = 1.0
+        shapes = random_shapes(num, *lengths, options.random_range_ratio, options.random_prefix_len, rng)
+    return fit(shapes, scale=scale, max_input_len=options.max_input_len, max_output_len=options.max_output_len)
+
+
+def source_workload(options: WorkloadOptions) -> Workload:
+    """The requests that a simulation draws from: lengths, and the trace's own times. Raises WorkloadError."""
+    return from_shapes(shapes_of(options, np.random.default_rng(options.seed)), options.name)
+
+
+def timed_shapes(options: WorkloadOptions) -> list[tuple[Shape, float]]:
+    """What to send and when. Lengths and arrivals draw from generators of their own: a new rate keeps the lengths.
+    Raises WorkloadError."""
+    _check(options)
+    shapes = shapes_of(options, np.random.default_rng([options.seed, 0]))
+    if options.trace_timestamps:
+        return list(zip(shapes, at_speed(shapes, options.trace_speedup), strict=True))
+    rng = np.random.default_rng([options.seed, 1])
+    return list(zip(shapes, arrivals_s(len(shapes), options.request_rate, options.burstiness, rng), strict=True))
+
+
+def timed_workload(options: WorkloadOptions) -> Workload:
+    """The same as the simulator takes it."""
+    return from_shapes([replace(shape, at_s=at_s) for shape, at_s in timed_shapes(options)], options.name)
+
+
+def _check(options: WorkloadOptions) -> None:
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise WorkloadError(f"--num-prompts is {options.num_prompts}; give 1 or more")
+    if not 0 <= options.seed < 2**62:
+        raise WorkloadError(f"--seed is {options.seed}; give a whole number of 0 to 2**62 - 1")
+    if options.trace is None and options.trace_timestamps:
+        raise WorkloadError("--trace-timestamps needs --trace FILE, whose times it replays")
 
 
 def random_shapes(

@@ -1,9 +1,9 @@
 """Verifies a prediction against a running cluster: the very same requests at the same times, simulated and sent.
 
-    Settings (of kvrelay.bench.run) --> Workload --> simulated: Prediction
-                                    \\-> played against the router: Seen       --> Verification
+    WorkloadOptions --> Workload --> simulated: Prediction
+                    \\-> played against the router: Seen --> Verification
 
-What a plan file asks for becomes Settings and a SimCluster here. Nothing is judged: see
+What a plan file asks for becomes WorkloadOptions and a SimCluster here. Nothing is judged: see
 placement/checks/verification.py.
 """
 
@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from kvrelay.bench.metrics import Outcome
-from kvrelay.bench.run import Settings, run, timed_shapes
+from kvrelay.bench.options import PlayOptions, WorkloadOptions
+from kvrelay.bench.run import run
+from kvrelay.bench.workload import timed_workload
 from kvrelay.client.types import ClusterStatus
 from kvrelay.plan.reading import request_of
 from placement.build.from_profile import sim_cluster
@@ -32,48 +34,43 @@ from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from placement.plan import Candidate, PoolPlan, Slo
 from placement.simulator.cluster import SimCluster
-from placement.workload.requests import Workload, from_shapes
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
+AT_A_RATE: dict[str, Any] = {"num_prompts": 1000, "trace_timestamps": False}  # whatever the plan drew from
 ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Claim:
     """What is verified: a cluster as it is simulated, what is sent, and how wrong the times may be. `source`: the file
     that predicts, for the margin. `client_s`: between the client and the router."""
 
     cluster: SimCluster
-    settings: Settings
+    workload: WorkloadOptions
     slo: Slo
     source: str
     client_s: float = 0.0
     error: float = 0.0
 
 
-def workload_of(settings: Settings) -> Workload:
-    """What `run` sends with the same settings."""
-    timed = timed_shapes(settings)
-    name = settings.trace.name if settings.trace is not None else "random lengths"
-    return from_shapes([replace(shape, at_s=at_s) for shape, at_s in timed], name)
+def foretell(claim: Claim) -> Prediction:
+    workload = timed_workload(claim.workload)
+    return predict(claim.cluster, workload, client_s=claim.client_s, error=claim.error)
 
 
-def foretell(question: Question) -> Prediction:
-    workload = workload_of(question.settings)
-    return predict(question.cluster, workload, client_s=question.client_s, error=question.error)
-
-
-async def play(endpoint: str, settings: Settings, *, secret: str = "", watch: Watch) -> Seen:
+async def play(
+    endpoint: str, workload: WorkloadOptions, playing: PlayOptions, *, secret: str = "", watch: Watch
+) -> Seen:
     """Serve it. Raises what kvrelay.bench.run.run does."""
-    _, outcomes, _ = await run(endpoint, settings, secret=secret, watch=watch)
-    return seen(outcomes)
+    _, outcomes, _ = await run(endpoint, workload, playing, secret=secret, watch=watch)
+    return measured_of(outcomes)
 
 
-def judge(question: Question, prediction: Prediction, measured: Seen) -> Verification:
-    return compare(prediction, measured, question.slo)
+def judge(claim: Claim, prediction: Prediction, measured: Seen) -> Verification:
+    return compare(prediction, measured, claim.slo)
 
 
-def seen(outcomes: Sequence[Outcome]) -> Seen:
+def measured_of(outcomes: Sequence[Outcome]) -> Seen:
     """A column for each figure, in the order of the requests."""
     good = [outcome for outcome in outcomes if outcome.succeeded]
     sums: dict[str, float] = {}
@@ -92,11 +89,11 @@ def _column(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> np.n
     return np.array([of(outcome) if outcome.succeeded else math.nan for outcome in outcomes], dtype=np.float64)
 
 
-def margin_run(question: Question, verified: Verification) -> MarginRun:
+def margin_run(claim: Claim, verified: Verification) -> MarginRun:
     """Of a run in which no request failed."""
     return MarginRun(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=question.source,
+        source=claim.source,
         rate=verified.rate,
         num_requests=verified.num_requests,
         ttft=verified.row("ttft", 90.0).error,
@@ -109,22 +106,22 @@ def margin_run(question: Question, verified: Verification) -> MarginRun:
 # What is verified
 
 
-def of_profile(path: Path, settings: Settings, slo: Slo) -> Question:
-    return of_profile_values(read_profile(path), settings, slo, path.name)
+def of_profile(path: Path, workload: WorkloadOptions, slo: Slo) -> Claim:
+    return of_profile_values(read_profile(path), workload, slo, path.name)
 
 
-def of_profile_values(profile: Profile, settings: Settings, slo: Slo, source: str) -> Question:
+def of_profile_values(profile: Profile, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
     """The cluster that was measured."""
-    return _measured(profile, sim_cluster(profile), settings, slo, source)
+    return _measured(profile, sim_cluster(profile), workload, slo, source)
 
 
-def _measured(profile: Profile, cluster: SimCluster, settings: Settings, slo: Slo, source: str) -> Question:
+def _measured(profile: Profile, cluster: SimCluster, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
     error = max(profile.error.prefill, profile.error.decode)
-    return Question(cluster=cluster, settings=settings, slo=slo, source=source, client_s=profile.client_s, error=error)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=source, client_s=profile.client_s, error=error)
 
 
-def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
-    """`changed`: settings that differ from the plan's. Raises PlanError naming the file and what it lacks."""
+def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
+    """`changed`: workload options that differ from the plan's. Raises PlanError naming the file and what it lacks."""
     plan = _read_plan(path)
     try:
         request, candidate = request_of(plan["asked"]), _candidate(plan["chosen"]["candidate"])
@@ -139,13 +136,13 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Question:
         raise PlanError(
             f"{path} chose colocated workers, which kvrelay does not serve; plan with --no-colocated for two pools"
         )
-    settings = replace(_settings(request, rate), **changed)
+    workload = replace(request.workload, **AT_A_RATE | {"request_rate": rate, **changed})
     counts = [sum(pool.replicas for pool in candidate.pools if pool.role == role) for role in ROLES]
     if request.profile is not None:
         profile = read_profile(request.profile)
-        return _measured(profile, sim_cluster(profile, *counts), settings, slo, path.name)
+        return _measured(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
-    return Question(cluster=cluster, settings=settings, slo=slo, source=path.name, error=share)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, error=share)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:
@@ -167,16 +164,6 @@ def _candidate(plain: Mapping[str, Any]) -> Candidate:
     return Candidate(pools=pools, sharing=plain.get("sharing", ""), design=plain.get("design", ""))
 
 
-def _settings(request: Any, rate: float) -> Settings:
-    """The plan's workload at the plan's rate."""
-    same = ("trace", "trace_scale", "max_input_len", "max_output_len", "burstiness", "seed")
-    values = {name: getattr(request, name) for name in same}
-    for name in ("random_input_len", "random_output_len", "random_range_ratio"):
-        if getattr(request, name) is not None:
-            values[name] = getattr(request, name)
-    return Settings(request_rate=rate, **values)
-
-
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     from kvrelay.plan.catalogs import catalogs
     from placement.build.from_offers import assemble, offers_of
@@ -190,13 +177,13 @@ def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     return system.cluster, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
 
 
-def check_alike(question: Question, status: ClusterStatus) -> None:
+def check_alike(claim: Claim, status: ClusterStatus) -> None:
     """Raises PlanError: the cluster that runs is not the one that is predicted."""
     for role in ROLES:
-        wanted = sum(worker.role == role for worker in question.cluster.workers)
+        wanted = sum(worker.role == role for worker in claim.cluster.workers)
         ready = sum(worker.role == role and worker.state == "ready" for worker in status.workers)
         if wanted != ready:
             raise PlanError(
-                f"{question.source} is for {wanted} {role} workers, and {ready} are ready; start the cluster that it "
+                f"{claim.source} is for {wanted} {role} workers, and {ready} are ready; start the cluster that it "
                 "is for (kvrelay plan --out writes its spec), or calibrate this one"
             )

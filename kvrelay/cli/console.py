@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +13,9 @@ import typer
 FAILURE = 1
 USAGE = 2
 INTERRUPTED = 130
+ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
 
+NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Draw no progress bar.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
 
@@ -39,3 +43,16 @@ def report(error: CliError, as_json: bool) -> int:
     if as_json:
         print_json({"error": {"message": str(error)}})
     return error.code
+
+
+@contextmanager
+def exit_codes(as_json: bool, *, wrong: tuple[type[Exception], ...] = (), interrupted: str) -> Iterator[None]:
+    """What cannot be done ends the command, told: a CliError, what `wrong` says was asked wrongly, Ctrl-C."""
+    try:
+        yield
+    except CliError as error:
+        raise typer.Exit(report(error, as_json)) from None
+    except wrong as error:
+        raise typer.Exit(report(CliError(str(error), USAGE), as_json)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(report(CliError(interrupted, INTERRUPTED), as_json)) from None

@@ -12,18 +12,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
 import typer
 
-from kvrelay.cli.console import INTERRUPTED, USAGE, JsonOption
-from kvrelay.client.client import DEFAULT_ENDPOINT, Client
+from kvrelay.cli.connection import Router, refusals
+from kvrelay.cli.console import JsonOption
+from kvrelay.cli.groups import grouped
+from kvrelay.client.client import Client
 from kvrelay.client.streams import Stream
 from kvrelay.client.types import Choice, Completion, GenerateOptions, KvrelayError
-
-ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
-SECRET_VARIABLE = "KVRELAY_SECRET"
-_EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
 
 HELP = """Send one prompt and print the answer as it comes.
 
@@ -39,94 +38,60 @@ Examples:
   kvrelay generate - --stop END --timeout 10 < prompt.txt
 """
 
-EndpointOption = Annotated[
-    str, typer.Option("--endpoint", envvar=ENDPOINT_VARIABLE, help="Where a router listens, host:port.")
-]
-SecretOption = Annotated[
-    str,
-    typer.Option("--secret", envvar=SECRET_VARIABLE, help="The cluster's secret, where clients need it.", hidden=True),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to generate: kvrelay.client.types.GenerateOptions, as flags. None: the server's default."""
+
+    max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the server's, 1.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that reach this probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Draw from those this likely, relative to the best.")] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens. Default: random.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None
+    stop_token_ids: Annotated[str | None, typer.Option(help="End after any of these, such as 7,8.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
+    min_tokens: Annotated[int | None, typer.Option(help="Do not end before this many tokens.")] = None
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and the N likeliest.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and output; 1 is off.")] = None
+    presence_penalty: Annotated[float | None, typer.Option(help="Over output; 0 is off.")] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="Over output, for each time; 0 is off.")] = None
+    n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
+    model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
+
+    def options(self) -> GenerateOptions:
+        """Those that were given. Raises KvrelayError."""
+        given: dict[str, Any] = dataclasses.asdict(self) | {"ignore_eos": self.ignore_eos or None}
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = _ids("--stop-token-ids", self.stop_token_ids)
+        chosen: Any = {key: value for key, value in given.items() if value not in (None, [])}
+        return cast(GenerateOptions, chosen)
 
 
 def register(app: typer.Typer) -> None:
-    app.command(help=HELP)(generate)
+    app.command(help=HELP)(grouped(generate))
 
 
 def generate(
+    sampling: Sampling,
+    router: Router,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
     token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead, such as 1,2,3.")] = None,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the server's, 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that reach this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Draw from those this likely, relative to the best.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens. Default: random.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
-    stop_token_ids: Annotated[str | None, typer.Option(help="End after any of these, such as 7,8.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
-    min_tokens: Annotated[int | None, typer.Option(help="Do not end before this many tokens.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and the N likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and output; 1 is off.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Over output; 0 is off.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Over output, for each time; 0 is off.")] = None,
-    n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
-    secret: SecretOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos or None,
-        "min_tokens": min_tokens,
-        "logprobs": logprobs,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "n": n,
-        "model": model,
-    }
-    try:
-        content = _prompt(prompt, token_ids)
-        if stop_token_ids is not None:
-            options["stop_token_ids"] = _ids("--stop-token-ids", stop_token_ids)
-        chosen: Any = {key: value for key, value in options.items() if value is not None}
-        _run(endpoint, secret, content, chosen, timeout, as_json)
-    except KvrelayError as error:
-        raise typer.Exit(report_error(error, as_json)) from None
-    except KeyboardInterrupt:
-        interrupted = KvrelayError("CANCELLED", "interrupted; the request was cancelled")
-        report_error(interrupted, as_json)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def report_error(error: KvrelayError, as_json: bool) -> int:
-    """Tell a person (stderr) and, with --json, a program (stdout); returns the exit code."""
-    wait = "" if error.retry_after_s is None else f" (retry after {error.retry_after_s:g} s)"
-    print(f"error: {error.message}{wait}", file=sys.stderr)
-    if as_json:
-        print(json.dumps({"error": error.to_dict()}))
-    return _EXIT_CODES.get(error.code, 1)
+    with refusals(as_json, interrupted="interrupted; the request was cancelled"):
+        _run(router, _prompt(prompt, token_ids), sampling.options(), timeout, as_json)
 
 
 def _run(
-    endpoint: str,
-    secret: str,
-    prompt: str | list[int],
-    options: GenerateOptions,
-    timeout_s: float | None,
-    as_json: bool,
+    router: Router, prompt: str | list[int], options: GenerateOptions, timeout_s: float | None, as_json: bool
 ) -> None:
     if timeout_s is not None and not timeout_s > 0:
         raise KvrelayError("INVALID_ARGUMENT", f"--timeout is {timeout_s:g}; give seconds above 0")
-    with Client(endpoint, secret=secret) as client, client.stream(prompt, timeout_s=timeout_s, **options) as stream:
+    client = Client(router.endpoint, secret=router.secret)
+    with client, client.stream(prompt, timeout_s=timeout_s, **options) as stream:
         live = not as_json and options.get("n", 1) == 1
         if live:
             _print_live(stream)

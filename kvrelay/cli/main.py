@@ -13,9 +13,7 @@ from typing import Any
 import typer
 
 from kvrelay.cli.cluster import state
-from kvrelay.cli.console import INTERRUPTED, CliError, report
-
-ENDPOINT_VARIABLE = "KVRELAY_ENDPOINT"
+from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
 app = typer.Typer(
     name="kvrelay",

@@ -9,15 +9,20 @@ Exit codes: 0 simulated; 1 it failed; 2 asked wrongly, or a spec that such hardw
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrelay.cli.console import INTERRUPTED, USAGE, CliError, JsonOption, note, print_json, report
+from kvrelay.bench.options import WorkloadOptions
+from kvrelay.cli.console import JsonOption, NoProgressOption, exit_codes, note, print_json
+from kvrelay.cli.groups import Flags, grouped
+from kvrelay.cli.progress import progress
+from kvrelay.cli.targets import Targets
 
 if TYPE_CHECKING:
-    from kvrelay.simulate.simulation import Found, Question
+    from kvrelay.simulate.simulation import Sweep, SweepResult
 
 PARAGRAPHS = (
     "Simulate a cluster spec under a load: attainment, TTFT and TPOT at each rate, where the time goes, what binds.",
@@ -38,12 +43,41 @@ HELP = "\n\n".join(PARAGRAPHS)
 SHARINGS = ("prefill_first", "chunked")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is simulated, as it is typed."""
+
+    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None
+    rates: Annotated[str | None, typer.Option(help="Several rates, with commas between them.")] = None
+    attainment: Annotated[float, typer.Option(help="Share of requests that should meet both.")] = 0.9
+    num_requests: Annotated[
+        int | None, typer.Option(help="Exactly so many, from an empty cluster. Default: the long run.")
+    ] = None
+    seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, and take the mean.")] = 1
+    colocated: Annotated[
+        str | None, typer.Option(help="Simulate the same workers doing both instead: prefill_first or chunked.")
+    ] = None
+
+
+WORKLOAD = Flags(
+    *("trace", "trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "random_input_len"),
+    *("random_output_len", "random_range_ratio", "burstiness", "seed"),
+    help={
+        "trace_timestamps": "Keep the trace's own bursts; without a rate, its own pace.",
+        "seed": "The first seed; the same one, the same answer.",
+    },
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command(help=HELP)(simulate)
+    app.command(help=HELP)(grouped(simulate))
 
 
 def simulate(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster spec, as kvrelay up takes it.")],
+    targets: Targets,
+    asked: Asked,
+    workload: Annotated[WorkloadOptions, WORKLOAD],
     hardware: Annotated[str | None, typer.Option(help="A file, or a name of configs/hardware.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="What kvrelay calibrate measured, instead of --hardware.")
@@ -51,110 +85,48 @@ def simulate(
     model: Annotated[
         str | None, typer.Option(help="Instead of the spec's: a directory, or a name of configs/models.")
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
-    rates: Annotated[str | None, typer.Option(help="Several rates, with commas between them.")] = None,
-    ttft: Annotated[str | None, typer.Option(help="Time to first token: 250ms, 0.25s; a bare number is ms.")] = None,
-    tpot: Annotated[str | None, typer.Option(help="Time per output token after it: 25ms.")] = None,
-    attainment: Annotated[float, typer.Option(help="Share of requests that should meet both.")] = 0.9,
-    trace: Annotated[Path | None, typer.Option(help="Azure CSV, any CSV with lengths, or Mooncake JSONL.")] = None,
-    trace_scale: Annotated[float, typer.Option(help="Multiply the trace's lengths, for small machines.")] = 1.0,
-    trace_timestamps: Annotated[
-        bool, typer.Option("--trace-timestamps", help="Keep the trace's own bursts; without a rate, its own pace.")
-    ] = False,
-    max_input_len: Annotated[int | None, typer.Option(help="Cut prompts to this length.")] = None,
-    max_output_len: Annotated[int | None, typer.Option(help="Cut outputs to this length.")] = None,
-    random_input_len: Annotated[int | None, typer.Option(help="Prompt tokens of random requests.")] = None,
-    random_output_len: Annotated[int | None, typer.Option(help="Output tokens of random requests.")] = None,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths from len * (1 - R) to len * (1 + R).")] = 0.0,
-    burstiness: Annotated[float, typer.Option(help="Shape of the gamma gaps: 1 is Poisson, below is burstier.")] = 1.0,
-    num_requests: Annotated[
-        int | None, typer.Option(help="Exactly so many, from an empty cluster. Default: the long run.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, and take the mean.")] = 1,
-    seed: Annotated[int, typer.Option(help="The first seed; the same one, the same answer.")] = 0,
-    colocated: Annotated[
-        str | None, typer.Option(help="Simulate the same workers doing both instead: prefill_first or chunked.")
-    ] = None,
-    no_progress: Annotated[bool, typer.Option("--no-progress", help="Draw no progress bar.")] = False,
+    no_progress: NoProgressOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    from kvrelay.simulate.simulation import ASKED_WRONGLY, Load, found_object, simulate_spec, source_of, traffic_of
+    from cluster.spec.load import load_spec
+    from kvrelay.simulate.simulation import ASKED_WRONGLY, result_object, simulate_spec, source_of, traffic_of
 
-    load = Load(
-        trace=trace,
-        trace_scale=trace_scale,
-        trace_timestamps=trace_timestamps,
-        max_input_len=max_input_len,
-        max_output_len=max_output_len,
-        random_input_len=random_input_len,
-        random_output_len=random_output_len,
-        random_range_ratio=random_range_ratio,
-        burstiness=burstiness,
-    )
-    try:
-        from cluster.spec.load import load_spec
-
-        question = _question(rate, rates, (ttft, tpot), attainment, num_requests, seeds, seed, colocated)
+    with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted"):
+        sweep = _sweep(asked, targets, workload.seed)
         spec = load_spec(cluster)
         source = source_of(spec, hardware=hardware, profile=profile, model=model)
-        traffic = traffic_of(load, seed)
-        with _progress(show=not no_progress) as on_progress:
-            found = simulate_spec(spec, source, traffic, question, on_progress)
-    except ASKED_WRONGLY as error:
-        raise typer.Exit(report(CliError(str(error), USAGE), as_json)) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(report(CliError("interrupted", INTERRUPTED), as_json)) from None
+        traffic = traffic_of(workload)
+        with progress(show=not no_progress) as on_progress:
+            result = simulate_spec(spec, source, traffic, sweep, on_progress)
     if as_json:
-        print_json(found_object(found, question, cluster=str(cluster), workload=traffic.source.name))
+        print_json(result_object(result, sweep, cluster=str(cluster), workload=traffic.source.name))
         return
-    _show(found, question)
-    for sentence in found.notes:
+    _show(result, sweep)
+    for sentence in result.notes:
         note(f"note: {sentence}")
 
 
-def _question(
-    rate: float | None,
-    rates: str | None,
-    targets: tuple[str | None, str | None],
-    attainment: float,
-    num_requests: int | None,
-    seeds: int,
-    seed: int,
-    colocated: str | None,
-) -> Question:
+def _sweep(asked: Asked, targets: Targets, seed: int) -> Sweep:
     """Raises PlanError naming the flag."""
-    from kvrelay.simulate.simulation import Question
+    from kvrelay.simulate.simulation import Sweep
     from placement.catalogs.base import PlanError
     from placement.plan import Slo
 
-    if not 0 < attainment < 1:
-        raise PlanError(f"--attainment is {attainment:g}; give a share above 0 and below 1, such as 0.9")
-    for flag, value, least in (("--num-requests", num_requests, 1), ("--seeds", seeds, 1), ("--seed", seed, 0)):
-        if value is not None and value < least:
-            raise PlanError(f"{flag} is {value}; give {least} or more")
-    if colocated is not None and colocated not in SHARINGS:
-        raise PlanError(f"--colocated is {colocated!r}; give {' or '.join(SHARINGS)}")
-    ttft_s, tpot_s = (_duration(flag, text) for flag, text in zip(("--ttft", "--tpot"), targets, strict=True))
-    return Question(
-        slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s, attainment=attainment),
-        rates=_rates(rate, rates),
-        num_requests=num_requests,
-        seeds=tuple(range(seed, seed + seeds)),
-        sharing=colocated,  # type: ignore[arg-type]
+    if not 0 < asked.attainment < 1:
+        raise PlanError(f"--attainment is {asked.attainment:g}; give a share above 0 and below 1, such as 0.9")
+    least = (("--num-requests", asked.num_requests, 1), ("--seeds", asked.seeds, 1), ("--seed", seed, 0))
+    for flag, value, bound in least:
+        if value is not None and value < bound:
+            raise PlanError(f"{flag} is {value}; give {bound} or more")
+    if asked.colocated is not None and asked.colocated not in SHARINGS:
+        raise PlanError(f"--colocated is {asked.colocated!r}; give {' or '.join(SHARINGS)}")
+    return Sweep(
+        slo=Slo(**targets.given_s(), attainment=asked.attainment),
+        rates=_rates(asked.rate, asked.rates),
+        num_requests=asked.num_requests,
+        seeds=tuple(range(seed, seed + asked.seeds)),
+        sharing=asked.colocated,  # type: ignore[arg-type]
     )
-
-
-def _duration(flag: str, text: str | None) -> float:
-    import math
-
-    from kvrelay.plan.durations import parse_duration
-    from placement.catalogs.base import PlanError
-
-    try:
-        seconds: Any = parse_duration(text)
-    except ValueError as error:
-        raise PlanError(f"{flag} is {text!r}; {error}") from None
-    return math.inf if seconds is None else float(seconds)
 
 
 def _rates(rate: float | None, rates: str | None) -> tuple[float, ...]:
@@ -166,7 +138,7 @@ def _rates(rate: float | None, rates: str | None) -> tuple[float, ...]:
         raise PlanError("--rate and --rates do not go together; give one of the two")
     written = [str(rate)] if rate is not None else (rates or "").split(",") if rates is not None else []
     flag = "--rate" if rate is not None else "--rates"
-    found = []
+    parsed = []
     for text in written:
         try:
             value = float(text)
@@ -174,23 +146,17 @@ def _rates(rate: float | None, rates: str | None) -> tuple[float, ...]:
             value = math.nan
         if not (value > 0 and math.isfinite(value)):
             raise PlanError(f"{flag} has {text.strip()!r}; give requests per second above 0, such as 4 or 1,2,4")
-        found.append(value)
-    return tuple(found)
+        parsed.append(value)
+    return tuple(parsed)
 
 
-def _progress(*, show: bool) -> Any:
-    from kvrelay.cli.plan import progress
-
-    return progress(show=show)
-
-
-def _show(found: Found, question: Question) -> None:
+def _show(result: SweepResult, sweep: Sweep) -> None:
     from rich.console import Console
 
     from kvrelay.simulate.tables import summary, tables
 
     console = Console()
-    for line in summary(found, question):
+    for line in summary(result, sweep):
         print(line)
-    for table in tables(found, question, console.width):
+    for table in tables(result, sweep, console.width):
         console.print(table, highlight=False)

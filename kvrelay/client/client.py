@@ -82,10 +82,10 @@ class Client:
         request = generate_pb2.GetModelInfoRequest(model=model)
         return model_from(self._call(self._stub.GetModelInfo, request, _CALL_TIMEOUT_S))
 
-    def status(self) -> ClusterStatus:
+    def status(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> ClusterStatus:
         """The router's view of itself and of every worker."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        return status_from(self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), _CALL_TIMEOUT_S))
+        return status_from(self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the server says that it can serve; it may be started after this call.
@@ -166,10 +166,10 @@ class AsyncClient:
         request = generate_pb2.GetModelInfoRequest(model=model)
         return model_from(await self._call(self._stub.GetModelInfo, request, _CALL_TIMEOUT_S))
 
-    async def status(self) -> ClusterStatus:
+    async def status(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> ClusterStatus:
         """See Client.status."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        return status_from(await self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), _CALL_TIMEOUT_S))
+        return status_from(await self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """See Client.wait_ready."""

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan import amounts, words
 from kvrelay.plan import cluster_file as cluster
 from kvrelay.plan.request import PlanRequest
@@ -157,11 +158,11 @@ def asked_words(plan: Plan, request: PlanRequest) -> str:
         "; ".join(f"{one.name}: {words.targets(one.slo)}" for one in request.request_classes)
         or f"{words.targets(plan.slo)} for {amounts.percent(plan.slo.attainment)} of requests"
     )
-    return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request)}."
+    return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request.workload)}."
 
 
-def workload_words(request: PlanRequest) -> str:
-    if request.trace is None:
-        return f"random lengths of {request.random_input_len} and {request.random_output_len} tokens"
-    scale = f", lengths times {request.trace_scale:g}" if request.trace_scale != 1 else ""
-    return f"{request.trace.name}{scale}{', at its own times' if request.trace_timestamps else ''}"
+def workload_words(workload: WorkloadOptions) -> str:
+    if workload.trace is None:
+        return workload.name
+    scale = f", lengths times {workload.trace_scale:g}" if workload.trace_scale != 1 else ""
+    return f"{workload.name}{scale}{', at its own times' if workload.trace_timestamps else ''}"

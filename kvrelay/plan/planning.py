@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from kvrelay.bench.workload import fit, random_shapes
+from kvrelay.bench.workload import source_workload
 from kvrelay.plan import amounts
 from kvrelay.plan.catalogs import Narrowed, catalogs
 from kvrelay.plan.request import PlanRequest
@@ -30,18 +28,17 @@ from placement.plan import Plan, to_json
 from placement.search import planner
 from placement.search.question import PlanQuestion
 from placement.simulator.cluster import SetupError
-from placement.workload.requests import Workload, from_shapes
-from placement.workload.traces import WorkloadError, read_trace
+from placement.workload.requests import Workload
+from placement.workload.traces import WorkloadError
 
 MAX_WORKERS = 1024
-RANDOM_REQUESTS = 4096  # of which the search draws
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
 
 
-def make_plan(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
+def make_plan(request: PlanRequest, on_progress: OnProgress | None = None) -> Plan:
     """Raises PlanError, LatencyError or WorkloadError: what is asked for cannot be, in one sentence."""
-    requests = workload(request)
+    requests = workload_of(request)
     open_catalogs = catalogs(request)
     if len(open_catalogs) > 1:
         found = _provisioned(request, open_catalogs, requests, on_progress)
@@ -71,38 +68,19 @@ def asked(request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def workload(request: PlanRequest) -> Workload:
+def workload_of(request: PlanRequest) -> Workload:
     """The requests whose lengths, and whose times where they are to be kept, the plan is for. Raises WorkloadError,
     PlanError."""
-    found = _requests(request)
-    if found.output_len.max() < 2:
+    workload = source_workload(request.workload)
+    if workload.output_len.max() < 2:
         raise PlanError(
-            f"{found.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "
+            f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "
             "give requests with outputs of 2 tokens or more"
         )
-    return found
+    return workload
 
 
-def _requests(request: PlanRequest) -> Workload:
-    if request.trace is not None:
-        shapes = read_trace(request.trace, request.num_prompts)
-        name = request.trace.name
-        fitted = fit(
-            shapes,
-            scale=request.trace_scale,
-            max_input_len=request.max_input_len,
-            max_output_len=request.max_output_len,
-        )
-        return from_shapes(fitted, name)
-    input_len, output_len = request.random_input_len, request.random_output_len
-    assert input_len is not None
-    assert output_len is not None
-    rng = np.random.default_rng(request.seed)
-    shapes = random_shapes(RANDOM_REQUESTS, input_len, output_len, request.random_range_ratio, 0, rng)
-    return from_shapes(shapes, f"random lengths of {input_len} and {output_len} tokens")
-
-
-def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: Progress | None) -> Plan:
+def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: OnProgress | None) -> Plan:
     if request.tensor_parallel is not None:
         refusal = catalog.offer(Degrees(request.tensor_parallel))
         if isinstance(refusal, str):
@@ -156,15 +134,15 @@ def _question(request: PlanRequest) -> PlanQuestion:
         max_pp=request.max_pp,
         colocated=request.colocated,
         algorithm=request.algorithm,
-        burstiness=request.burstiness,
-        is_replay=request.trace_timestamps,
-        seed=request.seed,
+        burstiness=request.workload.burstiness,
+        is_replay=request.workload.trace_timestamps,
+        seed=request.workload.seed,
         processes=request.processes,
     )
 
 
 def _provisioned(
-    request: PlanRequest, kinds: Sequence[Catalog], requests: Workload, on_progress: Progress | None
+    request: PlanRequest, kinds: Sequence[Catalog], requests: Workload, on_progress: OnProgress | None
 ) -> Plan:
     """By the rules of the live cluster, whose machines keep their role."""
     for catalog in kinds:  # a worker is a machine

@@ -53,6 +53,8 @@ def parse_class(text: str) -> dict[str, Any]:
 def build_request(path: Path | None, flags: Mapping[str, Any]) -> PlanRequest:
     """File and flags together, a flag wins; None means not given. Raises PlanError."""
     typed = {key: value for key, value in flags.items() if value is not None}
+    if typed.get("classes"):
+        typed["classes"] = [keys if isinstance(keys, Mapping) else parse_class(keys) for keys in typed["classes"]]
     data = {} if path is None else read_keys(path)
     for key in SIZES:  # one flag for how much replaces the file's, whichever that is
         if key in typed:

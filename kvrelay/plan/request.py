@@ -9,18 +9,22 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 
+from engine.knobs import knobs_of
+from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan.durations import parse_duration, written_duration
 from placement.papers import registry
 from placement.plan import RequestClass, Slo
 
+M = TypeVar("M", bound=BaseModel)
 LATENCIES = ("auto", "roofline", "profile", *registry.CATALOGS)
 SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
+WORKLOAD_KEYS = ("trace", *OF_TRACES, *RANDOM, "burstiness", "seed")
 CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
 
 
@@ -40,6 +44,20 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
+def _key(default: Any, meaning: str, **bounds: Any) -> Any:
+    return Field(default=default, description=meaning, **bounds)
+
+
+def _with_workload_keys(request: type[M]) -> type[M]:
+    """The request with a key for each of the workload's options that a plan is asked with."""
+    knobs = knobs_of(WorkloadOptions)
+    keys: dict[str, Any] = {}
+    for name in WORKLOAD_KEYS:
+        bounds: Any = knobs[name].bounds
+        keys[name] = (knobs[name].kind, Field(default=knobs[name].default, description=knobs[name].meaning, **bounds))
+    return create_model(request.__name__, __base__=request, __module__=request.__module__, **keys)
+
+
 class PlanClass(_Keys):
     """Requests with targets of their own; `share` of all, in any unit: shares are made to sum to 1."""
 
@@ -56,42 +74,41 @@ class PlanClass(_Keys):
         return self
 
 
+@_with_workload_keys
 class PlanRequest(_Keys):
-    model: str | None = Field(default=None, min_length=1)  # a directory, a config.json, a name under configs/models
-    hardware: Names | None = None  # files, or names under configs/hardware
-    latency: str = "auto"  # one of LATENCIES
-    profile: Path | None = None  # what `kvrelay calibrate` measured
-    margin: Path | None = None  # what `kvrelay verify` found
+    """Its keys are the flags of `kvrelay plan`; those of the workload are WorkloadOptions' own."""
 
-    num_gpus: Count | None = None
-    rate: Above0 | None = None  # requests/s
-    budget: Above0 | None = None  # USD an hour
-    objective: Literal["goodput", "cost", "power"] | None = None  # None: cost with rate, else goodput
+    model: str | None = _key(None, "A model directory, or a name of configs/models.", min_length=1)
+    hardware: Names | None = _key(None, "A file, or a name of configs/hardware; several with commas between them.")
+    num_gpus: Count | None = _key(None, "Use so many GPUs at most.")
+    rate: Above0 | None = _key(None, "Serve so many requests per second.")
+    budget: Above0 | None = _key(None, "Spend so many USD an hour at most.")
 
-    trace: Path | None = None
-    trace_scale: Above0 = 1.0
-    trace_timestamps: bool = False  # the trace's own bursts and lulls, instead of gamma gaps
-    num_prompts: Count | None = None  # of the trace, the first so many
-    max_input_len: Count | None = None
-    max_output_len: Count | None = None
-    random_input_len: Count | None = None
-    random_output_len: Count | None = None
-    random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
-    burstiness: float = Field(default=1.0, ge=0.001)
+    ttft: Duration | None = _key(None, "Time to first token: 250ms, 0.25s; a bare number is ms.")  # here in seconds
+    tpot: Duration | None = _key(None, "Time per output token after it: 25ms.")
+    attainment: Share = _key(0.9, "Share of requests that must meet both.")
+    classes: tuple[PlanClass, ...] = _key(
+        (), "Requests with targets of their own, NAME:SHARE:TTFT:TPOT. May be repeated."
+    )
+    objective: Literal["goodput", "cost", "power"] | None = _key(
+        None, "goodput, cost or power. Default: cost with --rate, else goodput."
+    )
 
-    ttft: Duration | None = None  # seconds, once parsed
-    tpot: Duration | None = None
-    attainment: Share = 0.9
-    classes: tuple[PlanClass, ...] = ()
-
-    max_pp: Count = 1
-    tensor_parallel: Count | None = None  # this degree alone; with several kinds of hardware None is a whole node
-    colocated: bool = True  # try it, so that the answer can be "do not disaggregate"
-    algorithm: Literal["auto", "high", "low"] = "auto"
-    max_batch_tokens: Count | None = None
-    max_batch_size: Count | None = None
-    seed: int = Field(default=0, ge=0)
-    processes: int | None = Field(default=None, ge=0)  # None: one a core; 0: none besides this one
+    latency: str = _key(
+        "auto",
+        f"roofline, profile or {', '.join(registry.CATALOGS)} (its own figures). Default: by what is given.",
+    )  # one of LATENCIES
+    profile: Path | None = _key(None, "What kvrelay calibrate measured, instead of a roofline.")
+    margin: Path | None = _key(None, "What kvrelay verify found; it widens the intervals.")
+    max_pp: Count = _key(1, "Pipeline stages to try, at most.")
+    tensor_parallel: Count | None = _key(None, "This degree alone. Default: all; of mixed machines, a whole node.")
+    colocated: bool = _key(True, "Also try workers that do both, for comparison. Default: yes.")
+    algorithm: Literal["auto", "high", "low"] = _key(
+        "auto", "DistServe's: high or low node-affinity. Default: auto, by the links."
+    )
+    max_batch_tokens: Count | None = _key(None, "Prompt tokens of a prefill step, at most.")
+    max_batch_size: Count | None = _key(None, "Requests of a decode step, at most.")
+    processes: int | None = _key(None, "Simulate in so many; 0: in this one. Default: one a core.", ge=0)
 
     @field_validator("latency", mode="after")
     @classmethod
@@ -112,7 +129,7 @@ class PlanRequest(_Keys):
     @field_validator("classes", mode="after")
     @classmethod
     def _own_names(cls, value: tuple[PlanClass, ...]) -> tuple[PlanClass, ...]:
-        names = [one.name for one in value]
+        names = [each.name for each in value]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the name {name} is there twice; give each class its own")
@@ -146,14 +163,14 @@ class PlanRequest(_Keys):
             raise ValueError("no target is given; give `ttft`, `tpot` or both, or `classes` with targets")
 
     def _check_workload(self) -> None:
-        random = self._changed(RANDOM)
-        if self.trace is not None and random:
+        asked, random = self.workload, self._changed(RANDOM)
+        if asked.trace is not None and random:
             raise ValueError(f"`{random[0]}` does not go with `trace`; give one of the two")
-        if self.trace is None and (self.random_input_len is None or self.random_output_len is None):
+        if asked.trace is None and (asked.random_input_len is None or asked.random_output_len is None):
             raise ValueError("no requests are given; give `trace`, or `random_input_len` and `random_output_len`")
-        if self.trace is None and (foreign := self._changed(OF_TRACES)):
+        if asked.trace is None and (foreign := self._changed(OF_TRACES)):
             raise ValueError(f"`{foreign[0]}` is of a trace and there is none; give `trace`, or take it out")
-        if self.trace_timestamps and self.burstiness != 1:
+        if asked.trace_timestamps and asked.burstiness != 1:
             raise ValueError("`burstiness` does not go with `trace_timestamps`; the trace has its own bursts")
 
     def _changed(self, keys: Sequence[str]) -> list[str]:
@@ -174,6 +191,10 @@ class PlanRequest(_Keys):
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
 
     @property
+    def workload(self) -> WorkloadOptions:
+        return WorkloadOptions(**{name: getattr(self, name) for name in WORKLOAD_KEYS})
+
+    @property
     def wanted(self) -> Literal["goodput", "cost", "power"]:
         """The objective: a rate is served at the least cost, anything else used for the most goodput."""
         return self.objective or ("cost" if self.rate is not None else "goodput")
@@ -192,16 +213,16 @@ class PlanRequest(_Keys):
 
     @property
     def request_classes(self) -> tuple[RequestClass, ...]:
-        whole = sum(one.share for one in self.classes) or 1.0
+        whole = sum(each.share for each in self.classes) or 1.0
         return tuple(
             RequestClass(
-                name=one.name,
-                share=one.share / whole,
+                name=each.name,
+                share=each.share / whole,
                 slo=Slo(
-                    ttft_s=_or_inf(one.ttft), tpot_s=_or_inf(one.tpot), attainment=one.attainment or self.attainment
+                    ttft_s=_or_inf(each.ttft), tpot_s=_or_inf(each.tpot), attainment=each.attainment or self.attainment
                 ),
             )
-            for one in self.classes
+            for each in self.classes
         )
 
     def given(self) -> dict[str, Any]:
@@ -217,7 +238,7 @@ class PlanRequest(_Keys):
         for key, value in self.given().items():
             flag = f"--{key.replace('_', '-')}"
             if key == "classes":
-                lines += [f"--class {shlex.quote(_class_flag(one))}" for one in value]
+                lines += [f"--class {shlex.quote(_class_flag(each))}" for each in value]
             elif isinstance(value, bool):
                 lines.append(flag if value else f"--no-{key.replace('_', '-')}")
             else:
@@ -231,9 +252,9 @@ def _plain(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else f"{value}"
 
 
-def _class_flag(one: Mapping[str, Any]) -> str:
-    keys = CLASS_KEYS if "attainment" in one else CLASS_KEYS[:-1]
-    return ":".join(str(one.get(key, "")) for key in keys)
+def _class_flag(values: Mapping[str, Any]) -> str:
+    keys = CLASS_KEYS if "attainment" in values else CLASS_KEYS[:-1]
+    return ":".join(str(values.get(key, "")) for key in keys)
 
 
 def _or_inf(value: float | None) -> float:

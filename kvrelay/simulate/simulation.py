@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
-from kvrelay.bench.workload import fit, random_shapes
+from kvrelay.bench.options import WorkloadOptions
+from kvrelay.bench.workload import source_workload
 from placement.build.from_spec import colocated_cluster, latency_error, latency_sources, not_simulated, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource
 from placement.catalogs.base import PlanError
@@ -35,35 +34,18 @@ from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
 from placement.simulator.colocated import Sharing
 from placement.simulator.systems import LiveSystem, System
-from placement.workload.requests import Workload, from_shapes
-from placement.workload.traces import WorkloadError, read_trace
+from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic
 
-RANDOM_REQUESTS = 4096  # of which a run draws
 LEAST_COUNTED, MOST_COUNTED = 2000, 16_000  # requests of the run that counters are taken from
 MAX_REQUESTS = 32_000
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, SpecError, WorkloadError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What requests look like and when they come."""
-
-    trace: Path | None = None
-    trace_scale: float = 1.0
-    trace_timestamps: bool = False
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    random_input_len: int | None = None
-    random_output_len: int | None = None
-    random_range_ratio: float = 0.0
-    burstiness: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """`rates` empty: the trace's own rate. `num_requests` None: the long run."""
+class Sweep:
+    """Each rate with each seed. `rates` empty: the trace's own. `num_requests` None: the long run."""
 
     slo: Slo
     rates: tuple[float, ...]
@@ -73,7 +55,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SweepResult:
     """`error`: of the latency model, taken into the intervals. `counters`: by rate, of a run of the first seed with
     `counted` requests."""
 
@@ -105,59 +87,46 @@ def _shape_if_known(model: str) -> ModelShape | None:
         return None
 
 
-def traffic_of(load: Load, seed: int = 0) -> Traffic:
+def traffic_of(options: WorkloadOptions) -> Traffic:
     """Raises WorkloadError, PlanError."""
-    if load.trace is not None and (load.random_input_len or load.random_output_len):
+    if options.trace is not None and (options.random_input_len or options.random_output_len):
         raise PlanError("--trace and --random-input-len do not go together; give one of the two")
-    if load.trace_timestamps and load.burstiness != 1:
+    if options.trace_timestamps and options.burstiness != 1:
         raise PlanError("--burstiness does not go with --trace-timestamps; the trace has its own bursts")
-    if load.trace is None and load.trace_timestamps:
+    if options.trace is None and options.trace_timestamps:
         raise PlanError("--trace-timestamps is of a trace and there is none; give --trace")
-    return Traffic(source=_requests(load, seed), burstiness=load.burstiness, is_replay=load.trace_timestamps)
-
-
-def _requests(load: Load, seed: int) -> Workload:
-    if load.trace is not None:
-        shapes, name, scale = read_trace(load.trace), load.trace.name, load.trace_scale
-    elif load.random_input_len is None or load.random_output_len is None:
-        raise PlanError("no requests are given; give --trace, or --random-input-len and --random-output-len")
-    else:
-        rng = np.random.default_rng(seed)
-        inputs, outputs = load.random_input_len, load.random_output_len
-        shapes = random_shapes(RANDOM_REQUESTS, inputs, outputs, load.random_range_ratio, 0, rng)
-        name, scale = f"random lengths of {inputs} and {outputs} tokens", 1.0
-    fitted = fit(shapes, scale=scale, max_input_len=load.max_input_len, max_output_len=load.max_output_len)
-    return from_shapes(fitted, name)
+    source = source_workload(options)
+    return Traffic(source=source, burstiness=options.burstiness, is_replay=options.trace_timestamps)
 
 
 def simulate_spec(
-    spec: ClusterSpec, source: WorkerSource, traffic: Traffic, question: Question, on_progress: Progress
-) -> Found:
+    spec: ClusterSpec, source: WorkerSource, traffic: Traffic, sweep: Sweep, on_progress: OnProgress
+) -> SweepResult:
     """Raises PlanError, SetupError, WorkloadError."""
-    system = _system(spec, source, question.sharing)
+    system = _system(spec, source, sweep.sharing)
     error = latency_error(spec, source)
-    rates = question.rates or (_own_rate(traffic),)
-    total, done = len(rates) * len(question.seeds), 0
+    rates = sweep.rates or (_own_rate(traffic),)
+    total, done = len(rates) * len(sweep.seeds), 0
     points, counters, counted = [], [], []
     for rate in rates:
-        found = []
-        for seed in question.seeds:
+        by_seed = []
+        for seed in sweep.seeds:
             on_progress(f"{rate:g} requests/s", done, total)
-            found.append(_point(system, traffic, rate, question, seed, error))
+            by_seed.append(_point(system, traffic, rate, sweep, seed, error))
             done += 1
-        points.append(merged(found))
-        counted.append(_counted(question, points[-1]))
-        counters.append(_counters(system, traffic, rate, question.seeds[0], counted[-1]))
+        points.append(merged(by_seed))
+        counted.append(_counted(sweep, points[-1]))
+        counters.append(_counters(system, traffic, rate, sweep.seeds[0], counted[-1]))
     on_progress("done", total, total)
-    return Found(
+    return SweepResult(
         points=tuple(points),
         counters=tuple(counters),
         counted=tuple(counted),
-        workers=_workers(spec, question.sharing),
+        workers=_workers(spec, sweep.sharing),
         kv_tokens=_kv_tokens(system),
         sources=tuple(latency_sources(spec, source)),
         error=error,
-        notes=tuple(_notes(spec, source, question.sharing)),
+        notes=tuple(_notes(spec, source, sweep.sharing)),
     )
 
 
@@ -173,10 +142,10 @@ def _system(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) ->
     return colocated_cluster(spec, source, sharing)
 
 
-def _point(system: System, traffic: Traffic, rate: float, question: Question, seed: int, error: float) -> RatePoint:
-    targets = Targets(slo=question.slo)
-    if question.num_requests is not None:
-        return burst(system, traffic, rate, targets, question.num_requests, seed)
+def _point(system: System, traffic: Traffic, rate: float, sweep: Sweep, seed: int, error: float) -> RatePoint:
+    targets = Targets(slo=sweep.slo)
+    if sweep.num_requests is not None:
+        return burst(system, traffic, rate, targets, sweep.num_requests, seed)
     effort = Effort(max_requests=MAX_REQUESTS)
     return estimate(system, traffic, rate, targets, effort=effort, seed=seed, error=error).point
 
@@ -208,14 +177,14 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.inf
 
 
-def _counted(question: Question, point: RatePoint) -> int:
+def _counted(sweep: Sweep, point: RatePoint) -> int:
     """As many as were simulated, within limits: what is rare, or comes late, is seen in a long run only."""
-    return question.num_requests or min(max(LEAST_COUNTED, point.num_requests), MOST_COUNTED)
+    return sweep.num_requests or min(max(LEAST_COUNTED, point.num_requests), MOST_COUNTED)
 
 
 def _counters(system: System, traffic: Traffic, rate: float, seed: int, count: int) -> Mapping[str, int]:
     outcome = system.play(traffic.draw(rate, count, seed))
-    return {key: found for key, found in sorted(Counter(outcome.counters).items()) if found}
+    return {key: count for key, count in sorted(Counter(outcome.counters).items()) if count}
 
 
 def _workers(spec: ClusterSpec, sharing: Sharing | None) -> dict[str, int]:
@@ -241,20 +210,20 @@ def _notes(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) -> 
     return notes
 
 
-def found_object(found: Found, question: Question, **asked: Any) -> dict[str, Any]:
+def result_object(result: SweepResult, sweep: Sweep, **asked: Any) -> dict[str, Any]:
     """What --json prints."""
     rows = [
         to_json(point) | {"counters": dict(counters), "counted_requests": counted}
-        for point, counters, counted in zip(found.points, found.counters, found.counted, strict=True)
+        for point, counters, counted in zip(result.points, result.counters, result.counted, strict=True)
     ]
     return {
         **asked,
-        "slo": to_json(question.slo),
-        "sharing": question.sharing,
-        "workers": dict(found.workers),
-        "kv_tokens": dict(found.kv_tokens),
-        "latency": list(found.sources),
-        "latency_error": found.error,
+        "slo": to_json(sweep.slo),
+        "sharing": sweep.sharing,
+        "workers": dict(result.workers),
+        "kv_tokens": dict(result.kv_tokens),
+        "latency": list(result.sources),
+        "latency_error": result.error,
         "rates": rows,
-        "notes": list(found.notes),
+        "notes": list(result.notes),
     }

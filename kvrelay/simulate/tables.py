@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvrelay.simulate.simulation import Found, Question
+from kvrelay.simulate.simulation import Sweep, SweepResult
 from placement.plan import Interval, RatePoint
 
 PERCENTILES = ("50", "90", "99")
@@ -24,40 +24,40 @@ BUSY = {
 }
 
 
-def summary(found: Found, question: Question) -> Iterator[str]:
+def summary(result: SweepResult, sweep: Sweep) -> Iterator[str]:
     """Who serves, and where the times come from."""
-    how = f", {question.sharing.replace('_', ' ')}" if question.sharing else ""
+    how = f", {sweep.sharing.replace('_', ' ')}" if sweep.sharing else ""
     workers = " + ".join(
-        f"{count} x {label} ({found.kv_tokens.get(label, 0):,} tokens of KV each)"
-        for label, count in found.workers.items()
+        f"{count} x {label} ({result.kv_tokens.get(label, 0):,} tokens of KV each)"
+        for label, count in result.workers.items()
     )
     yield f"{workers}{how}"
-    for source in found.sources:
-        yield f"times: {source}, within {found.error:.0%} nine times in ten"
-    targets = [f"{name} {_ms(limit)} ms" for name, limit in _targets(question) if math.isfinite(limit)]
+    for source in result.sources:
+        yield f"times: {source}, within {result.error:.0%} nine times in ten"
+    targets = [f"{name} {_ms(limit)} ms" for name, limit in _targets(sweep) if math.isfinite(limit)]
     if targets:
-        yield f"targets: {' and '.join(targets)} for {question.slo.attainment:.0%} of requests"
+        yield f"targets: {' and '.join(targets)} for {sweep.slo.attainment:.0%} of requests"
 
 
-def _targets(question: Question) -> list[tuple[str, float]]:
-    return [("TTFT", question.slo.ttft_s), ("TPOT", question.slo.tpot_s)]
+def _targets(sweep: Sweep) -> list[tuple[str, float]]:
+    return [("TTFT", sweep.slo.ttft_s), ("TPOT", sweep.slo.tpot_s)]
 
 
-def tables(found: Found, question: Question, width: int) -> Iterator[Table]:
+def tables(result: SweepResult, sweep: Sweep, width: int) -> Iterator[Table]:
     """A column for each rate, as many side by side as `width` characters hold."""
     fit = max(1, (width - LABEL_WIDTH) // RATE_WIDTH)
-    for start in range(0, len(found.points), fit):
-        yield _table(found, question, slice(start, start + fit))
+    for start in range(0, len(result.points), fit):
+        yield _table(result, sweep, slice(start, start + fit))
 
 
-def _table(found: Found, question: Question, shown: slice) -> Table:
-    points = found.points[shown]
-    counted = list(zip(found.counters[shown], found.counted[shown], strict=True))
+def _table(result: SweepResult, sweep: Sweep, shown: slice) -> Table:
+    points = result.points[shown]
+    counted = list(zip(result.counters[shown], result.counted[shown], strict=True))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("requests/s")
     for point in points:
         table.add_column(f"{point.rate:g}", justify="right", no_wrap=True)
-    _add_latencies(table, points, question)
+    _add_latencies(table, points, sweep)
     table.add_row("requests simulated", *(_requests(point) for point in points), end_section=True)
     for name in points[0].phases_s:
         table.add_row(f"{name.replace('_', ' ')}, mean ms", *(_ms(point.phases_s[name]) for point in points))
@@ -75,9 +75,9 @@ def _table(found: Found, question: Question, shown: slice) -> Table:
     return table
 
 
-def _add_latencies(table: Table, points: Sequence[RatePoint], question: Question) -> None:
+def _add_latencies(table: Table, points: Sequence[RatePoint], sweep: Sweep) -> None:
     """Values with their 90% intervals."""
-    if any(math.isfinite(limit) for _, limit in _targets(question)):
+    if any(math.isfinite(limit) for _, limit in _targets(sweep)):
         table.add_row("meet both targets", *(_share(point.attainment) for point in points))
     for at in PERCENTILES:
         table.add_row(f"TTFT P{at}, ms", *(_interval(point.ttft_s[at]) for point in points))
@@ -96,9 +96,9 @@ def _ms(seconds: float) -> str:
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
-def _interval(found: Interval) -> str:
-    return f"{_ms(found.value)} ({_ms(found.low)}-{_ms(found.high)})"
+def _interval(interval: Interval) -> str:
+    return f"{_ms(interval.value)} ({_ms(interval.low)}-{_ms(interval.high)})"
 
 
-def _share(found: Interval) -> str:
-    return f"{found.value:.1%} ({found.low:.0%}-{found.high:.0%})"
+def _share(interval: Interval) -> str:
+    return f"{interval.value:.1%} ({interval.low:.0%}-{interval.high:.0%})"

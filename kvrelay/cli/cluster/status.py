@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from kvrelay.cli.cluster import state
-from kvrelay.cli.console import CliError, JsonOption, print_json
+from kvrelay.cli.connection import SecretOption
+from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json
 from kvrelay.client.client import DEFAULT_ENDPOINT
 
 TIMEOUT_S = 5.0
@@ -31,8 +33,8 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    endpoint: Annotated[str | None, typer.Option(envvar="KVRELAY_ENDPOINT", help="host:port of a router.")] = None,
-    secret: Annotated[str, typer.Option(envvar="KVRELAY_SECRET", help="Where clients need one.", hidden=True)] = "",
+    endpoint: Annotated[str | None, typer.Option(envvar=ENDPOINT_VARIABLE, help="host:port of a router.")] = None,
+    secret: SecretOption = "",
     as_json: JsonOption = False,
 ) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
@@ -49,42 +51,22 @@ def _endpoints() -> list[str]:
 
 
 def _ask(endpoint: str, secret: str) -> dict[str, Any]:
-    import grpc
-    from google.protobuf.json_format import MessageToDict
-
-    from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc
-    from worker.rpc import CHANNEL_OPTIONS, secret_metadata
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import KvrelayError
 
     try:
-        with grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS) as channel:
-            answer = cluster_pb2_grpc.ClusterStub(channel).GetStatus(
-                cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=secret_metadata(secret)
-            )
-    except grpc.RpcError as error:
-        why = "nothing answers" if error.code() == grpc.StatusCode.UNAVAILABLE else str(error.details())
+        with Client(endpoint, secret=secret) as client:
+            status = client.status(timeout_s=TIMEOUT_S)
+    except KvrelayError as error:
+        why = "nothing answers" if error.code == "UNAVAILABLE" else error.message
         raise CliError(f"no status from {endpoint}: {why}; is the cluster up? (kvrelay up)") from None
-    values: dict[str, Any] = MessageToDict(
-        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return {"endpoint": endpoint, **_with_numbers(values)}
-
-
-def _with_numbers(value: Any) -> Any:
-    """protobuf writes 64-bit numbers as text in JSON; here they are counts and fit."""
-    if isinstance(value, dict):
-        is_count = {"counters", "waiting_tokens"}
-        return {key: _counts(item) if key in is_count else _with_numbers(item) for key, item in value.items()}
-    return [_with_numbers(item) for item in value] if isinstance(value, list) else value
+    return {"endpoint": endpoint, **asdict(status)}
 
 
 def _name(worker: dict[str, Any]) -> str:
     """With its degree, where it runs in several processes."""
     degree = worker["limits"].get("tensor_parallel", "1")
     return str(worker["name"]) if degree == "1" else f"{worker['name']} (TP {degree})"
-
-
-def _counts(value: Any) -> Any:
-    return {key: int(count) for key, count in value.items()} if isinstance(value, dict) else int(value)
 
 
 def _show(answer: dict[str, Any]) -> None:

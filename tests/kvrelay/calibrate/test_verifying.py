@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvrelay.bench.metrics import Outcome
-from kvrelay.bench.run import Settings, timed_shapes
+from kvrelay.bench.options import WorkloadOptions
+from kvrelay.bench.workload import timed_shapes, timed_workload
 from kvrelay.calibrate import verifying
 from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
 from kvrelay.plan.folder import plan_object
@@ -46,22 +47,22 @@ def one_to_two() -> Plan:
 def test_a_plan_made_from_a_profile_is_verified_by_it(tmp_path: Path) -> None:
     write_profile(profile(client_s=0.003), tmp_path / "profile.json")
     request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, seed=7, **WORKLOAD)
-    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {"num_prompts": 30})
-    assert [worker.name for worker in question.cluster.workers] == ["prefill-0", "decode-0", "decode-1"]
-    assert question.slo == Slo(ttft_s=0.5, tpot_s=0.05)
-    assert (question.client_s, question.error, question.source) == (0.003, 0.05, "plan.json")
-    settings = question.settings
-    assert (settings.request_rate, settings.num_prompts, settings.seed) == (2.0, 30, 7)
-    workload = verifying.workload_of(settings)
+    claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {"num_prompts": 30})
+    assert [worker.name for worker in claim.cluster.workers] == ["prefill-0", "decode-0", "decode-1"]
+    assert claim.slo == Slo(ttft_s=0.5, tpot_s=0.05)
+    assert (claim.client_s, claim.error, claim.source) == (0.003, 0.05, "plan.json")
+    options = claim.workload
+    assert (options.request_rate, options.num_prompts, options.seed) == (2.0, 30, 7)
+    workload = timed_workload(options)
     assert len(workload) == 30
     assert workload.prompt_len.max() <= 500
 
 
 def test_what_is_simulated_is_what_is_sent() -> None:
     """Lengths and times, whatever the prompts' tokens are."""
-    settings = Settings(num_prompts=40, request_rate=3.0, trace=TRACE, trace_scale=0.25, seed=3)
-    workload = verifying.workload_of(settings)
-    sent = timed_shapes(replace(settings, prompt_seed=99))
+    options = WorkloadOptions(num_prompts=40, request_rate=3.0, trace=TRACE, trace_scale=0.25, seed=3)
+    workload = timed_workload(options)
+    sent = timed_shapes(options)
     assert workload.arrival_s.tolist() == [at_s for _, at_s in sent]
     assert workload.prompt_len.tolist() == [shape.input_len for shape, _ in sent]
     assert workload.output_len.tolist() == [shape.output_len for shape, _ in sent]
@@ -69,9 +70,9 @@ def test_what_is_simulated_is_what_is_sent() -> None:
 
 def test_a_plan_made_from_first_principles_is_verified_by_them(tmp_path: Path) -> None:
     request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=3, **WORKLOAD)
-    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
-    assert [worker.role for worker in question.cluster.workers] == ["prefill", "decode", "decode"]
-    assert question.cluster.workers[0].latency.source.startswith("roofline")
+    claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
+    assert [worker.role for worker in claim.cluster.workers] == ["prefill", "decode", "decode"]
+    assert claim.cluster.workers[0].latency.source.startswith("roofline")
 
 
 def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
@@ -83,10 +84,10 @@ def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
 def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
     write_profile(profile(), tmp_path / "profile.json")
     request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, **WORKLOAD)
-    question = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
-    verifying.check_alike(question, status("prefill", "decode", "decode"))
+    claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
+    verifying.check_alike(claim, status("prefill", "decode", "decode"))
     with pytest.raises(PlanError, match="is for 2 decode workers, and 1 are ready"):
-        verifying.check_alike(question, status("prefill", "decode"))
+        verifying.check_alike(claim, status("prefill", "decode"))
 
 
 def status(*roles: str) -> ClusterStatus:
@@ -124,7 +125,7 @@ def test_what_was_measured_stands_in_the_order_of_the_requests() -> None:
     )
     good = Outcome(index=0, due_s=1.0, input_len=5, token_times_s=[1.5, 1.7], output_len=2, timeline=timeline)
     late = Outcome(index=1, due_s=2.0, input_len=5, code="UNAVAILABLE", message="gone")
-    seen = verifying.seen([good, late])
+    seen = verifying.measured_of([good, late])
     np.testing.assert_allclose(seen.ttft_s, [0.5, math.nan])
     np.testing.assert_allclose(seen.tpot_s, [0.2, math.nan])
     np.testing.assert_allclose(seen.e2e_s, [0.7, math.nan])
@@ -133,12 +134,12 @@ def test_what_was_measured_stands_in_the_order_of_the_requests() -> None:
 
 
 def test_a_run_for_the_margin_says_how_far_off_the_p90s_were() -> None:
-    settings = Settings(num_prompts=60, request_rate=2.0, random_input_len=100, random_output_len=10)
-    question = verifying.of_profile_values(profile(), settings, Slo(ttft_s=1.0), "p.json")
-    prediction = verifying.foretell(question)
+    options = WorkloadOptions(num_prompts=60, request_rate=2.0, random_input_len=100, random_output_len=10)
+    claim = verifying.of_profile_values(profile(), options, Slo(ttft_s=1.0), "p.json")
+    prediction = verifying.foretell(claim)
     expected = prediction.expected
     measured = replace(expected, ttft_s=expected.ttft_s * 1.2, tpot_s=expected.tpot_s * 0.9)
-    run = verifying.margin_run(question, verifying.judge(question, prediction, measured))
+    run = verifying.margin_run(claim, verifying.judge(claim, prediction, measured))
     assert (run.ttft, run.tpot) == pytest.approx((0.2, -0.1))
     assert (run.source, run.num_requests, run.counts) == ("p.json", 60, True)
-    assert predict(question.cluster, verifying.workload_of(settings)).error == 0.02
+    assert predict(claim.cluster, timed_workload(options)).error == 0.02

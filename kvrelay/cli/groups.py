@@ -1,0 +1,137 @@
+"""Groups of options: a command takes whole values, and typer is given a flag for each of their fields.
+
+    @grouped
+    def bench(workload: Annotated[WorkloadOptions, Flags("trace", "seed")], router: Router) -> None: ...
+
+Three kinds of class make a group: a dataclass whose fields are annotated for typer; one whose fields are knobs
+(engine/knobs.py), whose meaning is the flag's help; a pydantic model whose fields have descriptions. Nothing is parsed
+or checked here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, BeforeValidator
+
+from engine.knobs import knobs_of
+
+
+class Flags:
+    """Which fields a command shows (none named: all), and what it says otherwise than they do themselves. With `of` it
+    takes, instead of an object, a dict of those fields of `of` that were given: no flag has a default."""
+
+    def __init__(
+        self,
+        *names: str,
+        of: type[Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        help: Mapping[str, str] | None = None,
+        flags: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names = names
+        self.of = of
+        self.defaults = defaults or {}
+        self.help = help or {}
+        self.flags = flags or {}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: with a keyword for each flag."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, _Group] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if group := _group_of(hints[name]):
+            groups[name] = group
+            parameters += group.parameters
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def flat(**given: Any) -> None:
+        values = {name: group.value(given) for name, group in groups.items()}
+        own = {key: given[key] for key in given if key not in {p.name for g in groups.values() for p in g.parameters}}
+        command(**own, **values)
+
+    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    parameters: list[inspect.Parameter]
+    kind: type[Any] | None  # None: a dict of what was given
+
+    def value(self, flags: Mapping[str, Any]) -> Any:
+        own = {parameter.name: flags[parameter.name] for parameter in self.parameters}
+        if self.kind is not None:
+            return self.kind(**own)
+        return {key: value for key, value in own.items() if value is not None}
+
+
+def _group_of(hint: Any) -> _Group | None:
+    """None: the parameter is a flag itself."""
+    kind, *about = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    shown = next((item for item in about if isinstance(item, Flags)), None)
+    if shown is None and not dataclasses.is_dataclass(kind):
+        return None
+    shown = shown or Flags()
+    fields = {each.name: each for each in _fields_of(shown.of or kind)}
+    parameters = [fields[name].parameter(shown) for name in shown.names or fields]
+    return _Group(parameters=parameters, kind=None if shown.of else kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    name: str
+    kind: Any  # of one value, as typer reads it; with `meaning` empty, the whole annotation
+    default: Any
+    meaning: str
+
+    def parameter(self, shown: Flags) -> inspect.Parameter:
+        default = shown.defaults.get(self.name, None if shown.of else self.default)
+        annotation = self._annotation(shown) if self.meaning else self.kind
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def _annotation(self, shown: Flags) -> Any:
+        help_text = shown.help.get(self.name, self.meaning)
+        is_told = "Default:" in help_text or self.name in shown.defaults
+        if shown.of and not is_told and type(self.default) in (int, float):
+            help_text += f" Default: {self.default:g}."
+        flag = shown.flags.get(self.name, f"--{self.name.replace('_', '-')}")
+        names = () if self.default is True else (flag,)  # typer names both: --ignore-eos, --no-ignore-eos
+        return Annotated[self.kind | None if shown.of else self.kind, typer.Option(*names, help=help_text)]
+
+
+def _fields_of(options: type[Any]) -> Iterator[_Field]:
+    if issubclass(options, BaseModel):
+        for name, about in options.model_fields.items():
+            kind = _typed_as(about.annotation)
+            yield _Field(name=name, kind=kind, default=about.default, meaning=about.description or "")
+        return
+    hints, knobs = typing.get_type_hints(options, include_extras=True), knobs_of(options)
+    for each in dataclasses.fields(options):
+        meaning = knobs[each.name].meaning if each.name in knobs else ""
+        yield _Field(name=each.name, kind=hints[each.name], default=each.default, meaning=meaning)
+
+
+def _typed_as(hint: Any) -> Any:
+    """What a person types for a model's field: text, where the model itself makes more of it than a number."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(_typed_as(kind) for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if typing.get_origin(hint) is Annotated:
+        kind, *about = typing.get_args(hint)
+        return str if any(isinstance(item, BeforeValidator) for item in about) else _typed_as(kind)
+    if typing.get_origin(hint) is tuple:
+        return list[str]
+    return hint if hint in (int, float, bool, Path) else str
