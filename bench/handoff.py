@@ -44,8 +44,9 @@ from kv_transfer.base import Segment, SendEnd
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import cut_segments, layer_groups
-from kv_transfer.transports import process_group
+from kv_transfer.transports.gloo import make_gloo
 from kv_transfer.transports.registry import load_transport
+from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK
 
 RESULTS = Path(__file__).parent / "results" / "handoff.json"
 HOST, SECRET, FINGERPRINT = "127.0.0.1", "bench", "bench"
@@ -99,18 +100,18 @@ def receiver_process(pipe: Connection, model: str, num_tokens: int) -> None:
                     checksummer.digest(segment.layers, segment.dst_pages)
             pipe.send("done")
         elif what == "gloo":
-            group = raw_gloo(process_group.RECEIVER, value)
+            group = raw_gloo(DECODE_RANK, value)
         elif what == "raw":
             pipe.send("ready")
-            group.recv([buffer], process_group.SENDER, 0).wait()
+            group.recv([buffer], PREFILL_RANK, 0).wait()
             pipe.send("done")
 
 
 def raw_gloo(rank: int, port: int) -> Any:
     dist: Any = torch.distributed
     timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore(HOST, port, is_master=rank == process_group.SENDER, wait_for_workers=False, timeout=timeout)
-    return process_group._make_gloo(dist.PrefixStore("raw", store), rank, HOST, TIMEOUT_S)
+    store = dist.TCPStore(HOST, port, is_master=rank == PREFILL_RANK, wait_for_workers=False, timeout=timeout)
+    return make_gloo(dist.PrefixStore("raw", store), rank, HOST, TIMEOUT_S)
 
 
 @contextmanager
@@ -157,7 +158,7 @@ def send_raw(group: Any, buffer: torch.Tensor, pipe: Connection) -> float:
     assert pipe.recv() == "ready"
 
     def run() -> None:
-        group.send([buffer], process_group.RECEIVER, 0).wait()
+        group.send([buffer], DECODE_RANK, 0).wait()
         assert pipe.recv() == "done"
 
     return timed(run)
@@ -220,7 +221,7 @@ def connect_raw(pipe: Connection) -> Any:
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     pipe.send(("gloo", port))
-    return raw_gloo(process_group.SENDER, port)
+    return raw_gloo(PREFILL_RANK, port)
 
 
 # --- handoff: through the control stream ---

@@ -13,7 +13,9 @@ import torch
 import xxhash
 
 from engine.pages.memory import KvMemory
+from engine.pages.page_table import check_pages, pages_at
 from engine.pages.rows import PageRows, Rows, Seen
+from kv_transfer.transports.gpu.device import Gpu
 
 
 class RunningDigest:
@@ -40,7 +42,7 @@ def device_checksummer(memory: KvMemory) -> SegmentChecksummer | None:
     """Digests where the pages are, for a GPU's; None for the CPU's, whose bytes a transport shows as it copies."""
     if not memory.is_on_gpu:
         return None
-    from kv_transfer.transports.gpu.cuda import DeviceChecksummer, gpu_of
+    from kv_transfer.transports.gpu.cuda import gpu_of
 
     return DeviceChecksummer(memory, gpu_of(memory.device))
 
@@ -67,3 +69,20 @@ class Checksummer:
         index = torch.tensor(pages, device=self._memory.bytes.device)
         parts = [part for layer in layers for part in (self._memory.k(layer), self._memory.v(layer))]
         return [part.view(torch.uint8).index_select(0, index).cpu().numpy() for part in parts]
+
+
+class DeviceChecksummer:
+    """Digests pages of a GPU worker's memory where they are; only the 8 bytes of the digest come to the host.
+
+    Both sides of a pair must use it: its digests are not those of Checksummer.
+    """
+
+    def __init__(self, memory: KvMemory, gpu: Gpu) -> None:
+        self._memory = memory
+        self._queue = gpu.queue()
+
+    def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int:
+        memory = self._memory
+        self._queue.wait_for(after)
+        parts = pages_at(memory.layout, memory.address, layers)
+        return self._queue.digest(parts, check_pages(pages, memory.layout.num_pages))

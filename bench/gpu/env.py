@@ -17,13 +17,13 @@ import torch
 from bench.gpu import common as gpu_common
 from cluster.deploy import gpus
 from engine import device
-from kv_transfer.transports.gpu import nccl
+from kv_transfer.transports.gpu import nccl_settings
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "transformers", "ray", "grpcio", "numpy")
 
 
 def facts(rehearse: bool) -> dict[str, Any]:
-    version = nccl.loaded_version()
+    version = nccl_settings.loaded_version()
     found: dict[str, Any] = {
         "packages": {name: _version(name) for name in PACKAGES},
         "nccl_that_torch_loaded": ".".join(map(str, version)) if version else None,

@@ -34,7 +34,7 @@ from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import Checksummer, device_checksummer
 from kv_transfer.plan import GPU_SEGMENT_BYTES, cut_segments, layer_groups
-from kv_transfer.transports.gpu import nccl
+from kv_transfer.transports.gpu import nccl_settings
 from kv_transfer.transports.registry import load_transport
 
 PAGE_SIZE = 16
@@ -238,10 +238,10 @@ def nccl_ways() -> list[tuple[str, tuple[str, str], dict[str, str]]]:
     ways: list[tuple[str, tuple[str, str], dict[str, str]]] = []
     if torch.cuda.device_count() > 1:
         ways.append(("two GPUs", ("cuda:0", "cuda:1"), {}))
-    version = nccl.loaded_version()
-    if version is not None and version >= nccl.MULTI_RANK_VERSION:
-        ways.append(("one GPU, NCCL's own switch", ("cuda:0", "cuda:0"), {nccl.MULTI_RANK_KEY: "1"}))
-    ways.append(("one GPU, each process a host of its own", ("cuda:0", "cuda:0"), {nccl.ONE_GPU_SWITCH: "1"}))
+    version = nccl_settings.loaded_version()
+    if version is not None and version >= nccl_settings.MULTI_RANK_VERSION:
+        ways.append(("one GPU, NCCL's own switch", ("cuda:0", "cuda:0"), {nccl_settings.MULTI_RANK_KEY: "1"}))
+    ways.append(("one GPU, each process a host of its own", ("cuda:0", "cuda:0"), {nccl_settings.ONE_GPU_SWITCH: "1"}))
     return ways
 
 
@@ -343,7 +343,7 @@ def bench(rehearse: bool) -> dict[str, Any]:
     lost = [check_lost_peer(one_sided, devices, rehearse) for devices in pairs]
     if rehearse or len(pairs) > 1:  # NCCL wants two GPUs, but for a test of its bytes
         lost.append(check_lost_peer("process_group", pairs[-1], rehearse))
-    version = nccl.loaded_version()
+    version = nccl_settings.loaded_version()
     return {
         "nccl_version": ".".join(map(str, version)) if version else None,
         "bytes": rows,

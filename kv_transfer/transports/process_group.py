@@ -1,12 +1,10 @@
 """process_group moves KV through a two-rank torch ProcessGroup for each pair: gloo for CPU memory, NCCL for CUDA.
 
-Two-sided. The receiver (rank 1) serves a TCPStore on its own address and a random name; both ranks meet there, outside
-any default group, so that a lost peer hurts one pair only. A segment's pages are gathered into one contiguous buffer,
-sent, received and scattered; while one is on the wire the next is gathered, and the one before scattered.
+Two-sided. The decode side (rank 1) serves a TCPStore on its own address and a random name; both ranks meet there,
+outside any default group, so that a lost peer hurts one pair only. A segment's pages are gathered into one contiguous
+buffer, sent, received and scattered; while one is on the way the next is gathered, and the one before scattered.
 
-What gloo makes necessary (measured): a message larger than the buffer it arrives in ends the process, so a message's
-size is its tag too, and a message of another size matches no receive and times out. What NCCL does: nccl.py. How the
-ends wait: wire.py.
+What each backend makes necessary stands in gloo.py and gpu/nccl.py; how the ends wait, in two_rank_group.py.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ import torch.distributed
 
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
-from engine.pages.rows import PageRows, Seen
+from engine.pages.rows import Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
-from kv_transfer.transports.wire import RECEIVER, SENDER, GlooWire, Wire, first_line
+from kv_transfer.transports.gloo import Gloo
+from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup, first_line
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 
-BUFFERS = 3  # segments on the wire, or about to be, at once
-BUFFER_BYTES = 8 << 20  # at least, so that segments of all sizes share buffers whose memory is there already
+BUFFERS = 3  # segments on the way, or about to be, at once
 
 
 class Staging(Protocol):
@@ -51,8 +49,8 @@ class Staging(Protocol):
     def scatter(self, segment: Segment, data: torch.Tensor) -> None: ...
 
 
-class Kind(Protocol):
-    """How one kind of memory is moved: Gloo here, Nccl in nccl.py."""
+class Backend(Protocol):
+    """How one kind of memory is moved: Gloo (gloo.py) or Nccl (gpu/nccl.py)."""
 
     @property
     def params(self) -> Mapping[str, str]: ...
@@ -61,57 +59,12 @@ class Kind(Protocol):
 
     def staging(self, memory: KvMemory, timeout_s: float) -> Any: ...
 
-    def wire(
+    def group(
         self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
-    ) -> Wire: ...
+    ) -> TwoRankGroup: ...
 
 
-class CpuStaging:
-    def __init__(self, memory: KvMemory) -> None:
-        self._rows = PageRows(memory.layout, memory.bytes.numpy())
-        self._buffers: list[torch.Tensor] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(max(nbytes, BUFFER_BYTES), dtype=torch.uint8)
-        return buffer[:nbytes]
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._buffers.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
-
-    def gather(self, segment: Segment, out: torch.Tensor, seen: Seen | None) -> None:
-        self._rows.gather(segment.layers, segment.src_pages, out.numpy(), seen)
-
-    def settle(self) -> None:
-        pass
-
-    def scatter(self, segment: Segment, data: torch.Tensor) -> None:
-        self._rows.scatter(segment.layers, segment.dst_pages, data.numpy())
-
-
-class Gloo:
-    """`host`: the address that says which network is used."""
-
-    params: Mapping[str, str] = {"kind": "gloo"}
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-
-    def check(self, params: Mapping[str, str], peer: str) -> None:
-        if params.get("kind") != "gloo":
-            raise TransferError(f"{peer}'s KV is on a GPU and ours on the CPU; give both pools the same device")
-
-    def staging(self, memory: KvMemory, timeout_s: float) -> CpuStaging:
-        return CpuStaging(memory)
-
-    def wire(
-        self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
-    ) -> GlooWire:
-        return GlooWire(lambda: _make_gloo(store(), rank, self._host, timeout_s), peer, timeout_s)
-
-
-def kind_of(memory: KvMemory, host: str) -> Kind:
+def backend_of(memory: KvMemory, host: str) -> Backend:
     if not memory.is_on_gpu:
         return Gloo(host)
     from kv_transfer.transports.gpu.cuda import gpu_of
@@ -123,32 +76,32 @@ def kind_of(memory: KvMemory, host: str) -> Kind:
 class ProcessGroupSendEnd:
     one_sided = False
 
-    def __init__(self, memory: KvMemory, staging: Staging, wire: Wire, peer: str) -> None:
+    def __init__(self, memory: KvMemory, staging: Staging, group: TwoRankGroup, peer: str) -> None:
         self._layout = memory.layout
         self._staging = staging
-        self._wire = wire
+        self._group = group
         self._peer = peer
-        self._on_wire: deque[tuple[Future[None], torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[Future[None], torch.Tensor]] = deque()
 
     def send(self, segment: Segment, seen: Seen | None = None) -> None:
-        if len(self._on_wire) >= BUFFERS:
+        if len(self._in_flight) >= BUFFERS:
             self._finish_oldest()
         data = self._staging.take(_num_bytes(self._layout, segment.layers, segment.src_pages))
         self._staging.gather(segment, data, seen)
-        self._on_wire.append((self._wire.send(data), data))
+        self._in_flight.append((self._group.send(data), data))
         self._staging.settle()
 
     def flush(self) -> None:
-        while self._on_wire:
+        while self._in_flight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        done, data = self._on_wire.popleft()
+        done, data = self._in_flight.popleft()
         done.result()
         self._staging.give(data)
 
     def abort(self) -> None:
-        self._wire.abort(f"the process group with {self._peer} is closed; open a new pair")
+        self._group.abort(f"the process group with {self._peer} is closed; open a new pair")
 
     def close(self) -> None:
         self.abort()
@@ -158,9 +111,9 @@ class ProcessGroupReceiveEnd:
     one_sided = False
     sender_closed = False
 
-    def __init__(self, memory: KvMemory, kind: Kind, peer: str, host: str, timeout_s: float) -> None:
+    def __init__(self, memory: KvMemory, backend: Backend, peer: str, host: str, timeout_s: float) -> None:
         self._layout = memory.layout
-        self._staging: Staging = kind.staging(memory, timeout_s)
+        self._staging: Staging = backend.staging(memory, timeout_s)
         self._peer = peer
         self._lock = threading.Lock()  # `expect` is called from another thread than the rest
         self._expected: deque[Segment] = deque()  # not posted yet
@@ -169,15 +122,17 @@ class ProcessGroupReceiveEnd:
         self._is_open = False
         name = secrets.token_hex(8)
         store, port = _serve_store(host, timeout_s)
-        self._params = {**kind.params, "name": name, "address": host, "port": str(port)}
-        self._wire = kind.wire(lambda: dist.PrefixStore(name, store), RECEIVER, memory, self._staging, peer, timeout_s)
+        self._params = {**backend.params, "name": name, "address": host, "port": str(port)}
+        self._group = backend.group(
+            lambda: dist.PrefixStore(name, store), DECODE_RANK, memory, self._staging, peer, timeout_s
+        )
 
     @property
     def params(self) -> Mapping[str, str]:
         return self._params
 
     def open(self, timeout_s: float) -> None:
-        self._wire.open()
+        self._group.open()
         with self._lock:
             self._is_open = True
             self._post_expected()
@@ -192,9 +147,9 @@ class ProcessGroupReceiveEnd:
             segment = self._expected.popleft()
             data = self._staging.take(_num_bytes(self._layout, segment.layers, segment.dst_pages))
             try:
-                self._posted.append((segment.seq, self._wire.receive(data), data))
+                self._posted.append((segment.seq, self._group.receive(data), data))
             except TransferError:
-                self._is_open = False  # `receive` finds the wire dead, and says so in the right thread
+                self._is_open = False  # `receive` finds the group dead, and says so in the right thread
 
     def receive(self, segment: Segment) -> None:
         with self._lock:
@@ -211,9 +166,9 @@ class ProcessGroupReceiveEnd:
             self._post_expected()
 
     def _post_now(self, segment: Segment) -> tuple[int, Future[None], torch.Tensor]:
-        """Nothing was expected, or the wire is dead: then this raises."""
+        """Nothing was expected, or the group is dead: then this raises."""
         data = self._staging.take(_num_bytes(self._layout, segment.layers, segment.dst_pages))
-        return segment.seq, self._wire.receive(data), data
+        return segment.seq, self._group.receive(data), data
 
     def place(self, segment: Segment) -> None:
         assert self._arrived is not None, "place follows receive"
@@ -225,7 +180,7 @@ class ProcessGroupReceiveEnd:
             self._arrived = None
 
     def abort(self) -> None:
-        self._wire.abort(f"the process group with {self._peer} is closed; open a new pair")
+        self._group.abort(f"the process group with {self._peer} is closed; open a new pair")
 
     def close(self) -> None:
         self.abort()
@@ -235,12 +190,12 @@ class ProcessGroupTransport:
     name = "process_group"
     same_host_only = False
 
-    def __init__(self, find_kind: Callable[[KvMemory, str], Kind] = kind_of) -> None:
-        self._find_kind = find_kind
+    def __init__(self, find_backend: Callable[[KvMemory, str], Backend] = backend_of) -> None:
+        self._find_backend = find_backend
 
     def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
         try:
-            return ProcessGroupReceiveEnd(memory, self._find_kind(memory, host), peer, host, timeout_s)
+            return ProcessGroupReceiveEnd(memory, self._find_backend(memory, host), peer, host, timeout_s)
         except (OSError, RuntimeError) as error:
             raise TransferError(f"cannot serve a process group on {host}: {first_line(error)}") from error
 
@@ -249,8 +204,8 @@ class ProcessGroupTransport:
     ) -> SendEnd:
         if not {"address", "port", "name"} <= params.keys():
             raise TransferError(f"{peer} offers a process group without an address; use another transport")
-        kind = self._find_kind(memory, host)
-        kind.check(params, peer)
+        backend = self._find_backend(memory, host)
+        backend.check(params, peer)
 
         def store() -> Any:
             served = dist.TCPStore(
@@ -262,10 +217,10 @@ class ProcessGroupTransport:
             )
             return dist.PrefixStore(params["name"], served)
 
-        staging = kind.staging(memory, timeout_s)
-        wire = kind.wire(store, SENDER, memory, staging, peer, timeout_s)
-        wire.open()
-        return ProcessGroupSendEnd(memory, staging, wire, peer)
+        staging = backend.staging(memory, timeout_s)
+        group = backend.group(store, PREFILL_RANK, memory, staging, peer, timeout_s)
+        group.open()
+        return ProcessGroupSendEnd(memory, staging, group, peer)
 
 
 def _num_bytes(layout: KvLayout, layers: range, pages: Sequence[int]) -> int:
@@ -286,16 +241,6 @@ def _serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
-
-
-def _make_gloo(store: Any, rank: int, host: str, timeout_s: float) -> Any:
-    """Blocks until both ranks are there."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [gloo.create_device(hostname=host)]
-    options._threads = 1
-    return gloo(store, rank, 2, options)
 
 
 TRANSPORT = ProcessGroupTransport()

@@ -27,9 +27,9 @@ def nccl_counters(settings: Mapping[str, str], memory: KvMemory) -> dict[str, in
     """Sets up NCCL for a worker on a GPU; its version, for the worker's counters. Nothing on CPU."""
     if not memory.is_on_gpu:
         return {}
-    from kv_transfer.transports.gpu import nccl
+    from kv_transfer.transports.gpu.nccl_settings import set_up
 
-    return nccl.set_up(settings)
+    return set_up(settings)
 
 
 def load_transport(name: str) -> Transport:

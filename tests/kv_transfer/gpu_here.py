@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kv_transfer.transports.gpu.nccl import loaded_version, why_not_on_one_gpu
+from kv_transfer.transports.gpu.nccl_settings import loaded_version, why_not_on_one_gpu
 from tests.kv_transfer.sides import DEVICE
 
 SECOND_GPU = "cuda:1" if DEVICE != "cpu" and torch.cuda.device_count() > 1 else ""

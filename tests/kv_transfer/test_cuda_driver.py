@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kv_transfer.base import TransferError
-from kv_transfer.transports.gpu import cuda
+from kv_transfer.transports.gpu import cuda, driver
 from kv_transfer.transports.gpu.cuda import CudaGpu
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the stand-in for libcuda needs g++")
@@ -70,14 +70,14 @@ def gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaGpu]:
         assert name == "libcuda.so.1"
         return library
 
-    cuda._driver.cache_clear()
-    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    driver.load.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
     made = CudaGpu.__new__(CudaGpu)
     made._device = torch.device("cuda", 3)
     yield made
     assert library.stub_balance() == 0, "every context that was pushed is popped, and released"
     library.stub_refuse(0)
-    cuda._driver.cache_clear()
+    driver.load.cache_clear()
 
 
 def memory_at(address: int) -> Any:
@@ -114,10 +114,10 @@ def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    cuda._driver.cache_clear()
-    monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
+    driver.load.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
     with pytest.raises(TransferError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
-        cuda._driver()
+        driver.load()
 
 
 class Event:

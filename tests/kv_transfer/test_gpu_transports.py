@@ -14,15 +14,11 @@ import torch
 
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, TransferError
-from kv_transfer.transports.fence import SenderFence
-from kv_transfer.transports.gpu import nccl
+from kv_transfer.transports.gloo import Gloo
+from kv_transfer.transports.gpu import nccl, nccl_settings
 from kv_transfer.transports.gpu.cuda_ipc import EVENTS, CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
-from kv_transfer.transports.process_group import (
-    Gloo,
-    ProcessGroupReceiveEnd,
-    ProcessGroupSendEnd,
-    ProcessGroupTransport,
-)
+from kv_transfer.transports.pair_file import PrefillPairFile
+from kv_transfer.transports.process_group import ProcessGroupReceiveEnd, ProcessGroupSendEnd, ProcessGroupTransport
 from kv_transfer.transports.registry import nccl_counters, usable
 from tests.kv_transfer.fake_gpu import FakeEvent, FakeGpu, FakeGroup, FakeNccl
 from tests.kv_transfer.sides import DEVICE, assert_pages_moved, random_memory, snapshot
@@ -113,8 +109,8 @@ def test_the_note_brings_the_events_to_another_process() -> None:
     events = list(pair.receiver.events)
     pair.receiver.events = []
     handles = {id(event): handle for handle, event in pair.gpu.events.items()}
-    fence = SenderFence(pair.receiver.params, "decode-0")
-    fence.leave_note(b"".join(handles[id(event)] for event in events))
+    pair_file = PrefillPairFile(pair.receiver.params, "decode-0")
+    pair_file.leave_note(b"".join(handles[id(event)] for event in events))
     pair.sender.send(segment())
     pair.receiver.receive(segment())
     assert pair.receiver.events == events
@@ -126,7 +122,7 @@ def test_a_senders_event_that_cannot_be_opened_is_told_once_and_changes_nothing(
 ) -> None:
     pair = Ipc()
     pair.receiver.events = []  # as for a sender in another process, which left a note that means nothing here
-    pair.sender._fence.leave_note(bytes(64 * EVENTS))
+    pair.sender._pair_file.leave_note(bytes(64 * EVENTS))
     pair.sender.send(segment())
     pair.receiver.receive(segment())
     pair.receiver.receive(segment(1))
@@ -162,7 +158,7 @@ def test_another_layout_is_refused() -> None:
 def test_a_receiver_that_has_gone_is_not_found() -> None:
     pair = Ipc()
     params = dict(pair.receiver.params)
-    keep = pair.receiver._fence  # its file is there, the receiver is not
+    keep = pair.receiver._pair_file  # its file is there, the receiver is not
     del pair.receiver
     with pytest.raises(TransferError, match="decode-0 is not in this process any more"):
         CudaIpcTransport(lambda device: pair.gpu).connect(pair.source, params, peer="decode-0", host=HOST, timeout_s=1)
@@ -206,9 +202,9 @@ class NcclPair:
         self.before = snapshot(self.target)
 
     def take(self, *segments: Segment) -> None:
-        for one in segments:
-            self.receiver.receive(one)
-            self.receiver.place(one)
+        for announced in segments:
+            self.receiver.receive(announced)
+            self.receiver.place(announced)
 
     def assert_moved(self, pages: list[int], to: list[int]) -> None:
         assert_pages_moved(self.before, self.source, self.target, LAYERS, pages, to)
@@ -219,8 +215,8 @@ class NcclPair:
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
-        self.sender._wire.join()
-        self.receiver._wire.join()
+        self.sender._group.join()
+        self.receiver._group.join()
 
 
 def test_nccl_gathers_a_layer_only_once_it_was_computed(pool: ThreadPoolExecutor) -> None:
@@ -251,7 +247,7 @@ def test_a_lost_pair_aborts_its_own_group_and_no_other() -> None:
     lost, other = NcclPair(timeout_s=0.2), NcclPair()
     with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 0\.2 s"):
         lost.take(segment())
-    lost.receiver._wire.join()
+    lost.receiver._group.join()
     assert lost.group(1).is_aborted
     assert not any(group.is_aborted for group in other.fake.groups)
     other.sender.send(segment())
@@ -264,16 +260,16 @@ def test_a_lost_pair_aborts_its_own_group_and_no_other() -> None:
 def test_buffers_are_kept_until_the_group_was_aborted() -> None:
     """An operation that still runs writes into its buffer: freed before, it would write into another's memory."""
     pair, kept = NcclPair(), []
-    wire: Any = pair.receiver._wire
+    group: Any = pair.receiver._group
     abort = pair.group(1).abort
-    pair.group(1).abort = lambda: (kept.append(len(wire._posted)), abort())
+    pair.group(1).abort = lambda: (kept.append(len(group._posted)), abort())
     pair.receiver.expect(segment())
-    while not wire._posted:
+    while not group._posted:
         threading.Event().wait(0.001)
     pair.receiver.abort()
-    wire.join()
+    group.join()
     assert kept == [1]
-    assert not wire._posted
+    assert not group._posted
     pair.close()
 
 
@@ -312,7 +308,7 @@ def test_two_ranks_on_one_gpu_are_refused_with_a_sentence(monkeypatch: pytest.Mo
     ],
 )
 def test_when_two_ranks_may_share_a_gpu(version: Any, environ: dict[str, str], is_allowed: bool) -> None:
-    assert (nccl.why_not_on_one_gpu(version, environ) == "") == is_allowed
+    assert (nccl_settings.why_not_on_one_gpu(version, environ) == "") == is_allowed
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("gloo", "nccl"), ("nccl", "gloo")])
@@ -324,16 +320,17 @@ def test_memory_of_two_kinds_is_refused(ours: str, theirs: str) -> None:
 
 def test_what_is_chosen_wins_over_the_environment_and_that_over_ours() -> None:
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "NCCL_DEBUG": "INFO"}
-    assert nccl.settings_for({"NCCL_IB_HCA": "mlx5"}, environ, 7) == {
+    assert nccl_settings.settings_for({"NCCL_IB_HCA": "mlx5"}, environ, 7) == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "NCCL_IB_HCA": "mlx5",
     }
-    assert nccl.settings_for({"TORCH_NCCL_ENABLE_MONITORING": "0"}, environ, 7)["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    chosen = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+    assert nccl_settings.settings_for(chosen, environ, 7)["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
-    settings = nccl.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1"}, 7)
+    settings = nccl_settings.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1"}, 7)
     assert settings["NCCL_HOSTID"] == "kvrelay-7"
     assert (settings["NCCL_SHM_DISABLE"], settings["NCCL_P2P_DISABLE"]) == ("1", "1")
 
@@ -341,19 +338,19 @@ def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
 @pytest.mark.parametrize(("there", "taken"), [("kvrelay-6", "kvrelay-7"), ("rack-3", "rack-3")])
 def test_the_host_that_a_parent_called_itself_is_not_inherited(there: str, taken: str) -> None:
     """A child with its parent's id would be the same host on the same GPU, which NCCL refuses."""
-    settings = nccl.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1", "NCCL_HOSTID": there}, 7)
+    settings = nccl_settings.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1", "NCCL_HOSTID": there}, 7)
     assert settings["NCCL_HOSTID"] == taken
 
 
 def test_a_version_is_written_as_nccl_writes_it() -> None:
-    assert nccl.version_code((2, 28, 9)) == 22809
+    assert nccl_settings.version_code((2, 28, 9)) == 22809
 
 
 def test_a_gpu_worker_sets_nccl_up_and_tells_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("NCCL_DEBUG", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(key, raising=False)
-    monkeypatch.setattr(nccl, "loaded_version", lambda: (2, 29, 7))
-    assert nccl.set_up({"NCCL_DEBUG": "WARN"}) == {"nccl_version": 22907}
+    monkeypatch.setattr(nccl_settings, "loaded_version", lambda: (2, 29, 7))
+    assert nccl_settings.set_up({"NCCL_DEBUG": "WARN"}) == {"nccl_version": 22907}
     assert os.environ["NCCL_DEBUG"] == "WARN"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 

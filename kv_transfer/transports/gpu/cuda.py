@@ -1,75 +1,29 @@
-"""What the transports ask of a GPU: a stream of their own that copies pages, and memory and events of another process.
-
-`Gpu` and `CopyQueue` are small so that a test can put a fake in their place and see every call; `CudaGpu` is the real
-one: torch for streams and events, Triton for the kernels (page_kernels.py), and the CUDA driver's own calls (libcuda,
-by ctypes) for memory handles, so that only plain bytes cross a wire. Nothing here is imported by a CPU worker.
+"""CudaGpu is the GPU that the transports ask for (device.py): torch for streams and events, Triton for the kernels
+(page_kernels.py), the driver's own calls for memory handles (driver.py). Nothing here is imported by a CPU worker.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, PartTable, check_pages, pages_at
+from engine.pages.page_table import Int64s, PartTable
 from kv_transfer.base import TransferError
+from kv_transfer.transports.gpu import driver
+from kv_transfer.transports.gpu.device import CopyQueue, Gpu
 
 cuda: Any = torch.cuda  # half typed
 
 COMPUTE_TIMEOUT_S = 60.0  # for layers that were launched: beyond it the GPU hangs
 POLL_S = 20e-6
 LONGEST_POLL_S = 200e-6
-LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-
-
-class CopyQueue(Protocol):
-    """Work in order, beside the engine's. Calls return at once but `digest` and `finish`. One thread's at a time."""
-
-    def wait_for(self, event: object | None) -> None:
-        """What follows starts after the event (None: at once)."""
-
-    def copy(self, src: PartTable, dst: PartTable, src_pages: Int64s, dst_pages: Int64s) -> None: ...
-
-    def digest(self, parts: PartTable, pages: Int64s) -> int:
-        """64 bits of all bytes of `pages`, in the order of the parts. Waits for it. Raises TransferError."""
-
-    def record(self, event: object) -> None:
-        """The event has happened when all that stands before it is done."""
-
-    def mark(self) -> Any:
-        """An event, with a `query`, that has happened when all that stands before it is done."""
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until all is done. Raises TransferError after timeout_s, counted from the last `wait_for`'s event."""
-
-    def current(self) -> Any:
-        """A context in which torch's own operations go into this queue."""
-
-
-class Gpu(Protocol):
-    uuid: str
-
-    def queue(self) -> CopyQueue: ...
-
-    def export(self, memory: KvMemory) -> tuple[bytes, int]:
-        """A handle of the allocation that holds the memory, and where in it the memory begins."""
-
-    def open(self, handle: bytes) -> int:
-        """Address, here, of another process's allocation."""
-
-    def close(self, address: int) -> None: ...
-
-    def new_event(self) -> tuple[object, bytes]:
-        """An event that another process can wait for, and its handle."""
-
-    def open_event(self, handle: bytes) -> object: ...
 
 
 @cache
@@ -160,34 +114,22 @@ class CudaGpu:
         """Compile the kernels now, not in the first handoff, for rows of whole words and for any others."""
         with queue.current():
             scratch = torch.zeros(128, dtype=torch.uint8, device=self._device)
-        one, address = np.zeros(1, np.int64), np.array([scratch.data_ptr()])
+        first_row, address = np.zeros(1, np.int64), np.array([scratch.data_ptr()])
         for row_bytes in (32, 31):
             source = PartTable(address, np.array([row_bytes]))
-            queue.copy(source, PartTable(address + 64, source.row_bytes), one, one)
-            queue.digest(source, one)
+            queue.copy(source, PartTable(address + 64, source.row_bytes), first_row, first_row)
+            queue.digest(source, first_row)
         self._is_warm = True
 
     def export(self, memory: KvMemory) -> tuple[bytes, int]:
-        driver, base, size, handle = _driver(), ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        with self._context():
-            address = ctypes.c_uint64(memory.address)
-            _check(driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address), "find KV memory")
-            _check(
-                driver.cuIpcGetMemHandle(ctypes.byref(handle), base),
-                "share KV memory with another process (take expandable_segments out of PYTORCH_ALLOC_CONF)",
-            )
-        return bytes(handle.data), memory.address - base.value
+        handle, base = driver.export(self._device.index, memory.address)
+        return handle, memory.address - base
 
     def open(self, handle: bytes) -> int:
-        address = ctypes.c_uint64()
-        with self._context():
-            opened = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.of(handle), LAZY_PEER_ACCESS)
-            _check(opened, "open the other worker's KV memory")
-        return address.value
+        return driver.open_handle(self._device.index, handle)
 
     def close(self, address: int) -> None:
-        with self._context():
-            _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close the other worker's KV memory")
+        driver.close_handle(self._device.index, address)
 
     def new_event(self) -> tuple[object, bytes]:
         with cuda.device(self._device):
@@ -198,64 +140,3 @@ class CudaGpu:
     def open_event(self, handle: bytes) -> object:
         with cuda.device(self._device):
             return cuda.Event.from_ipc_handle(self._device, handle)
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        """The device's primary context, which torch uses too, made current in this thread."""
-        driver, device, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
-        _check(driver.cuDeviceGet(ctypes.byref(device), self._device.index), "find the GPU")
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "use the GPU")
-        try:
-            _check(driver.cuCtxPushCurrent_v2(context), "use the GPU")
-            yield
-        finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-            driver.cuDevicePrimaryCtxRelease_v2(device)
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle: 64 bytes, passed by value."""
-
-    _fields_ = [("data", ctypes.c_ubyte * 64)]
-
-    @classmethod
-    def of(cls, handle: bytes) -> _Handle:
-        if len(handle) != 64:
-            raise TransferError(f"a CUDA memory handle has 64 bytes, and this one {len(handle)}; use another transport")
-        return cls.from_buffer_copy(handle)
-
-
-@cache
-def _driver() -> Any:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise TransferError(f"the CUDA driver cannot be loaded: {error}") from error
-    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
-    return driver
-
-
-def _check(code: int, what: str) -> None:
-    if code == 0:
-        return
-    text = ctypes.c_char_p()
-    _driver().cuGetErrorString(code, ctypes.byref(text))
-    reason = (text.value or b"unknown error").decode()
-    raise TransferError(f"CUDA cannot {what}: {reason} ({code}); use another transport")
-
-
-class DeviceChecksummer:
-    """Digests pages of a GPU worker's memory where they are; only the 8 bytes of the digest come to the host.
-
-    Both sides of a pair must use it: its digests are not those of checksum.Checksummer.
-    """
-
-    def __init__(self, memory: KvMemory, gpu: Gpu) -> None:
-        self._memory = memory
-        self._queue = gpu.queue()
-
-    def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int:
-        memory = self._memory
-        self._queue.wait_for(after)
-        parts = pages_at(memory.layout, memory.address, layers)
-        return self._queue.digest(parts, check_pages(pages, memory.layout.num_pages))

@@ -1,15 +1,16 @@
 """cuda_ipc moves KV between two processes of one host, on one GPU or on two: the sender's kernel writes the pages.
 
-One-sided, as shared_memory is, with the same fence (fence.py). The receiver exports the allocation that holds its pages
-as a CUDA IPC handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one
-launch on a stream of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
+One-sided, as shared_memory is (one_sided.py). The receiver exports the allocation that holds its pages as a CUDA IPC
+handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one launch on a stream
+of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
 
     engine's stream  --event, recorded when a layer's KV was launched--> copy --the pair's events--> receiver's stream
 
 `send` returns when the copy is done: what is announced then stands in the pages, and a lease that is over is over. The
-pair's events (interprocess ones, whose handles the sender leaves as the fence's note) order the receiver's own reads
-after the copy as the device sees it; where such events cannot be had, the sender's wait alone does. There are a few,
-used in turn: with one, a receiver would wait for the sender's next layer group, which is recorded before it looks.
+pair's events (interprocess ones, whose handles the sender leaves as a note in the pair's file) order the receiver's
+own reads after the copy as the device sees it; where such events cannot be had, the sender's wait alone does. There are
+a few, used in turn: with one, a receiver would wait for the sender's next layer group, which is recorded before it
+looks.
 
 Within one process handles cannot be opened: there the receiver is found by its nonce, as in loopback.
 """
@@ -19,7 +20,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from engine.pages.memory import KvMemory
@@ -27,8 +27,9 @@ from engine.pages.page_table import Int64s, check_pages, pages_at
 from engine.pages.rows import Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
 from kv_transfer.checksum import Checksummer
-from kv_transfer.transports.fence import ReceiverFence, SenderFence
-from kv_transfer.transports.gpu.cuda import Gpu, gpu_of
+from kv_transfer.transports.gpu.cuda import gpu_of
+from kv_transfer.transports.gpu.device import Gpu
+from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,10 @@ HANDLE_BYTES = 64  # of an event
 _in_process: WeakValueDictionary[str, CudaIpcReceiveEnd] = WeakValueDictionary()  # by nonce, while the receiver lives
 
 
-class CudaIpcReceiveEnd:
-    one_sided = True
-
+class CudaIpcReceiveEnd(OneSidedReceiveEnd):
     def __init__(self, memory: KvMemory, gpu: Gpu, peer: str, timeout_s: float) -> None:
         handle, offset = gpu.export(memory)
+        super().__init__("cuda_ipc", memory.layout, {"handle": handle.hex(), "offset": str(offset), "gpu": gpu.uuid})
         self.memory = memory
         self.events: list[object] = []  # the pair's; set by a sender in this process, else opened from the note
         self._gpu = gpu
@@ -50,55 +50,20 @@ class CudaIpcReceiveEnd:
         self._timeout_s = timeout_s
         self._queue = gpu.queue()
         self._has_events = True
-        self._is_aborted = False
-        self._fence = ReceiverFence()
-        self._params = {
-            **self._fence.params,
-            "handle": handle.hex(),
-            "offset": str(offset),
-            "bytes": str(memory.layout.total_bytes),
-            "num_pages": str(memory.layout.num_pages),
-            "gpu": gpu.uuid,
-        }
-        _in_process[self._params["nonce"]] = self
-
-    @property
-    def params(self) -> Mapping[str, str]:
-        return self._params
-
-    @property
-    def sender_closed(self) -> bool:
-        return self._fence.sender_closed
-
-    def open(self, timeout_s: float) -> None:
-        pass
-
-    def expect(self, segment: Segment) -> None:
-        pass
+        _in_process[self.params["nonce"]] = self
 
     def receive(self, segment: Segment) -> None:
-        if self._is_aborted:
-            raise TransferError("this end of the cuda_ipc transport is closed; open a new pair")
+        super().receive(segment)
         self._open_events()
         if self.events:
             self._queue.wait_for(self.events[segment.seq % EVENTS])
             self._queue.finish(self._timeout_s)
 
-    def place(self, segment: Segment) -> None:
-        pass
-
-    def abort(self) -> None:
-        self._is_aborted = True
-
-    def close(self) -> None:
-        self._is_aborted = True
-        self._fence.close()
-
     def _open_events(self) -> None:
         """Once, and only when something was announced: by then the sender has left its note."""
         if self.events or not self._has_events:
             return
-        note = self._fence.note
+        note = self._pair_file.note
         try:
             self.events = [
                 self._gpu.open_event(note[at : at + HANDLE_BYTES]) for at in range(0, len(note), HANDLE_BYTES)
@@ -109,38 +74,29 @@ class CudaIpcReceiveEnd:
             log.warning("%s's CUDA events cannot be opened (%s): its own wait orders the copies", self._peer, why)
 
 
-class CudaIpcSendEnd:
-    one_sided = True
-
+class CudaIpcSendEnd(OneSidedSendEnd):
     def __init__(self, memory: KvMemory, params: Mapping[str, str], peer: str, gpu: Gpu, timeout_s: float) -> None:
-        self._peer = peer
+        super().__init__("cuda_ipc", memory, params, peer)
         self._gpu = gpu
         self._timeout_s = timeout_s
         self._source = memory
-        self._is_aborted = False
-        self._is_closed = False
-        self._target_layout = replace(memory.layout, num_pages=int(params["num_pages"]))
-        if self._target_layout.total_bytes != int(params["bytes"]):
-            theirs, ours = params["bytes"], self._target_layout.total_bytes
-            raise TransferError(f"{peer} says its KV has {theirs} bytes, but its layout has {ours}")
-        self._fence = SenderFence(params, peer)
         self._opened: int | None = None
         try:
-            self._open_target(params)
+            self._queue = gpu.queue()
+            made = [gpu.new_event() for _ in range(EVENTS)]
+            self._events = [event for event, _ in made]
+            self._target_address = self._open_target(params, b"".join(handle for _, handle in made))
         except BaseException:
-            self._fence.close()  # nothing was ever written
+            self._pair_file.close()  # nothing was ever written
             raise
 
-    def _open_target(self, params: Mapping[str, str]) -> None:
-        self._queue = self._gpu.queue()
-        made = [self._gpu.new_event() for _ in range(EVENTS)]
-        self._events = [event for event, _ in made]
+    def _open_target(self, params: Mapping[str, str], event_handles: bytes) -> int:
+        """The address of the receiver's pages here."""
         if int(params["pid"]) == os.getpid():
-            self._target_address = self._find_here(params["nonce"])
-            return
+            return self._find_here(params["nonce"])
         self._opened = self._gpu.open(bytes.fromhex(params["handle"]))
-        self._target_address = self._opened + int(params["offset"])
-        self._fence.leave_note(b"".join(handle for _, handle in made))
+        self._pair_file.leave_note(event_handles)
+        return self._opened + int(params["offset"])
 
     def _find_here(self, nonce: str) -> int:
         receiver = _in_process.get(nonce)
@@ -149,11 +105,7 @@ class CudaIpcSendEnd:
         receiver.events = self._events
         return receiver.memory.address
 
-    def send(self, segment: Segment, seen: Seen | None = None) -> None:
-        if self._is_aborted:
-            raise TransferError(f"the cuda_ipc transport to {self._peer} is closed; open a new pair")
-        if self._fence.is_peer_dead:
-            raise TransferError(f"{self._peer} is dead; hand off to another worker")
+    def _copy(self, segment: Segment, seen: Seen | None) -> None:
         source, target = self._source, self._target_layout
         self._queue.wait_for(segment.after)
         self._queue.copy(
@@ -167,24 +119,14 @@ class CudaIpcSendEnd:
         if seen is not None:
             Checksummer(source).show(segment.layers, segment.src_pages, seen)
 
-    def flush(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        self._is_aborted = True
-
-    def close(self) -> None:
-        self._is_aborted = True
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _release(self) -> None:
         try:
             self._queue.finish(self._timeout_s)
         except TransferError as error:  # a copy may still be under way: only our end is the fence then
             log.error("a copy into %s's pages does not end: %s", self._peer, error)
-            self._fence.close(has_stopped=False)
+            self._pair_file.close(has_stopped=False)
             return
-        self._fence.close()
+        self._pair_file.close()
         if self._opened is not None:
             try:
                 self._gpu.close(self._opened)

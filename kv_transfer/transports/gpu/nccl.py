@@ -1,4 +1,4 @@
-"""NCCL for process_group: the wire, the staging on a GPU, and the settings that keep a lost pair from harming others.
+"""NCCL for process_group: how KV in the memory of GPUs is moved between two ranks.
 
 What NCCL makes necessary (read in its and torch's sources): a lost peer leaves an operation running on the GPU for
 ever, and torch's watchdog would then end the process. So the watchdog only watches, a deadline of our own decides, and
@@ -22,12 +22,11 @@ import torch
 import torch.distributed
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, buffer_at, check_pages, pages_at
-from engine.pages.rows import Seen
-from kv_transfer.base import Segment, TransferError
-from kv_transfer.checksum import Checksummer
-from kv_transfer.transports.gpu.cuda import CopyQueue, Gpu
-from kv_transfer.transports.wire import RECEIVER, SENDER, Wire
+from kv_transfer.base import TransferError
+from kv_transfer.transports.gpu.device import CopyQueue, Gpu
+from kv_transfer.transports.gpu.nccl_settings import loaded_version, prepare, why_not_on_one_gpu
+from kv_transfer.transports.gpu.staging import GpuStaging
+from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup
 
 log = logging.getLogger(__name__)
 dist: Any = torch.distributed
@@ -35,79 +34,6 @@ dist: Any = torch.distributed
 POLL_S = 20e-6
 MEETING_S = 30.0  # at least, for both ranks to set up NCCL, which takes seconds at first
 WATCHDOG_S = 86_400.0  # torch's own timeout, out of the way
-BUFFER_BYTES = 64 << 20
-DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-
-# For a test of correctness on a machine with one GPU, on NCCL below 2.30: each process calls itself another host and
-# they talk through sockets on loopback, at milliseconds a message. Never for serving.
-ONE_GPU_SWITCH = "KVRELAY_NCCL_ONE_GPU"
-ONE_GPU_SETTINGS = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
-HOST_ID, HOST_ID_PREFIX = "NCCL_HOSTID", "kvrelay-"
-MULTI_RANK_VERSION = (2, 30)
-MULTI_RANK_KEY = "NCCL_MULTI_RANK_GPU_ENABLE"
-
-
-def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int) -> dict[str, str]:
-    """What the environment must say before NCCL is first used: what was chosen, then what is there, then ours."""
-    ours = dict(DEFAULTS)
-    if environ.get(ONE_GPU_SWITCH) == "1":
-        ours |= ONE_GPU_SETTINGS | {HOST_ID: f"{HOST_ID_PREFIX}{pid}"}
-    there = {key: environ[key] for key in ours if key in environ}
-    if there.get(HOST_ID, "").startswith(HOST_ID_PREFIX):  # the process that started this one took it for itself
-        del there[HOST_ID]
-    return ours | there | dict(chosen)
-
-
-def prepare(chosen: Mapping[str, str] | None = None) -> None:
-    """Set this process's NCCL environment. NCCL reads it once, when its first group is made."""
-    os.environ.update(settings_for(chosen or {}, os.environ, os.getpid()))
-
-
-def loaded_version() -> tuple[int, ...] | None:
-    """Of the NCCL that torch loaded, such as (2, 28, 9); None for a torch without it."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        cuda: Any = torch.cuda  # half typed
-        return tuple(cuda.nccl.version())[:3]
-    except (ImportError, RuntimeError, AttributeError):
-        return None
-
-
-def set_up(settings: Mapping[str, str]) -> dict[str, int]:
-    """What a GPU worker does before its first pair: sets NCCL's environment, tells its version (log and counter)."""
-    version = loaded_version()
-    if version is None:
-        return {}
-    prepare(settings)
-    log.info("torch loaded NCCL %s", ".".join(map(str, version)))
-    return {"nccl_version": version_code(version)}
-
-
-def version_code(version: tuple[int, ...]) -> int:
-    """As NCCL itself writes it: 22809 is 2.28.9."""
-    major, minor, patch = (*version, 0, 0)[:3]
-    return major * 10_000 + minor * 100 + patch
-
-
-def why_not_on_one_gpu(version: tuple[int, ...] | None, environ: Mapping[str, str]) -> str:
-    """Why two ranks cannot share one GPU here; empty when they can."""
-    if environ.get(ONE_GPU_SWITCH) == "1":
-        return ""
-    shown = ".".join(map(str, version)) if version else "an unknown version"
-    if version is None or version < MULTI_RANK_VERSION:
-        return f"NCCL {shown} refuses two ranks on one GPU (from 2.30 {MULTI_RANK_KEY}=1 allows them); use cuda_ipc"
-    if environ.get(MULTI_RANK_KEY) != "1":
-        return (
-            f"NCCL {shown} allows two ranks on one GPU only with {MULTI_RANK_KEY}: 1 in transfer.nccl; or use cuda_ipc"
-        )
-    return ""
 
 
 def make_group(store: Any, rank: int, device: str) -> Any:
@@ -130,12 +56,12 @@ class _Posted:
     done: Future[None] | None  # None: the greeting
 
 
-class NcclWire(Wire):
+class NcclGroup(TwoRankGroup):
     """Posts what it is given at once, in order, and looks whether the oldest is done."""
 
     def __init__(
         self,
-        make_group: Callable[[], Any],
+        make: Callable[[], Any],
         rank: int,
         device: str,
         gpu: Gpu,
@@ -144,7 +70,7 @@ class NcclWire(Wire):
         timeout_s: float,
     ) -> None:
         """`queue`: where the buffers are filled, and what an operation therefore starts after."""
-        super().__init__(make_group, peer, timeout_s)
+        super().__init__(make, peer, timeout_s)
         self._rank = rank
         self._device = device
         self._queue = queue
@@ -182,14 +108,14 @@ class NcclWire(Wire):
             return
         with self._queue.current():
             data = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        self._post("send" if self._rank == SENDER else "recv", data, None)
+        self._post("send" if self._rank == PREFILL_RANK else "recv", data, None)
         while self._posted and self._error is None:
             self._look(MEETING_S)
 
     def _post(self, what: str, data: torch.Tensor, done: Future[None] | None) -> None:
         with self._queue.current():
-            operate = self._group.send if what == "send" else self._group.recv
-            work = operate([data], RECEIVER if self._rank == SENDER else SENDER, 0)
+            operate = self._process_group.send if what == "send" else self._process_group.recv
+            work = operate([data], DECODE_RANK if self._rank == PREFILL_RANK else PREFILL_RANK, 0)
         with self._ends.current():
             work.wait()  # the stream waits, not this thread
         if not self._posted:
@@ -224,9 +150,9 @@ class NcclWire(Wire):
         except (RuntimeError, ValueError, TransferError) as error:
             self._on_error(error)
         finally:
-            if self._group is not None:
-                self._group.abort()  # ends what runs on the GPU; only then may the buffers go
-            self._group = None
+            if self._process_group is not None:
+                self._process_group.abort()  # ends what runs on the GPU; only then may the buffers go
+            self._process_group = None
             self._posted.clear()
 
 
@@ -235,65 +161,6 @@ _NOTHING = object()
 
 def _poll(works: Any) -> Any:
     return _NOTHING if works.empty() else works.get()
-
-
-class GpuStaging:
-    """Contiguous buffers on the GPU, reused in turn, and the kernels between them and the pages."""
-
-    def __init__(self, memory: KvMemory, gpu: Gpu, timeout_s: float) -> None:
-        self.queue = gpu.queue()
-        self._memory = memory
-        self._timeout_s = timeout_s
-        self._buffers: list[torch.Tensor] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        buffer = self._buffers.pop() if self._buffers else None
-        if buffer is None or buffer.untyped_storage().nbytes() < nbytes:
-            with self.queue.current():
-                capacity = max(nbytes, min(BUFFER_BYTES, self._memory.layout.total_bytes))
-                buffer = torch.empty(capacity, dtype=torch.uint8, device=self._memory.bytes.device)
-        return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())[:nbytes]
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._buffers.append(buffer)
-
-    def gather(self, segment: Segment, out: torch.Tensor, seen: Seen | None) -> None:
-        """Launches it; `settle` waits for it."""
-        layout, layers, pages = self._memory.layout, segment.layers, segment.src_pages
-        self.queue.wait_for(segment.after)
-        index = _existing(pages, layout.num_pages)
-        self.queue.copy(
-            pages_at(layout, self._memory.address, layers),
-            buffer_at(layout, out.data_ptr(), layers, len(pages)),
-            index,
-            check_pages(range(len(pages)), len(pages)),
-        )
-        if seen is not None:
-            self.settle()
-            Checksummer(self._memory).show(layers, pages, seen)
-
-    def settle(self) -> None:
-        """The source pages are not read any more."""
-        self.queue.finish(self._timeout_s)
-
-    def scatter(self, segment: Segment, data: torch.Tensor) -> None:
-        layout, layers, pages = self._memory.layout, segment.layers, segment.dst_pages
-        index = _existing(pages, layout.num_pages)
-        self.queue.wait_for(None)
-        self.queue.copy(
-            buffer_at(layout, data.data_ptr(), layers, len(pages)),
-            pages_at(layout, self._memory.address, layers),
-            check_pages(range(len(pages)), len(pages)),
-            index,
-        )
-        self.queue.finish(self._timeout_s)
-
-
-def _existing(pages: Any, num_pages: int) -> Int64s:
-    try:
-        return check_pages(pages, num_pages)
-    except ValueError as error:
-        raise TransferError(f"pages cannot be moved: {error}") from error
 
 
 class Nccl:
@@ -319,12 +186,12 @@ class Nccl:
     def staging(self, memory: KvMemory, timeout_s: float) -> GpuStaging:
         return GpuStaging(memory, self._gpu, timeout_s)
 
-    def wire(
+    def group(
         self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
-    ) -> NcclWire:
+    ) -> NcclGroup:
         def make() -> Any:
             version = loaded_version()
             log.info("NCCL %s carries KV to and from %s", ".".join(map(str, version or ())) or "(a fake)", peer)
             return self._make(store(), rank, memory.device)
 
-        return NcclWire(make, rank, memory.device, self._gpu, staging.queue, peer, timeout_s)
+        return NcclGroup(make, rank, memory.device, self._gpu, staging.queue, peer, timeout_s)

@@ -1,8 +1,8 @@
-"""The fence of a one-sided pair on one host: a small file that both sides map, where the sender's last word stands.
+"""The file of a one-sided pair on one host: both sides map it, and the prefill side's last word stands in it.
 
-The receiver makes it (a memfd, opened through /proc/PID/fd/FD) and writes a nonce into it, by which the sender knows
-that it has opened what was meant. The sender's last act is to set a flag in it, by which the receiver knows that no
-more will be written even when the control stream is broken. A sender may also leave a note: cuda_ipc the handles of its
+The decode side makes it (a memfd, opened through /proc/PID/fd/FD) and writes a nonce into it, by which the prefill side
+knows that it has opened what was meant. That side's last act is to set a flag in it: the decode side's fence, for no
+more is written then even when the control stream is broken. It may also leave a note: cuda_ipc the handles of its
 events.
 """
 
@@ -16,19 +16,19 @@ from collections.abc import Mapping
 
 from kv_transfer.base import TransferError
 
-FENCE_BYTES = 4096
+FILE_BYTES = 4096
 NONCE_BYTES = 16
 CLOSED_AT = 64  # offset of the flag
 NOTE_AT = 128  # offset of the note's length, and the note behind it; the length is written last
 LENGTH_BYTES = 2
 
 
-class ReceiverFence:
+class DecodePairFile:
     def __init__(self) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._fd = os.memfd_create("kvrelay-fence", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, FENCE_BYTES)
-        self._map = mmap.mmap(self._fd, FENCE_BYTES)
+        self._fd = os.memfd_create("kvrelay-pair", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, FILE_BYTES)
+        self._map = mmap.mmap(self._fd, FILE_BYTES)
         self._map[:NONCE_BYTES] = self.nonce
 
     @property
@@ -52,11 +52,11 @@ class ReceiverFence:
             self._fd = -1
 
 
-class SenderFence:
+class PrefillPairFile:
     def __init__(self, params: Mapping[str, str], peer: str) -> None:
         """Raises TransferError, KeyError, ValueError, OSError for parameters of no use."""
         pid = int(params["pid"])
-        self._map = map_file(pid, int(params["fence_fd"]), FENCE_BYTES, peer)
+        self._map = map_file(pid, int(params["fence_fd"]), FILE_BYTES, peer)
         if self._map[:NONCE_BYTES] != bytes.fromhex(params["nonce"]):
             raise TransferError(f"process {pid} is not {peer}: its fence holds another nonce; use another transport")
         self._pidfd = os.pidfd_open(pid)

@@ -1,0 +1,119 @@
+"""Gloo for process_group: how KV in CPU memory is moved between two ranks.
+
+What gloo makes necessary (measured): a message larger than the buffer it arrives in ends the process, so a message's
+size is its tag too, and a message of another size matches no receive and times out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows, Seen
+from kv_transfer.base import Segment, TransferError
+from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup, first_line
+
+dist: Any = torch.distributed  # its names are not all in its type stubs
+
+BUFFER_BYTES = 8 << 20  # at least, so that segments of all sizes share buffers whose memory is there already
+
+
+class Gloo:
+    """`host`: the address that says which network is used."""
+
+    params: Mapping[str, str] = {"kind": "gloo"}
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def check(self, params: Mapping[str, str], peer: str) -> None:
+        if params.get("kind") != "gloo":
+            raise TransferError(f"{peer}'s KV is on a GPU and ours on the CPU; give both pools the same device")
+
+    def staging(self, memory: KvMemory, timeout_s: float) -> CpuStaging:
+        return CpuStaging(memory)
+
+    def group(
+        self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
+    ) -> GlooGroup:
+        return GlooGroup(lambda: make_gloo(store(), rank, self._host, timeout_s), peer, timeout_s)
+
+
+class GlooGroup(TwoRankGroup):
+    """`abort` does not wake a blocked wait of gloo's; only its timeout ends it."""
+
+    def send(self, data: torch.Tensor) -> Future[None]:
+        """Posted in the group's thread: gloo writes to the socket in the call, and the caller has pages to gather."""
+        done = self._promise()
+        self._works.put((lambda: self._process_group.send([data], DECODE_RANK, _tag(data)), done))
+        return done
+
+    def receive(self, data: torch.Tensor) -> Future[None]:
+        """Posted at once, so that the bytes may come before anybody waits for them."""
+        done = self._promise()
+        try:
+            work = self._process_group.recv([data], PREFILL_RANK, _tag(data))
+        except (RuntimeError, ValueError) as error:
+            self.abort(f"cannot reach {self._peer}: {first_line(error)}")
+            raise TransferError(f"cannot reach {self._peer}: {first_line(error)}") from error
+        self._works.put((lambda: (work, data)[0], done))  # gloo knows the buffer's address only: it must live as long
+        return done
+
+    def _run(self) -> None:
+        try:
+            while (entry := self._works.get()) is not None:
+                post, done = entry
+                work = post()
+                if work is not None:
+                    work.wait()
+                if not self._keep(done):
+                    return
+        except (RuntimeError, ValueError) as error:
+            self._on_error(error)
+        finally:
+            self._process_group = None
+
+
+def _tag(data: torch.Tensor) -> int:
+    """The size, within the 31 bits of a tag."""
+    return data.numel() % (1 << 31)
+
+
+class CpuStaging:
+    def __init__(self, memory: KvMemory) -> None:
+        self._rows = PageRows(memory.layout, memory.bytes.numpy())
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
+        if buffer.numel() < nbytes:
+            buffer = torch.empty(max(nbytes, BUFFER_BYTES), dtype=torch.uint8)
+        return buffer[:nbytes]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._buffers.append(torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()))
+
+    def gather(self, segment: Segment, out: torch.Tensor, seen: Seen | None) -> None:
+        self._rows.gather(segment.layers, segment.src_pages, out.numpy(), seen)
+
+    def settle(self) -> None:
+        pass
+
+    def scatter(self, segment: Segment, data: torch.Tensor) -> None:
+        self._rows.scatter(segment.layers, segment.dst_pages, data.numpy())
+
+
+def make_gloo(store: Any, rank: int, host: str, timeout_s: float) -> Any:
+    """Blocks until both ranks are there."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=host)]
+    options._threads = 1
+    return gloo(store, rank, 2, options)
