@@ -32,7 +32,7 @@ from placement.latency.model_shape import ModelShape, load_shape
 from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
-from placement.simulator.colocated import Sharing
+from placement.simulator.colocated.cluster import Sharing
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic

@@ -20,7 +20,7 @@ from placement.latency.base import DecodeLine
 from placement.latency.roofline import narrowed
 from placement.plan import Candidate, PoolPlan
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.simulator.colocated import ColocatedCluster, Sharing
+from placement.simulator.colocated.cluster import ColocatedCluster, Sharing
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
 from prefill_worker.policy import PrefillOptions

@@ -22,7 +22,7 @@ from placement.build.worker import WorkerModel, sim_worker
 from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
 from placement.simulator.cluster import SimCluster
-from placement.simulator.colocated import ColocatedCluster, Sharing
+from placement.simulator.colocated.cluster import ColocatedCluster, Sharing
 from prefill_worker.policy import PrefillOptions
 from worker.options import REPORT_GAP_S, WorkerOptions
 

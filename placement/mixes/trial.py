@@ -3,7 +3,7 @@
 By Splitwise's own rules (placement/papers/splitwise/rules.py), whose machines lend themselves to the other phase under
 load, or by the live policies (placement/simulator/simulate.py), whose machines do not: the cluster that `kvrelay up`
 starts has no mixed role. Under the live rules a baseline is colocated workers with chunked prefill
-(placement/simulator/colocated.py).
+(placement/simulator/colocated/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from placement.papers.splitwise.rules import SplitwiseCluster
 from placement.papers.splitwise.rules import simulate as simulate_splitwise
 from placement.plan import Slo
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.simulator.colocated import ColocatedCluster, simulate_colocated
+from placement.simulator.colocated.cluster import ColocatedCluster, simulate_colocated
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import simulate as simulate_live
 from placement.workload.requests import Workload

@@ -41,7 +41,7 @@ from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.goodput.targets import Targets
 from placement.latency.roofline import narrowed
 from placement.plan import Candidate, Interval
-from placement.simulator.colocated import Sharing
+from placement.simulator.colocated.cluster import Sharing
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.traffic import Traffic
 

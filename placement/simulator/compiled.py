@@ -46,7 +46,8 @@ COMPILED = (
     "decode_worker/run.py",
     "placement/simulator/attempt.py",
     "placement/simulator/clock.py",
-    "placement/simulator/colocated.py",
+    "placement/simulator/colocated/batch.py",
+    "placement/simulator/colocated/cluster.py",
     "placement/simulator/decode_machine.py",
     "placement/simulator/host.py",
     "placement/latency/base.py",
@@ -63,7 +64,7 @@ PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle canno
     ("prefill_worker.policy", "PrefillOptions"),
     ("decode_worker.policy", "DecodeOptions"),
     ("placement.latency.base", "DecodeLine"),
-    ("placement.simulator.colocated", "ColocatedCluster"),
+    ("placement.simulator.colocated.cluster", "ColocatedCluster"),
     *registry.PASSED_TO_PROCESSES,
 )
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine

@@ -22,7 +22,7 @@ from placement.goodput.stationary import (
 )
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.simulator.colocated import ColocatedCluster
+from placement.simulator.colocated.cluster import ColocatedCluster
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.toys import Toy, alike, toy_offer

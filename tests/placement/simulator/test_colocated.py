@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from placement.simulator.colocated import ColocatedCluster, Sharing, _Run, simulate_colocated
+from placement.simulator.colocated.cluster import ColocatedCluster, ColocatedSimulation, Sharing, simulate_colocated
 from placement.simulator.outcome import percentiles
 from placement.workload.requests import Workload
 from tests.placement.simulator.test_simulate import Plain, requests
@@ -34,14 +34,14 @@ def cluster(
 @pytest.mark.parametrize("sharing", BOTH)
 @pytest.mark.parametrize("num_pages", [400, 40])
 def test_all_are_served_and_every_page_comes_back(sharing: Sharing, num_pages: int) -> None:
-    run = _Run(cluster(sharing, num_pages=num_pages, num_workers=2), requests(rate=30))
+    run = ColocatedSimulation(cluster(sharing, num_pages=num_pages, num_workers=2), requests(rate=30))
     outcome = run.play()
     assert outcome.served == 200
     assert sum(outcome.phases.values()) == pytest.approx(outcome.e2e_s)
     assert (outcome.counters.get("preempted", 0) > 0) == (num_pages == 40)
     for machine in run.machines:
-        assert machine.free == num_pages
-        assert machine.context == machine.load == 0
+        assert machine.batch.free_pages == num_pages
+        assert machine.batch.context_tokens == machine.load == 0
 
 
 @pytest.mark.parametrize("sharing", BOTH)
@@ -56,7 +56,9 @@ def test_passing_over_steps_changes_nothing(sharing: Sharing, num_pages: int) ->
 
 def test_the_cost_is_of_requests_and_not_of_tokens() -> None:
     runs = [
-        _Run(cluster("chunked", num_pages=4000), replace(requests(50, rate=rate), output_len=np.full(50, tokens)))
+        ColocatedSimulation(
+            cluster("chunked", num_pages=4000), replace(requests(50, rate=rate), output_len=np.full(50, tokens))
+        )
         for rate, tokens in ((1.0, 50), (0.01, 5000))
     ]
     for run in runs:

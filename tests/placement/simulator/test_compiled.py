@@ -13,7 +13,7 @@ import pytest
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.papers.distserve.rules import simulate as simulate_distserve
-from placement.simulator.colocated import ColocatedCluster, simulate_colocated
+from placement.simulator.colocated.cluster import ColocatedCluster, simulate_colocated
 from placement.simulator.compiled import simulation_pool, with_constructors
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
