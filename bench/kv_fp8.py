@@ -59,7 +59,7 @@ def logits_of(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
             for i, prompt in enumerate(prompts)
         ]
         with torch.inference_mode():
-            logits = engine._forward(chunks, None, None).float().cpu()
+            logits = engine.model.forward(engine.pages, chunks).float().cpu()
         rows = sum(len(chunk.token_ids) for chunk in chunks)  # the engine may pad
         for i, part in enumerate(logits[:rows].split([len(chunk.token_ids) for chunk in chunks])):
             parts[i].append(part)
@@ -115,7 +115,7 @@ def main() -> None:
         prompts = torch.randint(3, engine.info.vocab_size, (count, tokens), generator=generator).tolist()
         logits[way] = logits_of(engine, prompts)
         token_bytes[way] = engine.layout.page_bytes() / PAGE_SIZE
-        name, scales = engine.info.name, [[scale.k, scale.v] for scale in engine._scales or ()]
+        name, scales = engine.info.name, [[scale.k, scale.v] for scale in engine.pages.scales or ()]
         del engine
     fp8 = compare(logits["bfloat16"], logits["fp8"])
     whole = compare(logits["float32"], logits["bfloat16"])

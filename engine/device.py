@@ -1,4 +1,4 @@
-"""Where an engine computes, and how much memory its KV pages may take there. It allocates nothing.
+"""Where an engine computes: the device that is meant, and what it lacks.
 
 `auto` is resolved once, at load. What a GPU machine lacks (CUDA, FlashInfer, nvcc) is said in one sentence here.
 """
@@ -95,31 +95,3 @@ def _has_prebuilt() -> bool:
     spec = importlib.util.find_spec("flashinfer")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return any(any((Path(folder) / AOT_FOLDER).glob("*/*.so")) for folder in folders)
-
-
-def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization: float, reserve_bytes: int = 0) -> int:
-    """Bytes for KV pages: `utilization` of the GPU, less what this process uses of it (weights, CUDA), what a step
-    needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
-
-    Raises ValueError when nothing is left.
-    """
-    budget = int(total_bytes * utilization) - used_bytes - peak_bytes - reserve_bytes
-    if budget <= 0:
-        total, used, peak = (n / (1 << 30) for n in (total_bytes, used_bytes, peak_bytes + reserve_bytes))
-        raise ValueError(
-            f"gpu_memory_utilization is {utilization:g}: of the GPU's {total:.1f} GiB nothing is left for KV pages "
-            f"beside {used:.1f} GiB in use and {peak:.1f} GiB that a step needs; give a larger share, a smaller model, "
-            "or kv_bytes"
-        )
-    return budget
-
-
-def checked_free(budget_bytes: int, *, free_bytes: int, utilization: float) -> int:
-    """`budget_bytes`, if so much is free. Raises ValueError: another process has taken more than was left to it."""
-    if budget_bytes <= free_bytes:
-        return budget_bytes
-    gib = 1 << 30
-    raise ValueError(
-        f"gpu_memory_utilization is {utilization:g}, which leaves {budget_bytes / gib:.1f} GiB for KV pages, but only "
-        f"{free_bytes / gib:.1f} GiB of the GPU are free beside other processes; end them, or give a smaller share"
-    )

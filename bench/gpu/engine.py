@@ -29,6 +29,7 @@ from bench.gpu import common as gpu_common
 from bench.gpu.floor import Ceilings, Work, ceilings
 from bench.gpu.peers import peers
 from engine.engine import Engine
+from engine.gpu.steps import GpuSteps
 from engine.options import EngineOptions
 from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 
@@ -60,7 +61,7 @@ def what_is_missing(engine: Engine) -> str:
     """What the engine does without, which its log says and its figures would not; empty when nothing."""
     if engine.backend.name != "flashinfer":
         return f"attention runs on the {engine.backend.name} backend, not on FlashInfer; the log says why"
-    if engine._steps is None or engine._steps._graphs is None:
+    if not isinstance(engine.steps, GpuSteps) or engine.steps.graphs is None:
         return "decode steps run without CUDA graphs; the log says why"
     return ""
 
@@ -281,7 +282,7 @@ def main() -> None:
     if not rehearse and (reason := what_is_missing(engine)):
         sys.exit(f"WRONG: {reason}")
     top = ceilings(device, is_small=rehearse)
-    work = Work.of(engine, engine._model.config)
+    work = Work.of(engine, engine.model.module.config)
     result: dict[str, Any] = gpu_common.about(rehearse) | {
         "model": engine.info.name,
         "kv_dtype": engine.layout.dtype,

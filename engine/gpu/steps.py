@@ -22,7 +22,7 @@ from engine.pending import PendingStep
 from engine.sampling.device import SamplingPlan, draw, sampled_tokens
 from engine.types import PENDING, Chunk, SampledToken, Step
 
-Forward = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
+RunStep = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,22 @@ class _QueuedStep:
 
 
 class GpuSteps:
+    can_overlap = True
+
     def __init__(
         self,
         *,
         device: torch.device,
         page_size: int,
-        forward: Forward,
+        run: RunStep,
         with_tables: bool,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._device = device
         self._page_size = page_size
-        self._forward = forward
+        self._run_step = run
         self._with_tables = with_tables
-        self._graphs = graphs
+        self.graphs = graphs
         self._upload = Uploader(device)
         self._drawn_ids: torch.Tensor | None = None  # of the last step, on the device
         self._drawn_row: dict[str, int] = {}  # request id -> row in it
@@ -77,16 +79,16 @@ class GpuSteps:
         return self._draw(logits, plan, placed)
 
     def _takes_graph(self, step: Step) -> bool:
-        if self._graphs is None or step.on_layer is not None:
+        if self.graphs is None or step.on_layer is not None:
             return False
         if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in step.chunks):
             return False
-        return self._graphs.size_for(len(step.chunks)) is not None
+        return self.graphs.size_for(len(step.chunks)) is not None
 
     def _replay(
         self, chunks: Sequence[Chunk], beside: Mapping[str, np.ndarray]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert self._graphs is not None
+        assert self.graphs is not None
         placed = self._upload(beside) if beside else {}
 
         def fill_in(token_ids: torch.Tensor) -> None:
@@ -94,7 +96,7 @@ class GpuSteps:
                 rows = token_ids[: len(chunks)]
                 rows.copy_(self._filled_in(rows, placed["source"]))
 
-        return self._graphs.replay(chunks, fill_in), placed
+        return self.graphs.replay(chunks, fill_in), placed
 
     def _run(
         self, chunks: Sequence[Chunk], beside: Mapping[str, np.ndarray], on_layer: Callable[[int], None] | None
@@ -103,7 +105,7 @@ class GpuSteps:
         meta, placed = stage(meta, beside, self._upload, with_tables=self._with_tables)
         if "source" in placed:
             meta = replace(meta, token_ids=self._filled_in(meta.token_ids, placed["source"]))
-        return self._forward(meta, placed["rows"], on_layer), placed
+        return self._run_step(meta, placed["rows"], on_layer), placed
 
     def _sources(self, chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], np.ndarray | None]:
         """The chunks with 0 for each token that is only known on the device, and the last draw's row for it, or -1."""

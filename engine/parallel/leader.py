@@ -1,8 +1,8 @@
-"""Ranks are the other processes of a tensor-parallel worker, as its leader sees them.
+"""The other ranks of a tensor-parallel worker, as its leader sees them.
 
-    start: one process for each rank, with one end of a socket pair -> each loads and cuts the model for itself
-    join:  all have loaded -> the private process group -> projections meet
-    run:   the step's arrays go to every rank, and all run it at once
+    StartedRanks   one process for each rank, with one end of a socket pair -> each loads and cuts the model for itself
+          .join    all have loaded -> the private process group -> projections meet -> Ranks
+    Ranks.run      the step's arrays go to every rank, and all run it at once
 
 Only the leader has a policy, a driver and a sampler. The other ranks run the steps that it sends and keep nothing but
 weights: the KV pages are the leader's, mapped by all, each rank reading and writing its own heads. Once a rank is lost,
@@ -31,7 +31,7 @@ from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import Frame
 from engine.parallel.messages import memory_frame, step_frame
 from engine.parallel.processes import Processes
-from engine.parallel.sharding import HeadSlice, Shard
+from engine.parallel.sharding import Cut, HeadSlice, Shard
 from engine.weights.config import load_config
 from engine.weights.loader import set_attention
 
@@ -40,15 +40,17 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 1800.0  # a rank loads as much as its leader, beside it
 MEET_TIMEOUT_S = 30.0  # a rank that lives and does not come; one that dies is noticed at once
 
-Forward = Callable[[LayerPages, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
+RunAlone = Callable[[LayerPages, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 
 
-class Ranks:
+class StartedRanks:
+    """The ranks while they load, beside the leader. They end with `close`, or go over to what `join` returns."""
+
     @classmethod
-    def started(cls, options: EngineOptions, at: torch.device) -> Ranks:
-        """Start the processes, which load beside the leader. Raises ValueError, UnsupportedModel for what cannot be."""
+    def of(cls, options: EngineOptions, device: torch.device) -> StartedRanks:
+        """Start the processes. Raises ValueError, UnsupportedModel for what cannot be."""
         size = options.tensor_parallel
-        if at.type != "cpu":
+        if device.type != "cpu":
             raise ValueError(f"tensor_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu")
         sharding.check_config(load_config(options.model), size)
         threads = options.threads or max(1, torch.get_num_threads() // size)
@@ -57,34 +59,43 @@ class Ranks:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.shard = Shard(0, options.tensor_parallel)
+        self._shard = Shard(0, options.tensor_parallel)
         self._processes = Processes(options)
-        self._finalizer = weakref.finalize(self, self._processes.close)  # whoever forgets to close leaves no process
-        self._cuts: list[sharding.Cut] = []
-        self._store: Any = None
-        self._shared: KvMemory | None = None  # that the ranks have mapped
-        self._pages: HeadSlice | None = None  # this rank's of it
-        self._on_layer: Callable[[int], None] | None = None
 
-    def cut(self, model: PreTrainedModel, whole: Probe, max_len: int) -> None:
+    def cut(self, module: PreTrainedModel, whole: Probe, max_len: int) -> list[Cut]:
         """Leave the leader its own part of the model. Raises UnsupportedModel."""
-        self._cuts = sharding.shard_model(model, self.shard, whole.layer_of)
-        sharding.check_shapes(model, whole, max_len, self.shard)
-        set_attention(model, hooks.SERVE)
+        cuts = sharding.shard_model(module, self._shard, whole.layer_of)
+        sharding.check_shapes(module, whole, max_len, self._shard)
+        set_attention(module, hooks.SERVE)
+        return cuts
 
-    def join(self) -> None:
+    def join(self, cuts: list[Cut]) -> Ranks:
         """Wait for every rank, and let the prepared projections meet. Raises UnsupportedModel, EngineBroken."""
         self._processes.wait_loaded(LOAD_TIMEOUT_S)
-        self._store, port = make_store(MEET_TIMEOUT_S)
+        store, port = make_store(MEET_TIMEOUT_S)
         name = f"ranks-{secrets.token_hex(8)}"
         self._processes.send(Frame("group", {"port": port, "name": name, "timeout_s": MEET_TIMEOUT_S}))
-        collectives = self._guarded(lambda: Collectives(named(name, self._store), self.shard, MEET_TIMEOUT_S))
-        sharding.connect(self._cuts, collectives, self._tell)
-        logger.info(
-            "tensor parallel over %d processes: this one and %s",
-            self.shard.size,
-            ", ".join(map(str, self._processes.pids)),
-        )
+        with self._processes.in_step():
+            collectives = Collectives(named(name, store), self._shard, MEET_TIMEOUT_S)
+        ranks = Ranks(self._processes, self._shard, store)
+        sharding.connect(cuts, collectives, ranks.on_met)
+        pids = ", ".join(map(str, ranks.pids))
+        logger.info("tensor parallel over %d processes: this one and %s", self._shard.size, pids)
+        return ranks
+
+    def close(self) -> None:
+        """End the processes. A second call does nothing."""
+        self._processes.close()
+
+
+class Ranks:
+    def __init__(self, processes: Processes, shard: Shard, store: Any) -> None:
+        self._processes = processes
+        self._shard = shard
+        self._store = store  # the ranks' group meets there, as long as it lives
+        self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
+        self._mapped: tuple[KvMemory, HeadSlice] | None = None  # what the ranks have mapped, and this rank's of it
+        self._on_layer: Callable[[int], None] | None = None  # of the step that runs
 
     def run(
         self,
@@ -92,19 +103,20 @@ class Ranks:
         meta: StepMeta,
         rows: torch.Tensor | None,
         on_layer: Callable[[int], None] | None,
-        forward: Forward,
+        run_alone: RunAlone,
     ) -> torch.Tensor:
         """The logits of a step that all ranks run over `memory`. Raises EngineBroken."""
         self.check()
-        if memory is not self._shared:
-            self._processes.send(memory_frame(memory))
-            self._shared, self._pages = memory, HeadSlice(memory, self.shard)
+        pages = self._map(memory)
         self._processes.send(step_frame(meta, rows))
         self._on_layer = on_layer
-        pages = self._pages
-        assert pages is not None
-        logits: torch.Tensor = self._guarded(lambda: forward(pages, meta, rows, None))
-        return logits
+        with self._processes.in_step():
+            return run_alone(pages, meta, rows, None)
+
+    def on_met(self, layer: int) -> None:
+        """All ranks have written the layer's KV."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
 
     def check(self) -> None:
         """Raise EngineBroken once a rank is lost or out of step."""
@@ -118,13 +130,8 @@ class Ranks:
     def pids(self) -> tuple[int, ...]:
         return self._processes.pids
 
-    def _tell(self, layer: int) -> None:
-        if self._on_layer is not None:
-            self._on_layer(layer)
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Whatever fails between the ranks' meetings leaves the others waiting there: nothing can go on."""
-        try:
-            return work()
-        except Exception as error:
-            raise self._processes.broke(f"rank 0 failed: {type(error).__name__}: {error}") from error
+    def _map(self, memory: KvMemory) -> HeadSlice:
+        if self._mapped is None or self._mapped[0] is not memory:
+            self._processes.send(memory_frame(memory))
+            self._mapped = memory, HeadSlice(memory, self._shard)
+        return self._mapped[1]

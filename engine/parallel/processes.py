@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import EngineBroken, UnsupportedModel
@@ -68,6 +69,14 @@ class Processes:
             self._changed.notify_all()
         self._kill()
         return EngineBroken(self._broken)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Whatever fails between the ranks' meetings leaves the others waiting there: nothing can go on."""
+        try:
+            yield
+        except Exception as error:
+            raise self.broke(f"rank 0 failed: {type(error).__name__}: {error}") from error
 
     def send(self, frame: Frame) -> None:
         """To every rank. Raises EngineBroken."""

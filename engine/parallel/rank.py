@@ -14,22 +14,23 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine import loading as prepare
 from engine.attention import hooks
-from engine.attention.forward_pass import ForwardPass
+from engine.loading.cpu import CpuPlatform
 from engine.options import EngineOptions
+from engine.paged_model import PagedModel
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.messages import memory_of, step_of
 from engine.parallel.sharding import Cut, HeadSlice, Shard
 from engine.process import LOG_FORMAT, pin_process, sentence_of
-from engine.weights import config as config_of
 from engine.weights import loader
+from engine.weights.config import served_config
 
 PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1
@@ -44,26 +45,30 @@ def end_with_parent(parent: int) -> None:
         os._exit(FAILED_EXIT_CODE)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of the model, ready to run."""
+
+    model: PagedModel
+    cuts: list[Cut]
+
+
+def load_part(options: EngineOptions, shard: Shard) -> Part:
+    """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
+    platform, served = CpuPlatform(), served_config(options)
+    module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+    whole = loader.probe_model(module, served.max_len)
+    cuts = sharding.shard_model(module, shard, whole.layer_of)
+    loader.set_attention(module, hooks.SERVE)
+    return Part(platform.prepare(module, whole, options, served), cuts)
+
+
 class Rank:
-    def __init__(self, channel: Channel, shard: Shard, options: EngineOptions) -> None:
+    def __init__(self, channel: Channel, shard: Shard, part: Part) -> None:
         self._channel = channel
         self._shard = shard
-        self._options = options
-        self._pages: HeadSlice | None = None
-
-    def load(self) -> None:
-        """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
-        options, at = self._options, torch.device("cpu")
-        config = config_of.load_config(options.model)
-        dtype = config_of.resolve_dtype(options.dtype, config)
-        max_len = config_of.resolve_max_len(options.max_model_len, config)
-        model = loader.load_model(options.model, config, dtype, at)
-        whole = loader.probe_model(model, max_len)
-        self._cuts: list[Cut] = sharding.shard_model(model, self._shard, whole.layer_of)
-        loader.set_attention(model, hooks.SERVE)
-        self._backend = prepare.attention_backend(options, whole, at)
-        prepare.pack_for_cpu(model, self._backend, whole, dtype)
-        self._model, self._probe = model, whole
+        self._part = part
+        self._pages: HeadSlice | None = None  # until the leader has sent its memory
 
     def serve(self) -> None:
         """Run what the leader sends until it ends."""
@@ -77,7 +82,7 @@ class Rank:
 
     def _meet(self, port: int, name: str, timeout_s: float) -> None:
         store = named(name, join_store(port, timeout_s))
-        sharding.connect(self._cuts, Collectives(store, self._shard, timeout_s), _nobody)
+        sharding.connect(self._part.cuts, Collectives(store, self._shard, timeout_s), _nobody)
 
     def _map(self, frame: Frame) -> None:
         memory = memory_of(frame)
@@ -87,8 +92,7 @@ class Rank:
     def _step(self, frame: Frame) -> None:
         meta, rows = step_of(frame)
         assert self._pages is not None, "a step before its memory"
-        state = ForwardPass(meta, self._pages, self._backend, self._probe, None)
-        loader.run_packed(self._model, meta.token_ids, meta.positions, rows, state)
+        self._part.model.run_alone(self._pages, meta, rows)
 
 
 def _nobody(layer: int) -> None:
@@ -107,16 +111,16 @@ def main(fd: int, parent: int) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with torch.inference_mode():
-        rank = Rank(channel, Shard(number, options.tensor_parallel), options)
+        shard = Shard(number, options.tensor_parallel)
         try:
-            rank.load()
+            part = load_part(options, shard)
         except Exception as error:  # the leader says it: most likely it refuses the same
             channel.send(Frame("refused", {"reason": sentence_of(error)}))
             return FAILED_EXIT_CODE
         pin_process(options.rank_cpus[number] if options.rank_cpus else ())
         channel.send(Frame("loaded"))
         try:
-            rank.serve()
+            Rank(channel, shard, part).serve()
         except Exception as error:
             logger.exception("rank %d failed", number)
             channel.send(Frame("failed", {"reason": f"{type(error).__name__}: {error}"}))

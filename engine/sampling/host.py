@@ -1,4 +1,4 @@
-"""sample() turns the logits of a step into one token for each row. It keeps no state and knows no request.
+"""sampled_tokens() turns the logits of a step into one token for each row. It keeps no state.
 
 Order of application: penalties (repetition, frequency, presence), banned ids, temperature, top-k, top-p, min-p, draw.
 Temperature 0 takes the likeliest token after penalties and bans; the lowest id wins a tie.
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.sampling.rng import uniform
-from engine.types import SampleSpec, SamplingParams, TokenLogprob
+from engine.types import SampledToken, SampleSpec, SamplingParams, TokenLogprob
 
 Sampled = tuple[int, TokenLogprob | None, tuple[TokenLogprob, ...]]
 _F32 = npt.NDArray[np.float32]
@@ -41,6 +41,24 @@ class NonFiniteLogits(ArithmeticError):
             "the model overflowed: load it in bfloat16 or float32"
         )
         self.rows = tuple(rows)
+
+
+def sampled_tokens(
+    logits_RV: torch.Tensor, request_ids: Sequence[str], specs: Sequence[SampleSpec]
+) -> list[SampledToken]:
+    """A token for each row; an error for each row that is not finite, of which the others know nothing."""
+    try:
+        drawn = sample(logits_RV, specs)
+    except NonFiniteLogits as error:
+        good = [row for row in range(len(specs)) if row not in error.rows]
+        rest = sampled_tokens(logits_RV[good], [request_ids[row] for row in good], [specs[row] for row in good])
+        tokens = dict(zip(good, rest, strict=True))
+        failed = {row: SampledToken(request_id=request_ids[row], token_id=-1, error=str(error)) for row in error.rows}
+        return [(tokens | failed)[row] for row in range(len(specs))]
+    return [
+        SampledToken(request_id=request_id, token_id=token_id, logprob=logprob, top_logprobs=top)
+        for request_id, (token_id, logprob, top) in zip(request_ids, drawn, strict=True)
+    ]
 
 
 def sample(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:

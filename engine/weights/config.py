@@ -8,16 +8,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from engine.errors import UnsupportedModel
+from engine.options import EngineOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 TRUE_LENGTH_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedConfig:
+    """A model's config, and how it is to be served."""
+
+    config: Any
+    dtype: torch.dtype
+    max_len: int  # tokens of a sequence
+
+
+def served_config(options: EngineOptions) -> ServedConfig:
+    """Raises UnsupportedModel for a model that cannot be read or served, ValueError for an option out of range."""
+    config = load_config(options.model)
+    dtype = resolve_dtype(options.dtype, config)
+    check_config(config)
+    max_len = resolve_max_len(options.max_model_len, config)
+    check_ropes(config, max_len)
+    return ServedConfig(config, dtype, max_len)
 
 
 def load_config(model: str) -> Any:

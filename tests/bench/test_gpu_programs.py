@@ -23,8 +23,8 @@ from bench.gpu.cluster import Ask
 from bench.gpu.common import WrongResult
 from cluster.spec.load import load_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
-from engine import device
 from engine.engine import Engine
+from engine.loading import capacity
 from engine.options import EngineOptions
 from kvrelay.client.types import Completion, Receipt
 from kvrelay.demo_model import make_demo_model
@@ -197,18 +197,18 @@ def test_the_script_is_shell_and_names_programs_that_exist() -> None:
 def test_two_workers_on_one_gpu_each_take_their_own_share() -> None:
     total, weights, peak = 141 << 30, 16 << 30, 2 << 30
     budgets = [
-        device.kv_budget(total_bytes=total, used_bytes=weights, peak_bytes=peak, utilization=share)
+        capacity.kv_budget(total_bytes=total, used_bytes=weights, peak_bytes=peak, utilization=share)
         for share in (0.3, 0.6)
     ]
     assert sum(budgets) + 2 * (weights + peak) <= 0.9 * total
     free = total - 2 * (weights + peak)  # whichever comes first
-    assert device.checked_free(budgets[1], free_bytes=free, utilization=0.6) == budgets[1]
-    assert device.checked_free(budgets[0], free_bytes=free - budgets[1], utilization=0.3) == budgets[0]
+    assert capacity.checked_free(budgets[1], free_bytes=free, utilization=0.6) == budgets[1]
+    assert capacity.checked_free(budgets[0], free_bytes=free - budgets[1], utilization=0.3) == budgets[0]
 
 
 def test_a_share_that_others_have_taken_is_told() -> None:
     with pytest.raises(ValueError, match=r"utilization is 0\.6, which leaves 64\.0 GiB .* only 10\.0 GiB .* are free"):
-        device.checked_free(64 << 30, free_bytes=10 << 30, utilization=0.6)
+        capacity.checked_free(64 << 30, free_bytes=10 << 30, utilization=0.6)
 
 
 # The extras

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from engine import loading as prepare
 from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.shapes import KernelChoice
 from engine.attention.flashinfer.wrappers import FlashInfer
+from engine.attention.probe import Probe
 from engine.engine import Engine
+from engine.fused.gpu import FlashInferKernels, TorchKernels
+from engine.fused.kernels import Kernels
+from engine.loading.capacity import page_dtype
+from engine.loading.gpu import GpuPlatform, shapes_of
 from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
 
@@ -27,33 +30,34 @@ def run_again(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], to
     return (lambda: output.copy_(run())), output
 
 
-class RehearsedEngine(Engine):
-    acts_as_gpu = True
+class RehearsedGpu(GpuPlatform):
+    """A GPU's way on a CPU, with `decode` as the kernel of every shape."""
 
-    def _peak_bytes(self) -> int:
+    def __init__(self, decode: str, fused: bool, library: Any) -> None:
+        super().__init__(torch.device("cpu"))
+        self._decode = decode
+        self._fused = fused
+        self._library = library
+
+    def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
+        shapes = shapes_of(probe, options.page_size, page_dtype(options, probe))
+        choice = KernelChoice(prefill="fa2", decode=self._decode)
+        return FlashInferBackend(FlashInfer.on(self.device, self._library), dict.fromkeys(shapes, choice))
+
+    def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
+        return FlashInferKernels(self._library) if self._fused else TorchKernels()
+
+    def peak_bytes(self, *args: object) -> int:
         return 0
 
-    def _capture(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
+    def capture(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
         return run_again
 
 
 def rehearse(
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    *,
-    decode: str = "tensor",
-    fused: bool = True,
-    library: Any = fake_flashinfer,
-    **options: object,
+    model: str, *, decode: str = "tensor", fused: bool = True, library: Any = fake_flashinfer, **options: object
 ) -> Engine:
-    """Load `model` as for a GPU, with `decode` as the kernel of every shape."""
-
-    def backend(options: EngineOptions, probe: object, device: torch.device) -> AttentionBackend:
-        shapes = prepare.shapes_of(probe, options.page_size, prepare.page_dtype(options, probe))  # type: ignore[arg-type]
-        kernels = {shape: KernelChoice(prefill="fa2", decode=decode) for shape in shapes}
-        return FlashInferBackend(FlashInfer.on(device, library), kernels)
-
-    monkeypatch.setattr(prepare, "attention_backend", backend)
-    monkeypatch.setattr(prepare, "HALF", (torch.bfloat16, torch.float32) if fused else ())
+    """Load `model` as for a GPU."""
     values = {"num_pages": 64, "dtype": "float32", "device": "cpu", "max_graph_batch": 4, **options}
-    return RehearsedEngine.load(EngineOptions(model=model, **values))  # type: ignore[arg-type]
+    platform = RehearsedGpu(decode, fused, library)
+    return Engine.load(EngineOptions(model=model, **values), platform=platform)  # type: ignore[arg-type]

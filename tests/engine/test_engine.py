@@ -96,7 +96,7 @@ def all_logits(engine: Engine, sequences: list[list[int]], chunk: int, together:
                 if (ids := sequences[i][start : start + chunk])
             ]
             with torch.inference_mode():
-                logits = engine._forward(chunks, None, None)
+                logits = engine.model.forward(engine.pages, chunks)
             row = 0
             for c in chunks:
                 parts[int(c.request_id)].append(logits[row : row + len(c.token_ids)])

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from engine import parity
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
+from engine.loading import parity
 from engine.options import EngineOptions
 from tests.engine.test_engine import save
 

@@ -40,10 +40,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_generate(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], name: str
-) -> None:
-    engine = rehearse(monkeypatch, directories[name])
+def test_greedy_tokens_are_those_of_generate(directories: dict[str, str], name: str) -> None:
+    engine = rehearse(directories[name])
     model = transformers.AutoModelForCausalLM.from_pretrained(directories[name])
     lengths, new = SOME
     wanted = [
@@ -51,7 +49,7 @@ def test_greedy_tokens_are_those_of_generate(
         for p in prompts(lengths)
     ]
     assert greedy(engine, prompts(lengths), new_tokens=new, chunk=16) == wanted
-    body = engine._model.base_model.forward
+    body = engine.model.module.base_model.forward
     assert (type(body).__name__ == "Decoder") == (name in WHOLE_MODEL_FUSED)
 
 
@@ -59,10 +57,10 @@ def test_greedy_tokens_are_those_of_generate(
     ("fused", "graphs", "decode"), [(False, True, "xqa"), (True, False, "tensor"), (True, True, "cores")]
 )
 def test_every_way_gives_the_tokens_of_the_cpu_engine(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], fused: bool, graphs: bool, decode: str
+    directories: dict[str, str], fused: bool, graphs: bool, decode: str
 ) -> None:
     wanted_of = Engine.load(EngineOptions(model=directories["llama"], dtype="float32", num_pages=64))
-    engine = rehearse(monkeypatch, directories["llama"], fused=fused, cuda_graphs=graphs, decode=decode)
+    engine = rehearse(directories["llama"], fused=fused, cuda_graphs=graphs, decode=decode)
     assert engine.info == wanted_of.info
     lengths, new = SOME
     wanted = greedy(wanted_of, prompts(lengths), new, chunk=64)
@@ -71,15 +69,15 @@ def test_every_way_gives_the_tokens_of_the_cpu_engine(
 
 @pytest.mark.parametrize(("graphs", "missing"), [(True, ""), (False, "without CUDA graphs")])
 def test_the_benchmark_says_what_an_engine_does_without(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], graphs: bool, missing: str
+    directories: dict[str, str], graphs: bool, missing: str
 ) -> None:
-    found = what_is_missing(rehearse(monkeypatch, directories["llama"], cuda_graphs=graphs))
+    found = what_is_missing(rehearse(directories["llama"], cuda_graphs=graphs))
     assert missing in found
     assert bool(found) == bool(missing)
 
 
 def counted_replays(engine: Engine) -> list[int]:
-    graphs = engine._steps._graphs  # type: ignore[union-attr]
+    graphs = engine.steps.graphs  # type: ignore[union-attr]
     replays: list[int] = []
     original = graphs.replay  # type: ignore[union-attr]
 
@@ -91,10 +89,8 @@ def counted_replays(engine: Engine) -> list[int]:
     return replays
 
 
-def test_decode_steps_replay_and_a_dummy_row_touches_no_request_s_page(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str]
-) -> None:
-    engine = rehearse(monkeypatch, directories["llama"])
+def test_decode_steps_replay_and_a_dummy_row_touches_no_request_s_page(directories: dict[str, str]) -> None:
+    engine = rehearse(directories["llama"])
     replays = counted_replays(engine)
     lengths = (20, 9, 30)  # three rows in a graph of four
     for layer in range(engine.layout.num_layers):
@@ -110,10 +106,8 @@ def test_decode_steps_replay_and_a_dummy_row_touches_no_request_s_page(
     assert all(len(tokens) == 4 for tokens in out)
 
 
-def test_more_requests_than_the_largest_graph_run_without_one(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str]
-) -> None:
-    engine = rehearse(monkeypatch, directories["llama"])
+def test_more_requests_than_the_largest_graph_run_without_one(directories: dict[str, str]) -> None:
+    engine = rehearse(directories["llama"])
     replays = counted_replays(engine)
     five = greedy(engine, prompts((9, 8, 7, 6, 5)), new_tokens=3, chunk=64)
     assert replays == []
@@ -142,12 +136,12 @@ def overlapped(engine: Engine, prompt: list[int], params: SamplingParams, new_to
 )
 @pytest.mark.parametrize("kind", ["cpu", "graphs", "no graphs"])
 def test_a_step_begun_before_its_tokens_are_known_gives_the_same_ones(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], kind: str, params: SamplingParams
+    directories: dict[str, str], kind: str, params: SamplingParams
 ) -> None:
     if kind == "cpu":
         engine = Engine.load(EngineOptions(model=directories["llama"], dtype="float32", num_pages=64))
     else:
-        engine = rehearse(monkeypatch, directories["llama"], cuda_graphs=kind == "graphs")
+        engine = rehearse(directories["llama"], cuda_graphs=kind == "graphs")
     assert engine.can_overlap == (kind != "cpu")
     [prompt] = prompts((21,))
     [table] = page_tables(engine, [40])
@@ -161,19 +155,15 @@ def test_a_step_begun_before_its_tokens_are_known_gives_the_same_ones(
     assert [token.token_id for token in overlapped(engine, prompt, params, 7)] == wanted
 
 
-def test_a_pending_token_that_nobody_draws_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str]
-) -> None:
-    engine = rehearse(monkeypatch, directories["llama"])
+def test_a_pending_token_that_nobody_draws_is_an_error(directories: dict[str, str]) -> None:
+    engine = rehearse(directories["llama"])
     chunk = Chunk(request_id="stranger", token_ids=[PENDING], start=3, block_table=[0])
     with pytest.raises(KeyError, match="stranger"):
         engine.begin(Step(chunks=[chunk]))
 
 
-def test_a_row_that_is_not_finite_brings_an_error_and_the_others_their_tokens(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str]
-) -> None:
-    engine = rehearse(monkeypatch, directories["llama"])
+def test_a_row_that_is_not_finite_brings_an_error_and_the_others_their_tokens(directories: dict[str, str]) -> None:
+    engine = rehearse(directories["llama"])
     spec = SampleSpec(params=SamplingParams(temperature=0.0), position=3)
     chunks = [Chunk(request_id=str(i), token_ids=[5, 6, 7], start=0, block_table=[i], sample=spec) for i in range(2)]
     good = engine.step(Step(chunks=chunks))
@@ -189,10 +179,8 @@ def test_a_row_that_is_not_finite_brings_an_error_and_the_others_their_tokens(
     assert "logits of row 1 hold NaN" in broken.error
 
 
-def test_layers_are_reported_in_order_after_their_pages_are_written(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str]
-) -> None:
-    engine = rehearse(monkeypatch, directories["qwen3"])
+def test_layers_are_reported_in_order_after_their_pages_are_written(directories: dict[str, str]) -> None:
+    engine = rehearse(directories["qwen3"])
     written: list[bool] = []
 
     def look(layer: int) -> None:
@@ -204,14 +192,14 @@ def test_layers_are_reported_in_order_after_their_pages_are_written(
 
 @pytest.mark.parametrize("rehearsed", [False, True])
 def test_pages_in_fp8_serve_with_scales_that_the_fingerprint_holds(
-    monkeypatch: pytest.MonkeyPatch, directories: dict[str, str], rehearsed: bool
+    directories: dict[str, str], rehearsed: bool
 ) -> None:
     plain = Engine.load(EngineOptions(model=directories["llama"], num_pages=64, dtype="bfloat16"))
     options = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16", "num_pages": 64}
 
     def load() -> Engine:
         if rehearsed:
-            return rehearse(monkeypatch, directories["llama"], **options)
+            return rehearse(directories["llama"], **options)
         return Engine.load(EngineOptions(model=directories["llama"], **options))  # type: ignore[arg-type]
 
     engine = load()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.gpu.steps import GpuSteps
 from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.test_engine import greedy, page_tables, prompts
 from tests.engine.test_rehearsal import counted_replays, overlapped
@@ -18,8 +19,8 @@ def engine(directories: dict[str, str]) -> Engine:
 
 
 def test_graphs_were_captured_and_are_replayed(engine: Engine) -> None:
-    assert engine._steps is not None
-    assert engine._steps._graphs is not None, "the log says why decode runs without graphs"
+    assert isinstance(engine.steps, GpuSteps)
+    assert engine.steps.graphs is not None, "the log says why decode runs without graphs"
     replays = counted_replays(engine)
     greedy(engine, prompts((20, 9, 30)), new_tokens=4, chunk=64)
     assert replays == [3, 3, 3]
@@ -33,8 +34,8 @@ def logits_of_replay(engine: Engine, lengths: list[int]) -> tuple[torch.Tensor, 
     engine.step(Step(chunks=whole))
     rows = [Chunk(request_id=str(i), token_ids=[7 + i], start=n, block_table=tables[i]) for i, n in enumerate(lengths)]
     with torch.inference_mode():
-        plain = engine._forward(rows, None, None).clone()
-        replayed = engine._steps._graphs.replay(rows, lambda ids: None).clone()  # type: ignore[union-attr]
+        plain = engine.model.forward(engine.pages, rows).clone()
+        replayed = engine.steps.graphs.replay(rows, lambda ids: None).clone()  # type: ignore[union-attr]
     return plain, replayed
 
 

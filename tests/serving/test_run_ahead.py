@@ -13,11 +13,12 @@ import pytest
 from cluster.deploy import local
 from cluster.deploy.local import LocalCluster
 from engine.engine import Engine
+from engine.gpu.steps import GpuSteps
 from engine.options import EngineOptions
 from engine.types import Step
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions
-from tests.engine.rehearsal import RehearsedEngine, rehearse
+from tests.engine.rehearsal import rehearse
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, worker_with
 
@@ -56,10 +57,10 @@ class Clusters:
         with `watched_pages`."""
         with self._monkeypatch.context() as patch:
             if not ahead:
-                patch.setattr(RehearsedEngine, "can_overlap", False)
+                patch.setattr(GpuSteps, "can_overlap", False)
 
             def load(asked: EngineOptions) -> Engine:
-                engine = rehearse(patch, asked.model, num_pages=asked.num_pages, max_model_len=512, parity_check=False)
+                engine = rehearse(asked.model, num_pages=asked.num_pages, max_model_len=512, parity_check=False)
                 if asked.num_pages == (watched_pages or pages):
                     watch(engine)
                 return engine

@@ -51,7 +51,7 @@ async def _lose_a_process(cluster: LocalCluster) -> None:
     """Of a decode worker that stands idle: what keeps the worker is told, and would end it."""
     [worker] = cluster.decode
     waiting = asyncio.create_task(worker.wait_broken())
-    [pid] = worker.engine._ranks.pids  # type: ignore[union-attr]
+    [pid] = worker.engine.model.ranks.pids  # type: ignore[union-attr]
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(EngineBroken, match=rf"^rank 1 \(process {pid}\) was ended by signal 9$"):

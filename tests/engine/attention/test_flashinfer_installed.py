@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine.attention.flashinfer import build as flashinfer_build
+from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.engine import Engine
 from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
@@ -171,7 +172,7 @@ def test_the_modules_that_are_built_ahead_are_those_the_wrappers_ask_for(
         case = FLASHINFER_CASES[name]
         for kernel, decode_kernel in (("fa3", "tensor"), ("fa2", "cores"), ("fa2", hopper_decode(case)[-1])):
             backend = backend_for(case, kernel, decode_kernel)
-            backend.library = library
+            backend.flashinfer = FlashInfer.on(backend.flashinfer.device, library)
             shapes += list(backend.kernels)
             check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS))
     ahead = flashinfer_build.wanted(shapes, (9, 0))
@@ -213,7 +214,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_prompts(library: Any, name: str, kernel: str) -> None:
     case = FLASHINFER_CASES[name]
     backend = backend_for(case, kernel, "tensor")
-    backend.library = library
+    backend.flashinfer = FlashInfer.on(backend.flashinfer.device, library)
     check_prefill(Batch(case, BF16, backend, PREFILL_LENGTHS))
 
 
@@ -225,17 +226,17 @@ WAYS += [(name, "tensor", FP8) for name in FP8_CASES]
 def test_chunks_and_single_tokens(library: Any, name: str, decode: str, kv_dtype: torch.dtype) -> None:
     case = FLASHINFER_CASES[name]
     backend = backend_for(case, "fa2", decode, kv_dtype)
-    backend.library = library
+    backend.flashinfer = FlashInfer.on(backend.flashinfer.device, library)
     check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, kv_dtype=FP8 if kv_dtype == FP8 else None))
 
 
 @pytest.mark.parametrize("decode", ["tensor", "cores", "xqa"])
-def test_replayed_decode_steps(library: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decode: str) -> None:
+def test_replayed_decode_steps(library: Any, tmp_path: Path, decode: str) -> None:
     """Wrappers bound to a graph's buffers, planned again by fast_decode_plan before each replay."""
     directory = save(tmp_path, "LlamaConfig")
     lengths = (20, 40, 9)
     on_cpu = Engine.load(EngineOptions(model=directory, dtype="float32", num_pages=64, attention="torch"))
-    engine = rehearse(monkeypatch, directory, decode=decode, fused=False, library=library)
+    engine = rehearse(directory, decode=decode, fused=False, library=library)
     replays = counted_replays(engine)
     assert greedy(engine, prompts(lengths), 5, chunk=64) == greedy(on_cpu, prompts(lengths), 5, chunk=64)
     assert replays == [3, 3, 3, 3]

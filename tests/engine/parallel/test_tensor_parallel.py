@@ -25,7 +25,7 @@ from engine.execution import run_step
 from engine.options import EngineOptions
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from engine.parallel.leader import Ranks
+from engine.parallel.leader import StartedRanks
 from engine.parallel.sharding import HeadSlice, Shard
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.attention.contract import CASES, PREFILL_LENGTHS, Batch
@@ -142,7 +142,7 @@ def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(dire
     try:
         for params in (GREEDY, SEEDED):
             assert tokens_of(four, params, chunk=16) == tokens_of(one, params, chunk=512)
-        pids = four._ranks.pids  # type: ignore[union-attr]
+        pids = four.model.ranks.pids  # type: ignore[union-attr]
         os.kill(pids[1], signal.SIGKILL)
         step = Step(chunks=[Chunk(request_id="a", token_ids=[5, 6], start=0, block_table=[0])] * 2)
         with pytest.raises(EngineBroken, match=rf"^rank 2 \(process {pids[1]}\) was ended by signal 9$"):
@@ -159,7 +159,7 @@ def test_processes_end_with_their_engine_and_with_its_process(directories: dict[
         "import sys, time; from engine.engine import Engine; from engine.options import EngineOptions\n"
         "engine = Engine.load(EngineOptions(model=sys.argv[1], num_pages=8, threads=1, tensor_parallel=2,"
         " dtype='float32', parity_check=False))\n"
-        "print(*engine._ranks.pids, flush=True); time.sleep(600)"
+        "print(*engine.model.ranks.pids, flush=True); time.sleep(600)"
     )
     root = str(Path(__file__).resolve().parents[3])
     leader = subprocess.Popen([sys.executable, "-c", script, directories["llama"]], stdout=subprocess.PIPE, cwd=root)
@@ -226,7 +226,7 @@ def test_options_that_do_not_go_with_it() -> None:
         load("anything", 2, kv_dtype="fp8_e4m3")
     options = EngineOptions(model="anything", tensor_parallel=2)
     with pytest.raises(ValueError, match=r"^tensor_parallel is 2, and on GPUs only 1 is served; give replicas"):
-        Ranks.started(options, torch.device("cuda"))
+        StartedRanks.of(options, torch.device("cuda"))
 
 
 # Without processes: ranks as threads

@@ -1,0 +1,55 @@
+"""How many KV pages an engine gets, and in what dtype: as many as were asked for, or as fit. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.attention.probe import Probe
+from engine.options import EngineOptions
+from engine.pages import fp8
+
+DEFAULT_KV_BYTES = 1 << 30
+
+
+def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:
+    return fp8.DTYPE if options.kv_dtype == "fp8_e4m3" else probe.layers[0].dtype
+
+
+def num_pages(options: EngineOptions, page_bytes: int, default_kv_bytes: Callable[[], int]) -> int:
+    """As many as were asked for, or as fit in kv_bytes; where neither is given, in what the machine has for them."""
+    if options.num_pages is not None:
+        return options.num_pages
+    kv_bytes = options.kv_bytes if options.kv_bytes is not None else default_kv_bytes()
+    if kv_bytes < page_bytes:
+        raise ValueError(f"kv_bytes is {kv_bytes}, less than one page; give at least {page_bytes}")
+    return kv_bytes // page_bytes
+
+
+def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization: float, reserve_bytes: int = 0) -> int:
+    """Bytes for KV pages: `utilization` of the GPU, less what this process uses of it (weights, CUDA), what a step
+    needs at its peak beyond that, and `reserve_bytes` (workspaces, graphs).
+
+    Raises ValueError when nothing is left.
+    """
+    budget = int(total_bytes * utilization) - used_bytes - peak_bytes - reserve_bytes
+    if budget <= 0:
+        total, used, peak = (n / (1 << 30) for n in (total_bytes, used_bytes, peak_bytes + reserve_bytes))
+        raise ValueError(
+            f"gpu_memory_utilization is {utilization:g}: of the GPU's {total:.1f} GiB nothing is left for KV pages "
+            f"beside {used:.1f} GiB in use and {peak:.1f} GiB that a step needs; give a larger share, a smaller model, "
+            "or kv_bytes"
+        )
+    return budget
+
+
+def checked_free(budget_bytes: int, *, free_bytes: int, utilization: float) -> int:
+    """`budget_bytes`, if so much is free. Raises ValueError: another process has taken more than was left to it."""
+    if budget_bytes <= free_bytes:
+        return budget_bytes
+    gib = 1 << 30
+    raise ValueError(
+        f"gpu_memory_utilization is {utilization:g}, which leaves {budget_bytes / gib:.1f} GiB for KV pages, but only "
+        f"{free_bytes / gib:.1f} GiB of the GPU are free beside other processes; end them, or give a smaller share"
+    )

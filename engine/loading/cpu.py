@@ -1,0 +1,75 @@
+"""CpuPlatform: every product is row-invariant (engine/weights/linear.py), and a step is done when it returns."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionBackend
+from engine.attention.probe import Probe
+from engine.attention.registry import make_backend
+from engine.fused.cpu import CpuKernels
+from engine.fused.recognise import fuse
+from engine.host_steps import HostSteps
+from engine.loading.capacity import DEFAULT_KV_BYTES, page_dtype
+from engine.options import EngineOptions
+from engine.paged_model import KvPages, PagedModel
+from engine.pages import fp8
+from engine.pages.fp8 import KvScale
+from engine.types import ModelInfo
+from engine.weights import linear
+from engine.weights.config import ServedConfig
+
+logger = logging.getLogger(__name__)
+
+
+class CpuPlatform:
+    device = torch.device("cpu")
+    own_pages = 0
+
+    def prepare(
+        self, module: PreTrainedModel, probe: Probe, options: EngineOptions, served: ServedConfig
+    ) -> PagedModel:
+        backend = _attention_backend(options, probe)
+        return PagedModel(
+            module=module,
+            probe=probe,
+            backend=backend,
+            device=self.device,
+            page_size=options.page_size,
+            row_multiple=_pack(module, backend, probe, served.dtype),
+        )
+
+    def peak_bytes(
+        self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
+    ) -> int:
+        return 0
+
+    def default_kv_bytes(self, options: EngineOptions, peak_bytes: int, page_bytes: int) -> int:
+        return DEFAULT_KV_BYTES
+
+    def steps(self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo) -> HostSteps:
+        return HostSteps(model, pages)
+
+
+def _attention_backend(options: EngineOptions, probe: Probe) -> AttentionBackend:
+    name, kv_dtype = options.attention, page_dtype(options, probe)
+    if kv_dtype != fp8.DTYPE:
+        return make_backend(name, kv_dtype)
+    if name == "native":
+        raise ValueError("attention is 'native', which has no kernels for kv_dtype 'fp8_e4m3'; give torch or auto")
+    return make_backend("torch", kv_dtype)
+
+
+def _pack(module: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtype: torch.dtype) -> int:
+    """Fuse and pack what can be; the multiple to which a step's rows are to be padded."""
+    if not linear.can_pack(dtype):
+        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
+        return 1
+    if backend.name == "native":
+        count = fuse(module, probe.layer_of, CpuKernels())
+        logger.info("%d modules of %s run fused", count, type(module).__name__)
+    linear.pack_linears(module)
+    return max(linear.MIN_ROWS, linear.row_multiple(module))

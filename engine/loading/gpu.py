@@ -1,0 +1,162 @@
+"""GpuPlatform: layers of known architectures run FlashInfer's kernels over joined weights, the others run as
+transformers wrote them; pages take what weights and a step's peak leave of the memory; decode steps are CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionBackend
+from engine.attention.flashinfer import choice as flashinfer_choice
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.shapes import HALF, Shape, distinct, why_not
+from engine.attention.probe import Probe
+from engine.attention.registry import make_backend
+from engine.fused.gpu import FlashInferKernels, TorchKernels
+from engine.fused.kernels import Kernels
+from engine.fused.recognise import fuse
+from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
+from engine.gpu.staging import on_device
+from engine.gpu.steps import GpuSteps
+from engine.loading.capacity import checked_free, kv_budget, page_dtype
+from engine.options import EngineOptions
+from engine.paged_model import KvPages, PagedModel
+from engine.pages.fp8 import KvScale
+from engine.types import Chunk, ModelInfo
+from engine.weights.config import ServedConfig
+
+logger = logging.getLogger(__name__)
+
+RESERVED_PAGES = 1  # where a graph's dummy rows stand
+PROFILE_TOKENS = 8192  # of the step whose memory is measured
+CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, for each process; torch does not count it
+WORKSPACES_BYTES = 1 << 30  # FlashInfer's
+GRAPH_BYTES = 1 << 30  # captured graphs and what their wrappers keep
+
+
+class GpuPlatform:
+    own_pages = RESERVED_PAGES
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare(
+        self, module: PreTrainedModel, probe: Probe, options: EngineOptions, served: ServedConfig
+    ) -> PagedModel:
+        backend = self.attention_backend(options, probe)
+        count = fuse(module, probe.layer_of, self.fused_kernels(backend, served.dtype), served.max_len)
+        logger.info("%d modules of %s run fused", count, type(module).__name__)
+        return PagedModel(
+            module=module,
+            probe=probe,
+            backend=backend,
+            device=self.device,
+            page_size=options.page_size,
+            place=partial(on_device, device=self.device, with_tables=backend.name == "flashinfer"),
+        )
+
+    def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
+        """As asked for; `auto` is FlashInfer where it can serve every layer. Raises ValueError with a sentence."""
+        kv_dtype = page_dtype(options, probe)
+        backend = make_backend(options.attention, kv_dtype, self.device)
+        if not isinstance(backend, FlashInferBackend):
+            return backend
+        for number, layer in enumerate(probe.layers):
+            reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
+            if not reason:
+                continue
+            if options.attention == "flashinfer":
+                raise ValueError(f"attention is 'flashinfer', but it cannot serve layer {number}: {reason}; give auto")
+            logger.warning("attention runs on the torch backend, many times slower; layer %d: %s", number, reason)
+            return make_backend("torch", kv_dtype, self.device)
+        return flashinfer_choice.measured(backend, shapes_of(probe, options.page_size, kv_dtype))
+
+    def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
+        """FlashInfer's, or plain torch where it is missing or the dtype is not its own."""
+        if isinstance(backend, FlashInferBackend) and dtype in HALF:
+            return FlashInferKernels(backend.flashinfer.module)
+        return TorchKernels()
+
+    def peak_bytes(
+        self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
+    ) -> int:
+        tokens = min(PROFILE_TOKENS, info.max_model_len)
+        pages = -(-tokens // options.page_size)
+        chunk = Chunk(request_id="", token_ids=[0] * tokens, start=0, block_table=range(pages))
+        with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            model.forward(scratch, [chunk], [tokens - 1])
+            torch.cuda.synchronize(self.device)
+            return int(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def default_kv_bytes(self, options: EngineOptions, peak_bytes: int, page_bytes: int) -> int:
+        """Of this process's own share: who else is on the GPU has one too, and may just be filling it."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        budget = kv_budget(
+            total_bytes=total,
+            used_bytes=torch.cuda.memory_reserved(self.device) + CONTEXT_BYTES,
+            peak_bytes=peak_bytes,
+            utilization=options.gpu_memory_utilization,
+            reserve_bytes=WORKSPACES_BYTES + (GRAPH_BYTES if options.cuda_graphs else 0),
+        )
+        budget = checked_free(budget, free_bytes=free, utilization=options.gpu_memory_utilization)
+        return budget - self.own_pages * page_bytes
+
+    def steps(self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo) -> GpuSteps:
+        has_flashinfer = isinstance(model.backend, FlashInferBackend)
+        return GpuSteps(
+            device=self.device,
+            page_size=options.page_size,
+            run=partial(model.run, pages),
+            with_tables=has_flashinfer,
+            graphs=self._graphs(model, pages, options, info) if has_flashinfer and options.cuda_graphs else None,
+        )
+
+    def _graphs(
+        self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo
+    ) -> DecodeGraphs | None:
+        assert isinstance(model.backend, FlashInferBackend)
+        try:
+            return DecodeGraphs(
+                device=self.device,
+                sizes=sizes_up_to(options.max_graph_batch),
+                page_size=options.page_size,
+                reserved_page=pages.memory.layout.num_pages - RESERVED_PAGES,
+                max_pages=-(-info.max_model_len // options.page_size),
+                backend=model.backend,
+                run=lambda meta: model.run(pages, meta, None),
+                capture=self.capture(),
+            )
+        except RuntimeError as error:  # a model's own code may wait for the device, which no graph can hold
+            logger.warning("decode steps run without CUDA graphs: %s", " ".join(str(error).split())[:300])
+            torch.cuda.synchronize(self.device)
+            return None
+
+    def capture(self) -> Capture:
+        return cuda_capture(self.device)
+
+
+def shapes_of(probe: Probe, page_size: int, kv_dtype: torch.dtype) -> list[Shape]:
+    """Of the model's layers, each once; with pages in the model's own dtype, too, for the parity check."""
+    return distinct(
+        Shape(
+            heads=layer.num_heads,
+            kv_heads=layer.kv.kv_heads,
+            head_dim=layer.kv.k_dim,
+            page_size=page_size,
+            scaling=layer.scaling,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=layer.has_sinks,
+            dtype=layer.dtype,
+            kv_dtype=kind,
+        )
+        for kind in dict.fromkeys((kv_dtype, probe.layers[0].dtype))
+        for layer in probe.layers
+    )

@@ -1,0 +1,160 @@
+"""load() makes of a model's name all that an engine runs, checked and ready. What it returns is whole.
+
+    config -> weights -> own eager logits -> probe of each layer's KV -> kernels -> parity check -> pages -> steps
+
+The pages come last: on a GPU they take what weights and a step's peak leave of the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine import device as devices
+from engine.attention import hooks
+from engine.loading import capacity, checks, parity
+from engine.loading.cpu import CpuPlatform
+from engine.loading.gpu import GpuPlatform
+from engine.loading.platform import Platform
+from engine.options import EngineOptions
+from engine.paged_model import KvPages, PagedModel
+from engine.pages import fp8
+from engine.pages.fp8 import KvScale
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
+from engine.parallel.leader import StartedRanks
+from engine.pending import Steps
+from engine.types import ModelInfo
+from engine.weights import loader
+from engine.weights.config import served_config
+
+logger = logging.getLogger(__name__)
+
+MIN_SHARE_FOR_FLOAT32 = 0.5  # of rows within tolerance: with fewer, the kernels are wrong, not the ties
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    info: ModelInfo
+    model: PagedModel
+    pages: KvPages
+    layout: KvLayout  # of the pages that requests may be given
+    steps: Steps
+
+
+def silent(stage: str, fraction: float) -> None:
+    return
+
+
+def load(options: EngineOptions, progress: Progress = silent, platform: Platform | None = None) -> LoadedModel:
+    """`progress` is called with a stage ("weights", "kernels", "parity check", "ready") and a fraction 0 .. 1.
+
+    Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
+    """
+    options.validate()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if platform is None:
+        platform = platform_on(devices.resolve(options.device))
+    with torch.inference_mode(), devices.current(platform.device):
+        return _load(options, platform, progress)
+
+
+def platform_on(device: torch.device) -> Platform:
+    return GpuPlatform(device) if device.type == "cuda" else CpuPlatform()
+
+
+def _load(options: EngineOptions, platform: Platform, progress: Progress) -> LoadedModel:
+    if options.tensor_parallel == 1:
+        return _load_beside(None, options, platform, progress)
+    ranks = StartedRanks.of(options, platform.device)
+    try:
+        return _load_beside(ranks, ranks.options, platform, progress)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _load_beside(
+    ranks: StartedRanks | None, options: EngineOptions, platform: Platform, progress: Progress
+) -> LoadedModel:
+    progress("weights", 0.0)
+    served = served_config(options)
+    module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+    progress("weights", 1.0)
+
+    reference = None
+    if options.parity_check:  # the model's own word, before its weights are repacked
+        reference = parity.reference_logits(module, served.config.get_text_config().vocab_size, served.max_len)
+    probe = loader.probe_model(module, served.max_len)
+    loader.set_attention(module, hooks.SERVE)
+    info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
+
+    progress("kernels", 0.0)
+    cuts = ranks.cut(module, probe, served.max_len) if ranks is not None else []
+    model = platform.prepare(module, probe, options, served)
+    if ranks is not None:
+        model = replace(model, ranks=ranks.join(cuts))
+    progress("kernels", 1.0)
+
+    if reference is not None:
+        progress("parity check", 0.0)
+        _check_parity_or_in_float32(model, info, reference, options, platform)
+    info, scales = _with_scales(model, info, reference, options)
+    progress("parity check", 1.0)
+    layout, pages = _allocate(model, info, scales, options, platform)
+    steps = platform.steps(model, pages, options, info)
+    progress("ready", 1.0)
+    return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps)
+
+
+def _check_parity_or_in_float32(
+    model: PagedModel, info: ModelInfo, reference: parity.Reference, options: EngineOptions, platform: Platform
+) -> None:
+    """Rows that differ in bfloat16 may be ties that rounding decides (routed experts): float32 settles it."""
+    try:
+        error = checks.check_parity(model, reference, model.probe.layers[0].dtype)
+    except parity.ParityMismatch as mismatch:
+        if info.dtype == "float32" or mismatch.share_good < MIN_SHARE_FOR_FLOAT32:
+            raise
+        logger.info("%s; checked again in float32", mismatch)
+        attention = "auto" if options.attention == "flashinfer" else options.attention
+        exact = replace(options, dtype="float32", num_pages=1, kv_bytes=None, kv_dtype="auto", cuda_graphs=False)
+        again = _load(replace(exact, attention=attention), platform, silent)
+        if again.model.ranks is not None:
+            again.model.ranks.close()
+        return
+    logger.info("parity check of %s: largest relative error of logits %.2g", info.architecture, error)
+
+
+def _with_scales(
+    model: PagedModel, info: ModelInfo, reference: parity.Reference | None, options: EngineOptions
+) -> tuple[ModelInfo, tuple[KvScale, ...] | None]:
+    """The scales of pages in fp8, which the fingerprint holds, too. Raises UnsupportedModel when they cost too much."""
+    if options.kv_dtype != "fp8_e4m3":
+        return info, None
+    scales = checks.fp8_scales(model, info)
+    if reference is not None:
+        checks.check_fp8(model, reference, scales)
+    return replace(info, fingerprint=fp8.with_scales(info.fingerprint, scales)), scales
+
+
+def _allocate(
+    model: PagedModel,
+    info: ModelInfo,
+    scales: tuple[KvScale, ...] | None,
+    options: EngineOptions,
+    platform: Platform,
+) -> tuple[KvLayout, KvPages]:
+    """The pages, those that are the engine's own behind them; and the layout of the requests' pages."""
+    peak_bytes = platform.peak_bytes(model, options, info, scales)
+    one_page = model.layout(capacity.page_dtype(options, model.probe), 1)
+    page_bytes = one_page.page_bytes()
+    count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
+    with torch.inference_mode(False):  # transports write into the pages from outside inference mode
+        memory = KvMemory(replace(one_page, num_pages=count + platform.own_pages), str(platform.device))
+    return replace(one_page, num_pages=count), KvPages(memory, scales)

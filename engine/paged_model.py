@@ -1,0 +1,92 @@
+"""PagedModel runs packed rows through a model whose attention goes through pages: chunks -> logits.
+
+It owns no pages: each pass is told over which it runs. Where there are other ranks, all run each pass together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.base import AttentionBackend, StepMeta, build_meta
+from engine.attention.forward_pass import ForwardPass
+from engine.attention.probe import Probe
+from engine.pages.fp8 import KvScale
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory, LayerPages
+from engine.parallel.leader import Ranks
+from engine.types import Chunk
+from engine.weights.loader import run_packed
+
+OnLayer = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    memory: KvMemory
+    scales: tuple[KvScale, ...] | None = None  # of each layer, where the pages are in fp8
+
+
+def in_place(meta: StepMeta) -> StepMeta:
+    """On a CPU a step's arrays are where they are read."""
+    return meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedModel:
+    module: PreTrainedModel
+    probe: Probe
+    backend: AttentionBackend
+    device: torch.device
+    page_size: int
+    row_multiple: int = 1  # to which a step's rows are padded
+    place: Callable[[StepMeta], StepMeta] = in_place  # brings what kernels read of a step to the device
+    ranks: Ranks | None = None
+
+    def forward(
+        self, pages: KvPages, chunks: Sequence[Chunk], rows: list[int] | None = None, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
+        meta = self.place(build_meta(chunks, self.page_size, self.row_multiple))
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self.device)
+        return self.run(pages, meta, wanted, on_layer)
+
+    def run(
+        self, pages: KvPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """The same, of a step that is packed and placed."""
+        if self.ranks is None:
+            return self.run_alone(pages.memory, meta, rows, on_layer, pages.scales)
+        return self.ranks.run(pages.memory, meta, rows, on_layer, self.run_alone)
+
+    def run_alone(
+        self,
+        memory: LayerPages,
+        meta: StepMeta,
+        rows: torch.Tensor | None,
+        on_layer: OnLayer | None = None,
+        scales: Sequence[KvScale] | None = None,
+    ) -> torch.Tensor:
+        """What this process does of the pass."""
+        state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales)
+        return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
+
+    def layout(self, dtype: torch.dtype, num_pages: int) -> KvLayout:
+        """Of so many pages of all layers."""
+        layers = tuple(layer.kv for layer in self.probe.layers)
+        return KvLayout(self.page_size, str(dtype).removeprefix("torch."), layers, num_pages)
+
+    @contextmanager
+    def scratch_pages(
+        self, dtype: torch.dtype, num_pages: int, scales: tuple[KvScale, ...] | None = None
+    ) -> Iterator[KvPages]:
+        """A small memory for a while, in which nothing was written."""
+        memory = KvMemory(self.layout(dtype, num_pages), str(self.device))
+        try:
+            yield KvPages(memory, scales)
+        finally:
+            memory.close()
