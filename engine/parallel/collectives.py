@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from engine.parallel.sharding import Shard
+from engine.parallel.shard import Shard
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 

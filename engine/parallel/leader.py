@@ -29,9 +29,10 @@ from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_store, named
 from engine.parallel.frames import Frame
+from engine.parallel.meetings import Cut, connect
 from engine.parallel.messages import memory_frame, step_frame
 from engine.parallel.processes import Processes
-from engine.parallel.sharding import Cut, HeadSlice, Shard
+from engine.parallel.shard import HeadSlice, Shard
 from engine.weights.config import load_config
 from engine.weights.loader import set_attention
 
@@ -78,7 +79,7 @@ class StartedRanks:
         with self._processes.in_step():
             collectives = Collectives(named(name, store), self._shard, MEET_TIMEOUT_S)
         ranks = Ranks(self._processes, self._shard, store)
-        sharding.connect(cuts, collectives, ranks.on_met)
+        connect(cuts, collectives, ranks.on_met)
         pids = ", ".join(map(str, ranks.pids))
         logger.info("tensor parallel over %d processes: this one and %s", self._shard.size, pids)
         return ranks

@@ -26,8 +26,9 @@ from engine.paged_model import PagedModel
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, join_store, named
 from engine.parallel.frames import Channel, Frame
+from engine.parallel.meetings import Cut, connect
 from engine.parallel.messages import memory_of, step_of
-from engine.parallel.sharding import Cut, HeadSlice, Shard
+from engine.parallel.shard import HeadSlice, Shard
 from engine.process import LOG_FORMAT, pin_process, sentence_of
 from engine.weights import loader
 from engine.weights.config import served_config
@@ -82,7 +83,7 @@ class Rank:
 
     def _meet(self, port: int, name: str, timeout_s: float) -> None:
         store = named(name, join_store(port, timeout_s))
-        sharding.connect(self._part.cuts, Collectives(store, self._shard, timeout_s), _nobody)
+        connect(self._part.cuts, Collectives(store, self._shard, timeout_s), _nobody)
 
     def _map(self, frame: Frame) -> None:
         memory = memory_of(frame)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,41 +21,12 @@ from transformers import PreTrainedModel
 
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
-from engine.fused.layers import Attention, Mlp
-from engine.pages.memory import KvMemory
+from engine.parallel.meetings import Cut
+from engine.parallel.shard import Shard
 from engine.weights.loader import probe_model
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "sequence_parallel")  # right when not cut, too
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank of `size`."""
-
-    rank: int
-    size: int
-
-    def run(self, count: int) -> slice:
-        """This rank's of `count` things in order; `size` divides it."""
-        share = count // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
-
-
-class Reduce(Protocol):
-    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A projection whose products must meet the other ranks'."""
-
-    parent: nn.Module
-    name: str  # of the projection in it
-    layer: int | None = None  # of an attention's output: all ranks' KV of this layer is written once they have met
-    is_head: bool = False
 
 
 def check_config(config: Any, size: int) -> None:
@@ -191,61 +161,3 @@ def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shar
                 f"when cut for tensor_parallel {shard.size}, of {all_of_it.num_heads} over {all_of_it.kv.kv_heads}; "
                 "give tensor_parallel 1"
             )
-
-
-class Meeting(nn.Module):
-    """A projection whose product meets the other ranks'."""
-
-    def __init__(self, product: Any, meet: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.product = product
-        self._meet = meet
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._meet(self.product(x))
-
-
-def connect(cuts: list[Cut], reduce: Reduce, on_layer: Callable[[int], None]) -> None:
-    """Let the cut projections meet, whatever preparation has made of them: to be called after it.
-
-    `on_layer` is told of a layer when all ranks have written its KV, for then they have met behind its attention.
-    """
-    for cut in cuts:
-        meet = reduce.gather if cut.is_head else _summing(reduce, cut.layer, on_layer)
-        joined = getattr(cut.parent, "forward", None)
-        if isinstance(joined, Attention):
-            object.__setattr__(joined, "out", Meeting(joined.out, meet))
-        elif isinstance(joined, Mlp):
-            object.__setattr__(joined, "down", Meeting(joined.down, meet))
-        else:
-            setattr(cut.parent, cut.name, Meeting(getattr(cut.parent, cut.name), meet))
-
-
-def _summing(
-    reduce: Reduce, layer: int | None, on_layer: Callable[[int], None]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    if layer is None:
-        return reduce.sum
-
-    def sum_and_tell(x: torch.Tensor) -> torch.Tensor:
-        total = reduce.sum(x)
-        on_layer(layer)
-        return total
-
-    return sum_and_tell
-
-
-class HeadSlice:
-    """One rank's heads of pages that hold all heads: views, strided from token to token. It owns no bytes."""
-
-    def __init__(self, whole: KvMemory, shard: Shard) -> None:
-        layers = range(whole.layout.num_layers)
-        heads = [shard.run(shape.kv_heads) for shape in whole.layout.layers]
-        self._k = [whole.k(i)[:, :, heads[i]] for i in layers]
-        self._v = [whole.v(i)[:, :, heads[i]] for i in layers]
-
-    def k(self, layer: int) -> torch.Tensor:
-        return self._k[layer]
-
-    def v(self, layer: int) -> torch.Tensor:
-        return self._v[layer]

@@ -190,5 +190,5 @@ def _uneven_router_width(module: nn.Module) -> int:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    found = result if isinstance(result, (tuple, list)) else (result,)
-    return [t for t in found if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return [t for t in parts if isinstance(t, torch.Tensor) and t.dim() >= 2]

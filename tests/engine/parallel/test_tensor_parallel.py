@@ -26,7 +26,7 @@ from engine.options import EngineOptions
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
 from engine.parallel.leader import StartedRanks
-from engine.parallel.sharding import HeadSlice, Shard
+from engine.parallel.shard import HeadSlice, Shard
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.attention.contract import CASES, PREFILL_LENGTHS, Batch
 from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
@@ -264,6 +264,7 @@ CUT_ANYHOW = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "starcoder2", 
 @pytest.mark.parametrize("name", CUT_ANYHOW)
 def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> None:
     from engine.parallel import sharding
+    from engine.parallel.meetings import connect
     from engine.weights.loader import probe_model, set_attention
 
     directory = make_tiny_model(name, tmp_path / name)
@@ -290,7 +291,7 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> 
         cuts = sharding.shard_model(model, Shard(rank, 2), probe.layer_of)
         sharding.check_shapes(model, probe, 64, Shard(rank, 2))
         set_attention(model, "eager")
-        sharding.connect(cuts, Member(meeting, rank), told[rank].append)
+        connect(cuts, Member(meeting, rank), told[rank].append)
         with torch.inference_mode():
             got[rank] = model(input_ids=ids, use_cache=False).logits
 
