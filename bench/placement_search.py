@@ -20,11 +20,11 @@ from typing import Any
 from bench.common import REPO, about, save
 from placement.catalogs.base import Catalog
 from placement.catalogs.roofline import open_catalog
+from placement.compiled.build import compiled_folder
 from placement.papers.distserve.coefficients import DistServeCatalog
 from placement.plan import Plan, Slo
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
-from placement.simulator.compiled import compiled_path
 from placement.workload.requests import Workload, from_trace, read_request_list
 
 SHAREGPT = REPO / "tests" / "placement" / "papers" / "data" / "sharegpt_synth_N1000.json"
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_search", description="What a search costs.")
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
     thoroughness = 0.2 if parser.parse_args().quick else 1.0
-    compiled_path()
+    compiled_folder()
     opt = PlanQuestion(slo=Slo(ttft_s=2.5, tpot_s=0.15), num_gpus=32, max_pp=2, thoroughness=thoroughness)
     llama = PlanQuestion(slo=Slo(ttft_s=1.0, tpot_s=0.05), num_gpus=64, thoroughness=thoroughness)
     result = about()

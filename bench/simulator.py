@@ -23,13 +23,13 @@ from typing import Any
 from bench.common import REPO, about, save
 from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
+from placement.compiled.pool import simulation_pool
 from placement.latency.base import LatencyModel
 from placement.papers.distserve import rules as distserve
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.splitwise import rules as splitwise
 from placement.papers.splitwise.table import splitwise_latency
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.simulator.compiled import simulation_pool
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload, from_rows, read_request_list

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from placement.compiled.build import compiled_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "planning.md"
 SHOWN = re.compile(
@@ -39,6 +41,7 @@ def shown(page: str) -> list[tuple[str, str]]:
 
 def printed(command: str) -> str:
     """stdout and then stderr of a `kvrelay ...` as a reader at a terminal of so many columns sees them."""
+    compiled_folder()  # once for a version of the sources, which the command would say
     words = shlex.split(command.replace("\\\n", " "))
     assert words[0] == "kvrelay", f"{words[0]} is not run by this script"
     environment = {**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}

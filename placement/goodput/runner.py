@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
 
-from placement.simulator.compiled import simulation_pool
+from placement.compiled.pool import simulation_pool
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.pool import Pool
 
+from placement.compiled.pool import simulation_pool
 from placement.goodput.runner import used_cpu_s
 from placement.mixes.designs import Design, Mix
 from placement.mixes.search import Found, Question, Questions
 from placement.mixes.trial import Scene, Verdict, judge
-from placement.simulator.compiled import simulation_pool
 
 Progress = Callable[[str, int, int], None]
 Seeds = tuple[int, ...]

@@ -76,7 +76,7 @@ def test_copies_share_the_rate() -> None:
 
 
 def test_the_same_seed_gives_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement.simulator.compiled.compiled_path", lambda cache=None: None)  # test_compiled has that
+    monkeypatch.setattr("placement.compiled.pool.compiled_folder", lambda cache=None: None)
     short = Effort(first_requests=400, max_requests=400, decides=True)
     problems = [problem(seed=seed, effort=short) for seed in (1, 2, 3)]
     with open_runner(0) as runner:

@@ -302,7 +302,7 @@ def test_a_replay_keeps_the_gaps_and_a_list_stops_after_its_seconds() -> None:
 
 def test_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials in other processes, where the results come in whatever order; the pool runs the sources as they are."""
-    monkeypatch.setattr("placement.simulator.compiled.compiled_path", lambda cache=None: None)
+    monkeypatch.setattr("placement.compiled.pool.compiled_folder", lambda cache=None: None)
     options = replace(
         QUICK,
         designs=("Baseline-A100", "HA"),

@@ -1,0 +1,122 @@
+"""Compiles the simulator and the policies it runs to C by mypyc: at first use, once for these sources and this Python.
+
+It takes a minute; engine/build_cache.py keeps it, as it does the engine's kernels, by a hash of the sources. Copies are
+compiled, their constructors written out (placement/compiled/constructors.py). Where there is no compiler, one warning
+says so and the sources run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from engine.build_cache import NoCacheFolder, built_once, cache_folder
+from placement.compiled.constructors import with_constructors
+from placement.papers import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILED = (
+    "engine/pages/pool.py",
+    "cluster/router/accounts.py",
+    "cluster/router/candidates/decode.py",
+    "cluster/router/candidates/prefill.py",
+    "cluster/router/candidates/ranking.py",
+    "cluster/router/policy.py",
+    "cluster/router/retry.py",
+    "prefill_worker/policy.py",
+    "decode_worker/policy.py",
+    "decode_worker/run.py",
+    "placement/simulator/attempt.py",
+    "placement/simulator/clock.py",
+    "placement/simulator/colocated/batch.py",
+    "placement/simulator/colocated/cluster.py",
+    "placement/simulator/decode_machine.py",
+    "placement/simulator/host.py",
+    "placement/latency/base.py",
+    "placement/simulator/ledger.py",
+    "placement/simulator/pages.py",
+    "placement/simulator/prefill_machine.py",
+    "placement/simulator/reporting.py",
+    "placement/simulator/router_machine.py",
+    "placement/simulator/simulate.py",
+    *registry.COMPILED,
+)
+BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
+SHIM = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
+
+logger = logging.getLogger(__name__)
+
+
+class CannotCompile(Exception):
+    """One sentence that says why, and the mend."""
+
+
+@functools.cache
+def compiled_folder(cache: Path | None = None) -> Path | None:
+    """The folder of the compiled modules, made now if need be; None, and one warning, where it cannot be made."""
+    try:
+        return built_once((cache or cache_folder()) / f"simulator-{_key()}", _build)
+    except (CannotCompile, NoCacheFolder, OSError) as error:
+        logger.warning("the simulator runs uncompiled, at about a quarter of its speed: %s", error)
+        return None
+
+
+def _key() -> str:
+    digest = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()}".encode())
+    for name in (*COMPILED, "placement/compiled/build.py", "placement/compiled/constructors.py"):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _build(target: Path) -> None:
+    """Raises CannotCompile."""
+    _check_tools()
+    logger.warning("compiling the simulator, once for this version of it; it takes about a minute")
+    for name in COMPILED:
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(with_constructors((ROOT / name).read_text()))
+        for package in copy.relative_to(target).parents[:-1]:  # the rest of each package is found beside the sources
+            (target / package / "__init__.py").write_text(SHIM)
+    _run_mypyc(target)
+    shutil.rmtree(target / "build", ignore_errors=True)
+    shutil.rmtree(target / ".mypy_cache", ignore_errors=True)
+
+
+def _check_tools() -> None:
+    """What a build would only find missing after half a minute."""
+    if importlib.util.find_spec("mypyc") is None:
+        raise CannotCompile("mypyc is not installed; `pip install mypy[mypyc]`")
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        raise CannotCompile(f"there is no C compiler {compiler}; install one, or name it in CC")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise CannotCompile(f"there is no {header}; install Python's headers (python3-dev on Debian)")
+
+
+def _run_mypyc(target: Path) -> None:
+    options = ("--config-file", "", "--follow-imports=silent", "--ignore-missing-imports")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mypyc", *options, *COMPILED],
+            cwd=target,
+            env={**os.environ, "MYPYPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotCompile(f"mypyc took more than {BUILD_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise CannotCompile(f"mypyc failed: {' '.join(last)[:300]}")
