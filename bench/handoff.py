@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -264,8 +264,7 @@ async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOpti
         memory=memory,
         me=address,
         model_fingerprint=FINGERPRINT,
-        options=options,
-        lease_ttl_s=60.0,
+        options=replace(options, lease_ttl_s=60.0),
         address_host=HOST,
     )
     worker_pb2_grpc.add_HandoffServicer_to_server(servicer, server)

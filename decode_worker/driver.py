@@ -113,7 +113,6 @@ class DecodeWorker:
             me=self.address,
             model_fingerprint=engine.info.fingerprint,
             options=options.transfer,
-            lease_ttl_s=options.transfer.lease_ttl_s,
             address_host=options.host,
         )
         self._loop_task: asyncio.Task[None] | None = None

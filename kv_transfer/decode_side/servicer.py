@@ -40,7 +40,6 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         me: worker_pb2.WorkerAddress,
         model_fingerprint: str,
         options: TransferOptions,
-        lease_ttl_s: float,
         address_host: str,
     ) -> None:
         """`address_host`: this worker's address, on which two-sided transports listen."""
@@ -49,7 +48,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             host,
             name=me.name,
             num_layers=memory.layout.num_layers,
-            lease_ttl_s=lease_ttl_s,
+            lease_ttl_s=options.lease_ttl_s,
             counters=self.counters,
         )
         self._memory = memory

@@ -128,7 +128,6 @@ async def decode_side(
     *,
     memory: KvMemory | None = None,
     fingerprint: str = "m",
-    lease_ttl_s: float = 30.0,
     cached_pages: int = 0,
 ) -> AsyncIterator[DecodeSide]:
     memory = memory or random_memory(37, seed=2)
@@ -142,7 +141,6 @@ async def decode_side(
         me=address,
         model_fingerprint=fingerprint,
         options=options,
-        lease_ttl_s=lease_ttl_s,
         address_host="127.0.0.1",
     )
     worker_pb2_grpc.add_HandoffServicer_to_server(servicer, server)

@@ -110,7 +110,7 @@ async def test_segments_that_were_not_announced_are_missed() -> None:
 
 
 async def test_lease_without_progress_gives_its_pages_back() -> None:
-    async with decode_side(options(), lease_ttl_s=0.05) as decode:
+    async with decode_side(options(lease_ttl_s=0.05)) as decode:
         peer = await connect(decode, options(), random_memory(50, seed=1))
         handoff = peer.reserve(request("a", 30), on_stalled=no_stall)
         await handoff.granted()

@@ -296,7 +296,7 @@ class Soak:
     async def client(self, number: int) -> None:
         for turn in range(15):
             try:
-                await self.one(f"{number}-{turn}")
+                await self.hand_off_or_give_up(f"{number}-{turn}")
             except HandoffDenied:
                 self.outcomes["denied"] += 1
             except HandoffFailed:
@@ -305,7 +305,7 @@ class Soak:
                 self.outcomes["lost"] += 1
             self.decode.servicer.check_invariants()
 
-    async def one(self, name: str) -> None:
+    async def hand_off_or_give_up(self, name: str) -> None:
         peer, count = await self.peer(), self.rng.randint(1, 10)
         src = self.sources[name] = self.rng.sample(range(50), count)
         handoff = peer.reserve(request(name, count * 4), on_stalled=lambda _: None)

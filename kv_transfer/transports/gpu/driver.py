@@ -32,8 +32,8 @@ def export(device: int, address: int) -> tuple[bytes, int]:
     """A handle of the allocation that holds `address`, and where the allocation begins."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _MemHandle()
     with _context(device) as cuda:
-        found = cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-        _check(found, "find KV memory")
+        code = cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        _check(code, "find KV memory")
         _check(
             cuda.cuIpcGetMemHandle(ctypes.byref(handle), base),
             "share KV memory with another process (take expandable_segments out of PYTORCH_ALLOC_CONF)",
@@ -45,8 +45,8 @@ def open_handle(device: int, handle: bytes) -> int:
     """Address, here, of another process's allocation."""
     address = ctypes.c_uint64()
     with _context(device) as cuda:
-        opened = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _MemHandle.of(handle), LAZY_PEER_ACCESS)
-        _check(opened, "open the other worker's KV memory")
+        code = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _MemHandle.of(handle), LAZY_PEER_ACCESS)
+        _check(code, "open the other worker's KV memory")
     return address.value
 
 
