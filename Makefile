@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 
-.PHONY: demo test check unit proto bench clean help
+.PHONY: demo test check unit proto docs bench clean help
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,9 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+docs: $(STAMP)  ## the tables of docs/serving.md, from the options classes
+	$(BIN)/python docs/fill_serving.py
 
 bench: $(STAMP)  ## every benchmark, results in bench/results (an hour and a half)
 	$(BIN)/python -m bench

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+KEEPS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Knob:
     default: Any
     meaning: str
     unit: str = ""
+    scope: str = ""  # where several parts of a spec share an options class: which of them has the key
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -47,46 +50,47 @@ class Knob:
 
     @property
     def range(self) -> str:
-        """`1 or more`, `a number from 0 to below 1`, `watermark or worst_case`; empty where everything is allowed."""
-        if self.choices:
-            return " or ".join(self.choices)
-        low = f"{self.ge:g}" if self.ge is not None else f"above {self.gt:g}" if self.gt is not None else ""
-        high = f"{self.le:g}" if self.le is not None else f"below {self.lt:g}" if self.lt is not None else ""
-        if low and high:
-            return f"a number from {low} to {high}"
-        return f"{low} or more" if self.ge is not None else low or high
+        return range_text(self.bounds, self.choices)
 
     def why_not(self, value: Any) -> str:
         """One sentence if the value is out of range; else nothing."""
-        if self.choices:
-            is_good = value in self.choices
-        elif value is None or not self.bounds:
+        if value is None and type(None) in typing.get_args(self.kind):
             return ""
-        else:
-            is_good = (
-                (self.ge is None or value >= self.ge)
-                and (self.gt is None or value > self.gt)
-                and (self.le is None or value <= self.le)
-                and (self.lt is None or value < self.lt)
-            )
+        keeps_bounds = all(KEEPS[sign](value, bound) for sign, bound in self.bounds.items())
+        if keeps_bounds and (not self.choices or value in self.choices):
+            return ""
         shown = f"{value:g}" if isinstance(value, float) else str(value)
-        return "" if is_good else f"{self.name} is {shown}; give {self.range}"
+        a_number = "a number " if self.range.startswith("from") else ""
+        return f"{self.name} is {shown}; give {a_number}{self.range}"
+
+
+def range_text(bounds: Mapping[str, float], choices: Sequence[str] = ()) -> str:
+    """`1 or more`, `from 0 to below 1`, `watermark or worst_case`; empty where everything is allowed."""
+    if choices:
+        return " or ".join(choices)
+    low = f"{bounds['ge']:g}" if "ge" in bounds else f"above {bounds['gt']:g}" if "gt" in bounds else ""
+    high = f"{bounds['le']:g}" if "le" in bounds else f"below {bounds['lt']:g}" if "lt" in bounds else ""
+    if low and high:
+        return f"{low} and up to {high}" if "gt" in bounds else f"from {low} to {high}"
+    return f"{low} or more" if "ge" in bounds else low or high
 
 
 def knob(
-    default: T,
+    default: Any,
     meaning: str,
     *,
     unit: str = "",
+    scope: str = "",
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-) -> T:
+) -> Any:
     """The default of a field of an options class, with what everybody who shows or checks it needs to know."""
-    metadata = {"knob": {"default": default, "meaning": meaning, "unit": unit, "ge": ge, "gt": gt, "le": le, "lt": lt}}
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    metadata = {"knob": {"default": default, "meaning": meaning, "unit": unit, "scope": scope, **bounds}}
     if isinstance(default, dict):
-        return typing.cast(T, dataclasses.field(default_factory=default.copy, metadata=metadata))
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

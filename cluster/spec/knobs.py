@@ -25,8 +25,8 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
     def knobs(self, kind: type) -> dict[str, Any]:
-        """The knobs of an options class, by name, with this part's values."""
-        return {name: getattr(self, name) for name in knobs_of(kind)}
+        """The knobs of an options class that this part has, by name, with their values."""
+        return {name: getattr(self, name) for name in knobs_of(kind) if name in type(self).model_fields}
 
     def options(self, kind: type[T]) -> T:
         """The options object of this part's values."""
@@ -38,12 +38,12 @@ def setting(default: Any, meaning: str, *, unit: str = "", **bounds: Any) -> Any
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **bounds)
 
 
-def with_knobs(*options: type) -> Callable[[type[M]], type[M]]:
-    """Gives a part of the spec a key for each knob of the options classes."""
+def with_knobs(*options: type, scope: str = "") -> Callable[[type[M]], type[M]]:
+    """Gives a part of the spec a key for each knob of the options classes, but those of another scope."""
 
     def widened(part: type[M]) -> type[M]:
         keys: dict[str, Any] = {}
-        for knob in (knob for kind in options for knob in knobs_of(kind).values()):
+        for knob in (knob for kind in options for knob in knobs_of(kind).values() if knob.scope in ("", scope)):
             bounds: Any = knob.bounds
             about = Field(description=knob.meaning, json_schema_extra={"unit": knob.unit}, **bounds)
             keys[knob.name] = (Annotated[knob.kind, about], knob.default)

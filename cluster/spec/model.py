@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from cluster.router.policy import RouterOptions
 from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
 from cluster.spec.pool import TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
+from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.roles import PHASES, ROLES
 
@@ -30,7 +31,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 @with_knobs(RouterOptions)
 class RouterSpec(Spec):
-    replicas: int = setting(1, "how many; 1 to 64", unit="routers", ge=1, le=64)
+    replicas: int = setting(1, "how many", unit="routers", ge=1, le=64)
     host: str = setting("auto", "address to listen on; auto: 127.0.0.1, or with `--address` this node's own")
     port: Port = setting(50051, "router i listens on port + i; 0: any free ones")
     metrics_port: Port | None = setting(
@@ -65,18 +66,18 @@ class TransferSpec(Spec):
         return value
 
 
+@with_knobs(EngineOptions, scope="cluster")
 class ClusterSpec(Spec):
+    if TYPE_CHECKING:  # those of the engine's knobs that others look at
+        dtype: str
+        page_size: int
+        max_model_len: int | None
+
     name: str = setting("kvrelay", "of the cluster: `a-z`, `0-9` and `-`, at most 40; what `kvrelay down` takes")
     model: Name = setting(
         ..., "a Hugging Face directory or hub id. `./x` is meant from the spec's folder if it is there, else from yours"
     )
     served_model_name: str | None = setting(None, "what requests may call it; null: the directory's name or the hub id")
-    dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "`float32`, `bfloat16`; auto: as the model was saved (float16 becomes bfloat16)"
-    )
-    max_model_len: int | None = setting(None, "longest prompt plus output; null: the model's own", unit="tokens", ge=1)
-    page_size: int = setting(16, "in a page; the same on all workers; 1 to 1024", unit="tokens", ge=1, le=1024)
-    parity_check: bool = setting(True, "refuse a model whose paged path disagrees with its own code")
     ready_timeout_s: Seconds = setting(600.0, "how long `up` waits until all are ready", unit="s")
     router: RouterSpec = setting(RouterSpec(), "see *Router keys*")
     pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)] = setting(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, field_validator
 
 from cluster.spec.knobs import Spec, setting, with_knobs
 from engine.knobs import knobs_of
+from engine.options import EngineOptions
 from worker.options import WorkerOptions
 from worker.roles import ROLES
 
@@ -45,26 +46,24 @@ def check_name(value: str) -> str:
     return value
 
 
-def _degree(value: object) -> object:
-    if not _is_count(value):
-        raise ValueError("give a whole number of 1 or more")
-    return value
-
-
 def _some_role(value: str) -> str:
     if value not in ROLES:
         raise ValueError(f"give {' or '.join(map(repr, ROLES))}")
     return value
 
 
-Parallel = Annotated[int, BeforeValidator(_degree)]
-
-
-@with_knobs(*(kind.load_options() for kind in ROLES.values()), WorkerOptions)
+@with_knobs(EngineOptions, *(kind.load_options() for kind in ROLES.values()), WorkerOptions, scope="pool")
 class PoolSpec(Spec):
+    if TYPE_CHECKING:  # those of the engine's knobs that are looked at here
+        attention: str
+        kv_dtype: str
+        tensor_parallel: int
+
     name: str = setting("", "of its workers: NAME-0, NAME-1; empty: the role")
-    role: Annotated[str, BeforeValidator(_some_role)] = setting(..., "`prefill` or `decode`")
-    replicas: int = setting(1, "how many; 1 to 4096", unit="workers", ge=1, le=4096)
+    role: Annotated[str, BeforeValidator(_some_role)] = setting(
+        ..., "what its workers do: " + " or ".join(f"`{role}`" for role in ROLES)
+    )
+    replicas: int = setting(1, "how many", unit="workers", ge=1, le=4096)
 
     threads: int | Literal["auto"] = setting(
         "auto",
@@ -89,28 +88,12 @@ class PoolSpec(Spec):
         "`cpu` or `cuda`, the same for all pools; auto: cuda where `num_gpus` is above 0, or where `kvrelay up` runs "
         "beside a GPU with a CUDA torch; see [gpu.md](gpu.md)",
     )
-    attention: Literal["auto", "torch", "native", "flashinfer"] = setting(
-        "auto",
-        "`native` (C++, CPU), `flashinfer` (GPU), `torch` (the reference, slow); auto: the fast one of the device "
-        "where it works",
-    )
-    kv_dtype: Literal["auto", "fp8_e4m3"] = setting(
-        "auto",
-        "of pages: as the model computes, or `fp8_e4m3` (half the bytes, scaled, less exact); the same for all pools",
-    )
     gpu_memory_utilization: float | Literal["auto"] = setting(
         "auto",
         "of the GPU's memory for all that one worker holds there; auto: 0.9 of its `num_gpus`",
         unit="share",
     )
-    cuda_graphs: bool = setting(True, "decode steps replay captured graphs; on a GPU")
-    tensor_parallel: Parallel = setting(
-        1,
-        "of one host that share each layer of a worker: heads, KV heads and MLP columns must divide; pools may differ; "
-        "on CPUs only: see *Tensor parallelism*",
-        unit="processes",
-    )
-    pipeline_parallel: Parallel = setting(1, "read, because a planner writes it; only 1 is served", unit="stages")
+    pipeline_parallel: int = setting(1, "read, because a planner writes it; only 1 is served", unit="stages")
 
     num_cpus: float = setting(
         1.0,
@@ -128,6 +111,13 @@ class PoolSpec(Spec):
     resources: dict[str, float] = setting(
         {}, "that Ray sets aside for each worker, such as `{prefill_host: 1}`", unit="Ray resources"
     )
+
+    @field_validator("tensor_parallel", "pipeline_parallel", mode="before", check_fields=False)
+    @classmethod
+    def _degree(cls, value: object) -> object:
+        if not _is_count(value):
+            raise ValueError("give a whole number of 1 or more")
+        return value
 
     @field_validator("kv_memory", mode="before")
     @classmethod

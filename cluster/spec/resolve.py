@@ -13,6 +13,7 @@ from typing import Any
 from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec, check_devices
+from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.options import WorkerOptions
 
@@ -199,18 +200,14 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerP
     return WorkerPlan(
         options=_options(spec, pool, index, secret),
         engine={
+            **spec.knobs(EngineOptions),
+            **pool.knobs(EngineOptions),
             "model": spec.model,
-            "dtype": spec.dtype,
-            "page_size": spec.page_size,
             "kv_bytes": None if pool.kv_memory == "auto" else pool.kv_memory,
-            "max_model_len": spec.max_model_len,
-            "attention": pool.attention,
             "threads": pool.threads,
-            "parity_check": spec.parity_check,
             "device": pool.device,
-            "kv_dtype": pool.kv_dtype,
-            **_gpu_options(pool, is_on_gpu),
-            **({"tensor_parallel": len(ranks), "rank_cpus": tuple(ranks) if cpus else ()} if len(ranks) > 1 else {}),
+            "rank_cpus": tuple(ranks) if cpus and len(ranks) > 1 else (),
+            **(_gpu_options(pool) if is_on_gpu else {}),
         },
         cpus=ranks[0],
         num_cpus=pool.num_cpus,
@@ -225,12 +222,10 @@ def _shares(cpus: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
     return [cpus[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
-def _gpu_options(pool: PoolSpec, is_on_gpu: bool) -> dict[str, Any]:
-    if not is_on_gpu:
-        return {}
+def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
     batch = getattr(pool.policy, "max_batch_size", None)  # where the role decodes
     graphs = {} if batch is None else {"max_graph_batch": batch}
-    return {"gpu_memory_utilization": pool.gpu_memory_utilization, "cuda_graphs": pool.cuda_graphs, **graphs}
+    return {"gpu_memory_utilization": pool.gpu_memory_utilization, **graphs}
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:

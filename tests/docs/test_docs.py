@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from pydantic import BaseModel
 
 from cluster.router.metrics import HISTOGRAMS, PREFIX, _Exposed
 from cluster.spec.load import parse_spec
-from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
-from cluster.spec.pool import PoolSpec, roles_of
 from kvrelay.cli import main as cli
 from kvrelay.v1 import generate_pb2
 
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"]
 SERVING = (ROOT / "docs" / "serving.md").read_text()
-MODELS = {"Cluster": ClusterSpec, "Router": RouterSpec, "Pool": PoolSpec, "Transfer": TransferSpec}
 
 
 def section(heading: str) -> str:
@@ -53,32 +49,21 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def fill(name: str) -> Any:
+    """A program of docs/ that writes a part of a page."""
+    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
 # The spec
 
 
-@pytest.mark.parametrize("part", MODELS)
-def test_every_spec_key_is_described_and_no_other(part: str) -> None:
-    described = [code(row[0])[0] for row in rows(section(f"{part} keys"))]
-    assert sorted(described) == sorted(MODELS[part].model_fields)
-
-
-@pytest.mark.parametrize("part", MODELS)
-def test_the_defaults_of_spec_keys_are_the_real_ones(part: str) -> None:
-    at = 2 if part == "Pool" else 1
-    for row in rows(section(f"{part} keys")):
-        field = MODELS[part].model_fields[code(row[0])[0]]
-        if field.is_required():
-            assert row[at] == "required", row[0]
-            continue
-        written = yaml.safe_load(code(row[at])[0])
-        default = {} if isinstance(field.default, BaseModel) else field.default
-        assert written == (list(default) if isinstance(default, tuple) else default), row[0]
-
-
-def test_pool_keys_say_which_role_they_are_for() -> None:
-    for row in rows(section("Pool keys")):
-        key = code(row[0])[0]
-        assert row[1] == (roles_of(key)[0] if len(roles_of(key)) == 1 else "both"), key
+def test_the_tables_of_keys_say_what_the_options_classes_say() -> None:
+    assert fill("fill_serving").filled(SERVING) == SERVING, "run python docs/fill_serving.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -178,13 +163,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_benchmarks_page_takes_every_result() -> None:
-    found = importlib.util.spec_from_file_location("fill_benchmarks", ROOT / "docs" / "fill_benchmarks.py")
-    assert found is not None
-    assert found.loader is not None
-    fill = importlib.util.module_from_spec(found)
-    found.loader.exec_module(fill)
-    page = fill.filled((ROOT / "docs" / "benchmarks.md").read_text())
+    filled = fill("fill_benchmarks").filled
+    page = filled((ROOT / "docs" / "benchmarks.md").read_text())
     for path in (ROOT / "bench" / "results").glob("*.json"):
         assert f"<!-- {path.stem} -->" in page, path.name
         assert f"`{path.relative_to(ROOT)}` is not there" not in page
-    assert fill.filled(page) == page
+    assert filled(page) == page

@@ -366,7 +366,7 @@ def test_the_processes_of_a_worker_share_out_its_cores() -> None:
     assert (prefill.cpus, prefill.engine["rank_cpus"]) == ((0,), ((0,), (1,)))
     assert prefill.options.limits["tensor_parallel"] == "2"
     assert decode.cpus == (2, 3)
-    assert not {"tensor_parallel", "rank_cpus"} & set(decode.engine)
+    assert (decode.engine["tensor_parallel"], decode.engine["rank_cpus"]) == (1, ())
     joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_cpus": 8}))), None))
     assert (joined.engine["threads"], joined.cpus, joined.engine["rank_cpus"]) == (4, (), ())
 
@@ -385,7 +385,7 @@ def test_a_workers_options_for_a_gpu_reach_its_engine_and_only_there() -> None:
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
     on_cpu = workers_of(resolve(parse_spec(spec_data()), replace(GPUS, gpus=0, why_no_cuda="none")))
-    assert not {"gpu_memory_utilization", "cuda_graphs"} & set(on_cpu[0].engine)
+    assert "gpu_memory_utilization" not in on_cpu[0].engine
 
 
 @pytest.mark.parametrize(
