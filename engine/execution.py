@@ -7,7 +7,6 @@ engine that is broken for good (EngineBroken) ends its worker instead, whose pro
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 from typing import Protocol
@@ -16,8 +15,6 @@ from engine.errors import EngineBroken
 from engine.types import Chunk, SampledToken, Step
 
 log = logging.getLogger(__name__)
-
-CHECK_S = 0.5  # how soon an engine that breaks between two steps is noticed
 
 
 class StepRunner(Protocol):
@@ -38,20 +35,6 @@ def run_step(engine: StepRunner, step: Step) -> list[SampledToken]:
     for chunk in step.chunks:
         tokens += run_step(engine, replace(step, chunks=(chunk,)))
     return tokens
-
-
-class Checked(Protocol):
-    def check(self) -> None:
-        """Raises EngineBroken."""
-
-
-async def wait_broken(step_loop: asyncio.Task[None], engine: Checked) -> None:
-    """Raises what broke a worker's step loop, or its engine while it stood idle; returns when the loop has ended."""
-    while not step_loop.done():
-        engine.check()
-        await asyncio.wait({step_loop}, timeout=CHECK_S)
-    if not step_loop.cancelled():
-        step_loop.result()
 
 
 def _failed(chunk: Chunk, error: Exception) -> SampledToken:

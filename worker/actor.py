@@ -4,7 +4,7 @@ loads the engine, lets the worker serve over gRPC, and tells the cluster's contr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import ray
 from engine.process import pin_process, set_thread_counts
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
-from worker.roles import kind_of
 
 
 class WorkerActor:
@@ -28,11 +27,11 @@ class WorkerActor:
         def build(incarnation: str, progress: Progress) -> Service:
             from engine.engine import Engine
             from engine.options import EngineOptions
+            from worker.driver import make_worker
 
-            make: Callable[[WorkerOptions, Engine], Service] = kind_of(options.role).load_driver()
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
-            return make(replace(options, host=host, incarnation=incarnation), loaded)
+            return make_worker(replace(options, host=host, incarnation=incarnation), loaded)
 
         def tell(event: ServiceEvent) -> None:
             ray.get_actor(controller).on_event.remote(event.as_dict())

@@ -3,6 +3,14 @@
 Whoever needs to know reads it here: a worker what drives its role, the cluster's spec and the simulator which options
 its policy has. A role is named by text and imported when it is asked for, so that reading the registry costs nothing
 and this module knows no torch, gRPC or Ray.
+
+Where another role goes. It is a folder beside `prefill_worker/` and `decode_worker/` with a policy, its options and a
+driver that is a Role, and one entry here; the worker that carries it (life, step loop, run-ahead, streams, reports,
+actor) is the same for all. A role of both phases, `mixed_worker/`, has one policy that divides each step over the
+worker's one page pool: decode's tokens first, chunks of prompts in what they leave. Its `next_batch` returns both
+parts, its `step_of` one Step with the chunks of both and the `on_layer` of the prompts', its `on_step` tells each part
+its tokens, and its `waits_for_tokens` is decode's. Prompts that decode elsewhere leave by prefill's Handoffs, those
+that come from elsewhere enter by decode's Reservations, and those that stay keep their pages and need neither.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ class RoleKind:
     name: str
     phases: tuple[Phase, ...]  # of a request's life that it computes
     options: str  # the options class of its policy
-    driver: str  # what carries its policy's decisions out
+    driver: str  # its Role (worker/role.py): called with the RoleHost, it carries the policy's decisions out
 
     def load_options(self) -> type[Any]:
         options: type[Any] = _load(self.options)
@@ -41,13 +49,13 @@ ROLES: Mapping[str, RoleKind] = {
             name="prefill",
             phases=("prefill",),
             options="prefill_worker.policy:PrefillOptions",
-            driver="prefill_worker.driver:PrefillWorker",
+            driver="prefill_worker.driver:PrefillRole",
         ),
         RoleKind(
             name="decode",
             phases=("decode",),
             options="decode_worker.policy:DecodeOptions",
-            driver="decode_worker.driver:DecodeWorker",
+            driver="decode_worker.driver:DecodeRole",
         ),
     )
 }

@@ -1,7 +1,7 @@
-"""WorkerService is a worker's side of its streams with routers: what both kinds of worker share.
+"""RouterStreams is a worker's side of its streams with routers, whatever its role.
 
-One stream for each router. Down come submits and cancels, handed to the WorkerHost (the driver) as they arrive; up go
-the tokens and events that the driver collects during a step, one message for each router at `flush`, and reports:
+One stream for each router. Down come submits and cancels, handed to the WorkerHost (the worker) as they arrive; up go
+the tokens and events that its role collects during a step, one message for each router at `flush`, and reports:
 every `report_interval_s`, and soon after a step when things changed. A stream's end means that router is lost: the
 host drops all of its requests.
 """
@@ -31,7 +31,7 @@ ROUTER_DEAD_AFTER_S = 10.0
 
 
 class WorkerHost(Protocol):
-    """What a driver does with what comes down; called in the event loop, must return at once."""
+    """What a worker does with what comes down; called in the event loop, must return at once."""
 
     def hello(self) -> pb.WorkerHello: ...
 
@@ -91,7 +91,7 @@ class RouterLink:
             self._outputs = pb.Outputs()
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
+class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def __init__(self, host: WorkerHost, *, report_interval_s: float) -> None:
         self._host = host
         self._report_interval_s = report_interval_s
@@ -102,6 +102,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def link(self, router_id: str) -> RouterLink | None:
         return self._links.get(router_id)
+
+    def event(
+        self,
+        request: pb.RequestState,
+        kind: pb.EventKind,
+        *,
+        reason: str = "",
+        receipt: generate_pb2.HandoffReceipt | None = None,
+    ) -> None:
+        """Gather it for the request's router, if that is still there."""
+        link = self._links.get(request.router_id)
+        if link is not None:
+            link.event(request, kind, reason=reason, receipt=receipt)
 
     def start(self) -> None:
         self._reporter = asyncio.get_running_loop().create_task(self._report_forever())

@@ -1,10 +1,10 @@
-"""Flights runs a worker's steps so that the next one is begun while the last one runs, where an engine can do that.
+"""RunAhead runs a worker's steps so that the next one is begun while the last one runs, where an engine can do that.
 
-    take_off    begin a step, in the engine's thread, and return before it is done
-    land        wait for its tokens
+    begin     begin a step, in the engine's thread, and return before it is done
+    finish    wait for its tokens
 
-At most two are in flight. What goes wrong goes wrong for one request: a step that could not be begun, or failed, or
-began with tokens of one that failed, is run again by itself (execution.run_step) when its turn to land comes. It
+At most two are pending. What goes wrong goes wrong for one request: a step that could not be begun, or failed, or
+began with tokens of one that failed, is run again by itself (execution.run_step) when its turn to finish comes. It
 decides nothing of who runs next.
 """
 
@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineBroken
 from engine.execution import run_step
@@ -25,6 +25,7 @@ from engine.types import SampledToken, Step
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BatchT = TypeVar("BatchT")
 
 
 class StepEngine(Protocol):
@@ -34,53 +35,59 @@ class StepEngine(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class StepInFlight:
-    make: Callable[[], Step]  # asked again when the step has to be run again, with what is known by then
-    before: StepInFlight | None  # which still runs
-    begun: PendingStep | None = None
+class BegunBatch(Generic[BatchT]):
+    """A batch whose step is in the engine."""
+
+    batch: BatchT
+    before: BegunBatch[BatchT] | None  # which still runs
+    pending: PendingStep | None = None  # none: it could not be begun
     is_good: bool = True
 
     @property
-    def must_land(self) -> bool:
+    def must_finish(self) -> bool:
         """Whether it has to be run again, so that nothing may be begun with what it computes now."""
-        return self.begun is None or (self.before is not None and not self.before.is_good)
+        return self.pending is None or (self.before is not None and not self.before.is_good)
 
 
-class Flights:
-    def __init__(self, engine: StepEngine, thread: ThreadPoolExecutor) -> None:
-        """`thread`: the engine's, one."""
+class RunAhead(Generic[BatchT]):
+    def __init__(self, engine: StepEngine, step_of: Callable[[BatchT], Step]) -> None:
+        """`step_of` makes a batch's step; again when it has to be run again, with what is known by then."""
         self._engine = engine
-        self._thread = thread
+        self._step_of = step_of
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
-    async def run(self, step: Step) -> list[SampledToken]:
+    async def run(self, batch: BatchT) -> list[SampledToken]:
         """One step after the other. Raises EngineBroken."""
-        return await self._in_thread(run_step, self._engine, step)
+        return await self._in_thread(run_step, self._engine, self._step_of(batch))
 
-    async def take_off(self, make: Callable[[], Step], before: StepInFlight | None) -> StepInFlight:
-        """Begin the step that `make` returns. Raises EngineBroken."""
-        flight, step = StepInFlight(make=make, before=before), make()
+    async def begin(self, batch: BatchT, before: BegunBatch[BatchT] | None) -> BegunBatch[BatchT]:
+        """Raises EngineBroken."""
+        begun, step = BegunBatch(batch=batch, before=before), self._step_of(batch)
         try:
-            flight.begun = await self._in_thread(self._engine.begin, step)
+            begun.pending = await self._in_thread(self._engine.begin, step)
         except EngineBroken:
             raise
         except Exception:
             log.exception("a step of %d requests could not be begun", len(step.chunks))
-        return flight
+        return begun
 
-    async def land(self, flight: StepInFlight) -> list[SampledToken]:
+    async def finish(self, begun: BegunBatch[BatchT]) -> list[SampledToken]:
         """The step's tokens. Raises EngineBroken."""
-        drawn: list[SampledToken] | None = None
-        if flight.begun is not None:
+        tokens: list[SampledToken] | None = None
+        if begun.pending is not None:
             try:
-                drawn = await self._in_thread(flight.begun.result)
+                tokens = await self._in_thread(begun.pending.result)
             except EngineBroken:
                 raise
             except Exception:
                 log.exception("a step failed")
-        flight.is_good, flight.before = drawn is not None and not flight.must_land, None
-        if drawn is not None and flight.is_good:
-            return drawn
-        return await self.run(flight.make())
+        begun.is_good, begun.before = tokens is not None and not begun.must_finish, None
+        if tokens is not None and begun.is_good:
+            return tokens
+        return await self.run(begun.batch)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
 
     async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

@@ -187,15 +187,14 @@ def _worker_main(pipe: Connection, name: str, spec: WorkerProcess) -> None:
 
 
 async def _serve(pipe: Connection, name: str, spec: WorkerProcess) -> None:
-    from decode_worker.driver import DecodeWorker
     from engine.engine import Engine
     from engine.options import EngineOptions
-    from prefill_worker.driver import PrefillWorker
+    from worker.driver import make_worker
     from worker.options import worker_options
 
     engine = await asyncio.to_thread(Engine.load, EngineOptions(**spec.engine))
     options = worker_options(name, spec.role, host=HOST, secret=SECRET, **spec.worker)
-    worker: Any = PrefillWorker(options, engine) if spec.role == "prefill" else DecodeWorker(options, engine)
+    worker = make_worker(options, engine)
     address = await worker.start()
     pipe.send(("ready", address.address))
     with contextlib.suppress(EOFError):

@@ -18,12 +18,13 @@ from typing import Any
 
 from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.worker_link import LinkState, WorkerEndpoint
-from decode_worker.driver import DecodeWorker
+from decode_worker.driver import DecodeRole
 from engine.engine import Engine
 from engine.options import EngineOptions
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
-from prefill_worker.driver import PrefillWorker
+from prefill_worker.driver import PrefillRole
+from worker.driver import Worker, make_worker
 from worker.options import worker_options
 
 POLL_S = 0.01
@@ -57,8 +58,8 @@ class LocalCluster:
         self._router_options = replace(router or ServerOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
         self._counts = {"prefill": prefill, "decode": decode}
         self._faults = faults
-        self.prefill: list[PrefillWorker] = []
-        self.decode: list[DecodeWorker] = []
+        self.prefill: list[Worker[PrefillRole]] = []
+        self.decode: list[Worker[DecodeRole]] = []
         self.routers: list[RouterServer] = []
         self.server: RouterServer | None = None  # the first router, at `endpoint`
         self._endpoints: list[WorkerEndpoint] = []
@@ -82,11 +83,11 @@ class LocalCluster:
         for index in range(self._counts["prefill"]):
             engine = await asyncio.to_thread(Engine.load, self._engines["prefill"])
             options = worker_options(f"prefill-{index}", "prefill", **self._worker)
-            self.prefill.append(PrefillWorker(options, engine, faults=self._faults))
+            self.prefill.append(make_worker(options, engine, faults=self._faults))
         for index in range(self._counts["decode"]):
             engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
             options = worker_options(f"decode-{index}", "decode", **self._worker)
-            self.decode.append(DecodeWorker(options, engine))
+            self.decode.append(make_worker(options, engine))
         self._endpoints = [_endpoint(await w.start(), "prefill") for w in self.prefill]
         self._endpoints += [_endpoint(await w.start(), "decode") for w in self.decode]
         self.server = await self.add_router()
@@ -112,7 +113,7 @@ class LocalCluster:
             worker.engine.close()
 
     @property
-    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+    def workers(self) -> list[Worker[PrefillRole] | Worker[DecodeRole]]:
         return [*self.prefill, *self.decode]
 
     def check_invariants(self) -> None:
@@ -123,7 +124,7 @@ class LocalCluster:
 
     def held_pages(self) -> dict[str, int]:
         """Pages that are neither free nor cached, by worker, where there are any."""
-        held = {worker.options.name: worker.policy.pool.usage.held for worker in self.workers}
+        held = {worker.options.name: worker.pool.usage.held for worker in self.workers}
         return {name: count for name, count in held.items() if count}
 
     async def settled(self, timeout_s: float = 10.0) -> None:

@@ -125,11 +125,11 @@ async def test_while_its_prompt_is_computed(ending: str, model_dir: ModelDir) ->
         gate = Gate(prefill.engine, at=2)  # the second of three chunks
         request = Request(cluster.endpoint, ending)
         await gate.reached()
-        await until(lambda: decode.handoffs.leases.leased_pages == 7, "decode has granted a lease")
+        await until(lambda: decode.role.reservations.handoffs.leases.leased_pages == 7, "decode has granted a lease")
         await request.end()
         await until(lambda: _is_forgotten(cluster), "the router dropped it")
-        await until(lambda: decode.policy.request_ids == [], "decode dropped it")
-        assert prefill.policy.pool.usage.held == 7, "a step in flight writes into these pages"
+        await until(lambda: decode.role.policy.request_ids == [], "decode dropped it")
+        assert prefill.pool.usage.held == 7, "a step in flight writes into these pages"
         gate.open()
         await cluster.settled(SOON_S)
         assert prefill.counters["generated_tokens"] == 0
@@ -160,9 +160,9 @@ async def test_while_its_kv_is_handed_over(ending: str, transport: str, model_di
         await until(lambda: prefill.counters["generated_tokens"] == 1, "prefill has its token")
         await request.end()
         await until(lambda: _is_forgotten(cluster), "the router dropped it")
-        assert prefill.policy.pool.usage.held == 7, "the transport reads these pages"
+        assert prefill.pool.usage.held == 7, "the transport reads these pages"
         if transport == "shared_memory":
-            assert decode.policy.pool.usage.held == 7, "the transport writes into these pages"
+            assert decode.pool.usage.held == 7, "the transport writes into these pages"
         go.set()
         await cluster.settled(SOON_S)
         assert decode.counters["steps"] == 0
@@ -186,10 +186,10 @@ async def test_while_it_waits_for_decode_pages(ending: str, model_dir: ModelDir)
         request = Request(cluster.endpoint, ending, prompt=random_prompt(100, seed=2))
         await until(lambda: prefill.counters["handoffs_stalled"] == 1, "the handoff stalls")
         await until(lambda: prefill.counters["generated_tokens"] == 2, "prefill has its token")
-        assert prefill.policy.pool.usage.held == 7
+        assert prefill.pool.usage.held == 7
         await request.end()
-        await until(lambda: prefill.policy.pool.usage.held == 0, "prefill gave its pages back")
-        assert len(decode.policy.request_ids) == 1
+        await until(lambda: prefill.pool.usage.held == 0, "prefill gave its pages back")
+        assert len(decode.role.policy.request_ids) == 1
         gate.open()
         assert len((await first).token_ids) == NEW_TOKENS
 
@@ -204,7 +204,7 @@ async def test_while_it_is_decoded(ending: str, model_dir: ModelDir) -> None:
         await gate.reached()
         await request.end()
         await until(lambda: decode.counters["cancelled"] == 1, "decode has heard of it")
-        assert decode.policy.pool.usage.held == 7, "a step in flight writes into these pages"
+        assert decode.pool.usage.held == 7, "a step in flight writes into these pages"
         gate.open()
         await cluster.settled(SOON_S)
         assert decode.counters["steps"] == 5

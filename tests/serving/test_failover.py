@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from decode_worker.driver import DecodeWorker
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions, KvrelayError
-from prefill_worker.driver import PrefillWorker
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, counters, random_prompt, until
+from worker.driver import Worker
 
 PROMPTS = [random_prompt(length, seed=length) for length in (100, 16, 33)]
 NEW_TOKENS = 30
@@ -28,8 +28,6 @@ OPTIONS = (
     GenerateOptions(temperature=0.9, seed=6, repetition_penalty=1.2, presence_penalty=0.5, logprobs=1),
 )
 WAYS = ("its server vanishes", "it stops in order")
-
-Worker = PrefillWorker | DecodeWorker
 
 
 async def _generate(client: AsyncClient, index: int) -> Completion:
@@ -46,19 +44,19 @@ async def _generate_all(client: AsyncClient) -> list[Completion]:
     return await asyncio.gather(*(_generate(client, index) for index in range(len(PROMPTS))))
 
 
-async def _lose(worker: Worker, way: str, gate: Gate) -> None:
+async def _lose(worker: Worker[Any], way: str, gate: Gate) -> None:
     """The worker is gone for all others when this returns; its engine may still be in its last step."""
     if way == "its server vanishes":
         await worker._server.stop(0)
         gate.open()
     else:
         stopping = asyncio.create_task(worker.stop())
-        await until(lambda: worker._service._links == {}, f"{worker.options.name} has left its router")
+        await until(lambda: worker.streams._links == {}, f"{worker.options.name} has left its router")
         gate.open()
         await stopping
 
 
-async def _check_nothing_is_held(cluster: LocalCluster, lost: Worker, way: str) -> None:
+async def _check_nothing_is_held(cluster: LocalCluster, lost: Worker[Any], way: str) -> None:
     """By those that are left; also by the lost one if it runs on. Fenced pages of one that stopped went with it."""
     if way == "it stops in order":
         cluster.prefill = [worker for worker in cluster.prefill if worker is not lost]
@@ -95,7 +93,7 @@ async def test_streams_go_on_when_a_decode_worker_is_lost(way: str, model_dir: M
         before = counters(cluster)
         requests = asyncio.create_task(_generate_all(client))
         await gate.reached()
-        hit = len(lost.policy.request_ids)
+        hit = len(lost.role.policy.request_ids)
         assert hit > 0
         await _lose(lost, way, gate)
         answers = await requests
@@ -117,12 +115,12 @@ async def test_prompts_go_elsewhere_when_a_prefill_worker_is_lost(way: str, mode
     async with _serving(model_dir, prefill=2, decode=1) as (cluster, client):
         expected = await _generate_all(client)
         for worker in cluster.prefill:
-            worker.policy.pool.drop_cache()
+            worker.pool.drop_cache()
         lost, left = cluster.prefill
         gate = Gate(lost.engine)
         requests = asyncio.create_task(_generate_all(client))
         await gate.reached()
-        assert lost.policy.num_running > 0
+        assert lost.role.policy.num_running > 0
         await _lose(lost, way, gate)
         answers = await requests
         await _check_nothing_is_held(cluster, lost, way)
@@ -139,7 +137,7 @@ async def test_losing_prefill_does_not_touch_what_was_handed_over(way: str, mode
         prefill_gate, gate = Gate(prefill.engine, at=1000), Gate(decode.engine, at=20)
         requests = asyncio.create_task(_generate_all(client))
         await gate.reached()
-        await until(lambda: prefill.policy.request_ids == [], "all is handed over")
+        await until(lambda: prefill.role.policy.request_ids == [], "all is handed over")
         await _lose(prefill, way, prefill_gate)
         gate.open()
         answers = await requests
@@ -156,7 +154,7 @@ async def test_requests_fail_at_once_when_a_role_has_no_worker_left(role: str, w
         gate = Gate(lost.engine, at=1 if role == "prefill" else 5)
         requests = [asyncio.create_task(_generate(client, index)) for index in range(len(PROMPTS))]
         await gate.reached()
-        await until(lambda: lost.policy.num_running, "it works")
+        await until(lambda: lost.role.policy.num_running, "it works")
         await _lose(lost, way, gate)
         for answer in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(answer, KvrelayError)
@@ -165,5 +163,5 @@ async def test_requests_fail_at_once_when_a_role_has_no_worker_left(role: str, w
         with pytest.raises(KvrelayError) as refused:
             await _generate(client, 0)
         assert refused.value.code == "UNAVAILABLE"
-        await until(lambda: other.policy.request_ids == [], f"{other.options.name} has dropped them")
+        await until(lambda: other.role.policy.request_ids == [], f"{other.options.name} has dropped them")
         await _check_nothing_is_held(cluster, lost, way)

@@ -52,7 +52,7 @@ def _pages_bytes(memory: KvMemory, pages: list[int]) -> bytes:
 
 def _on_commit(cluster: LocalCluster, then: Callable[[str], None]) -> None:
     """Call `then(request id)` when the decode worker has given its receipt, before it runs a step."""
-    policy = cluster.decode[0].policy
+    policy = cluster.decode[0].role.policy
     original = policy.on_committed
 
     def on_committed(request_id: str) -> None:
@@ -73,8 +73,8 @@ async def test_decode_reads_the_bytes_that_prefill_wrote(name: str, transport: s
         assert not any(blank)
 
         def compare(request_id: str) -> None:
-            theirs = list(prefill.policy.pages_of(request_id))
-            ours = list(decode.policy._requests[request_id].pages)
+            theirs = list(prefill.role.policy.pages_of(request_id))
+            ours = list(decode.role.policy._requests[request_id].pages)
             both.append((_pages_bytes(prefill.engine.memory, theirs), _pages_bytes(decode.engine.memory, ours)))
 
         _on_commit(cluster, compare)
@@ -169,7 +169,7 @@ async def test_a_segment_damaged_every_time_makes_the_request_start_again(transp
 
 def _damage_all_until(cluster: LocalCluster, faults: Faults, receipts: int) -> None:
     """Every segment is damaged until the decode worker has given so many bad receipts."""
-    servicer = cluster.decode[0].handoffs
+    servicer = cluster.decode[0].role.reservations.handoffs
 
     class Everything(frozenset[int]):
         def __contains__(self, number: object) -> bool:

@@ -62,14 +62,14 @@ def _check_nothing_is_left(cluster: LocalCluster) -> None:
     assert router.policy.num_queued == 0
     assert router.policy._requests == {}
     for worker in cluster.workers:
-        assert worker._live == {}
-        assert worker.policy.request_ids == []
+        assert worker.role.requests == {}
+        assert worker.role.policy.request_ids == []
     for prefill in cluster.prefill:
-        assert not prefill._tasks
-        assert all(not peer.result()._handoffs for peer in prefill._peers.values())
+        assert not prefill.role.handoffs._tasks
+        assert all(not peer.result()._handoffs for peer in prefill.role.handoffs.peers._connections.values())
     for decode in cluster.decode:
-        assert decode.handoffs.leases._reservations == {}
-        assert decode.handoffs.leases.leased_pages == 0
+        assert decode.role.reservations.handoffs.leases._reservations == {}
+        assert decode.role.reservations.handoffs.leases.leased_pages == 0
 
 
 def _check_that_it_was_hard(cluster: LocalCluster, run: Soak, *, is_damaged: bool) -> None:

@@ -42,7 +42,7 @@ async def test_what_a_failed_chunk_left_in_its_pages_is_never_cached(model_dir: 
         await until(lambda: prefill.counters["cancelled"], "the cancel has come")
         gate.open()
         await cluster.settled()
-        assert prefill.policy.pool.usage.cached == 0
+        assert prefill.pool.usage.cached == 0
         await client.close()
 
 
@@ -52,7 +52,7 @@ async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
     async def broken(*args: object, **kwargs: object) -> PrefillPair:
         raise RuntimeError("not expected by anybody")
 
-    monkeypatch.setattr("prefill_worker.driver.connect", broken)
+    monkeypatch.setattr("prefill_worker.peers.connect", broken)
     async with _cluster(model_dir) as cluster:
         client = AsyncClient(cluster.endpoint)
         with pytest.raises(KvrelayError, match="not expected by anybody"):
@@ -75,10 +75,10 @@ async def test_a_handoff_that_got_its_pages_stays_where_it_is(model_dir: ModelDi
         client, prefill = AsyncClient(cluster.endpoint), cluster.prefill[0]
         asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
         assert await asyncio.to_thread(writing.wait, WAIT_S)
-        live = next(iter(prefill._live.values()))
-        live.is_stalled = True  # as it was before the grant
-        other = next(worker for worker in cluster.decode if worker.options.name != live.decode.name)
-        prefill.on_reassign(pb.Reassign(request_id=live.id, decode=other.address))
+        request = next(iter(prefill.role.requests.values()))
+        request.is_stalled = True  # as it was before the grant
+        other = next(worker for worker in cluster.decode if worker.options.name != request.decode.name)
+        prefill.on_reassign(pb.Reassign(request_id=request.id, decode=other.address))
         go_on.set()
         assert len((await asking).token_ids) == 4
         assert other.report().counters["leases_granted"] == 0
@@ -98,9 +98,9 @@ async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir) -> None:
         client = AsyncClient(cluster.endpoint)
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
         prefill = cluster.prefill[0]
-        assert {name for name, _ in prefill._peers} == {"decode-0", "decode-1"}
+        assert {name for name, _ in prefill.role.handoffs.peers._connections} == {"decode-0", "decode-1"}
         await cluster.decode[0].stop()
-        await until(lambda: len(prefill._peers) == 1, "the lost peer is forgotten")
+        await until(lambda: len(prefill.role.handoffs.peers._connections) == 1, "the lost peer is forgotten")
         completion = await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
         assert len(completion.token_ids) == 4
         await client.close()

@@ -47,10 +47,10 @@ async def test_a_lost_router_takes_only_its_own_requests_with_it(model_dir: Mode
         goes_on = asyncio.create_task(kept.generate(PROMPTS[0], **ask))
         goes_down = asyncio.create_task(lost.generate(PROMPTS[1], **ask))
         decode = cluster.decode[0]
-        await until(lambda: len(decode.policy.request_ids) == 2, "both requests are at the decode worker")
+        await until(lambda: len(decode.role.policy.request_ids) == 2, "both requests are at the decode worker")
         await gate.reached()
         await second.stop()
-        await until(lambda: decode._service.link(second.router.router_id) is None, "the worker has seen it go")
+        await until(lambda: decode.streams.link(second.router.router_id) is None, "the worker has seen it go")
         gate.open()
         assert list((await goes_on).token_ids) == expected
         with pytest.raises(KvrelayError) as error:

@@ -1,0 +1,131 @@
+"""Reservations are a decode worker's promises of pages: who asks for them, waits for them, fills them and loses them.
+
+    reserve --> [queued] --granted--> KV segments arrive (kv_transfer.decode_side) --> on_committed --> the batch
+                   \\____________________\\--- on_lease_released: the pair is lost, or the request is cancelled
+
+It holds the worker's requests from their reservation to their end. Who may have pages, and when, the policy decides;
+what a committed request computes is the role's (driver.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from decode_worker.policy import DecodePolicy
+from engine.pages.pool import PageHash
+from kv_transfer.decode_side.servicer import HandoffServicer
+from kv_transfer.lease import Denied, Granted, Queued
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
+from worker.convert import sampling_from_proto
+from worker.requests import HeldRequest
+from worker.role import RoleHost
+
+log = logging.getLogger(__name__)
+
+CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldAnswer(HeldRequest):
+    """The KV of the last of its `tokens` is not yet computed."""
+
+    parent: PageHash  # hash of the last page whose tokens are known
+    hashed_pages: int
+
+
+class Reservations:
+    """A ReservationHost (kv_transfer.decode_side.leases)."""
+
+    def __init__(self, host: RoleHost, policy: DecodePolicy) -> None:
+        self._host = host
+        self._name = host.options.name
+        self._policy = policy
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self.requests: dict[str, HeldAnswer] = {}
+        self.handoffs = HandoffServicer(
+            self,
+            memory=host.engine.memory,
+            me=host.address,
+            model_fingerprint=host.engine.info.fingerprint,
+            options=host.options.transfer,
+            address_host=host.options.host,
+        )
+
+    # What prefill workers bring: ReservationHost
+
+    def reserve(self, request: pb.RequestState) -> Granted | Queued | Denied:
+        denied = self._why_not(request)
+        if denied is not None:
+            return denied
+        params = sampling_from_proto(request.sampling)
+        tokens = [*request.prompt_ids, *request.output_ids]
+        hashes = self._host.page_hashes(tokens)
+        held = HeldAnswer(
+            state=request,
+            params=params,
+            tokens=tokens,
+            parent=hashes[-1] if hashes else b"",
+            hashed_pages=len(hashes),
+        )
+        answer = self._policy.reserve(
+            held.id, num_tokens=len(tokens), max_new_tokens=held.new_tokens_left, hashes=hashes
+        )
+        if not isinstance(answer, Denied):
+            self.requests[held.id] = held
+        return answer
+
+    def _why_not(self, request: pb.RequestState) -> Denied | None:
+        if self._host.is_draining:
+            return Denied(reason=f"{self._name} is stopping", retryable=True)
+        if request.request_id in self._cancelled:
+            return Denied(reason=f"{request.request_id} was cancelled before its KV came", retryable=False)
+        if self._host.streams.link(request.router_id) is None:
+            return Denied(reason=f"{self._name} has no stream with {request.router_id}", retryable=True)
+        return None
+
+    def on_committed(self, request: pb.RequestState, token_id: int, num_tokens: int, receipt: HandoffReceipt) -> None:
+        held = self.requests[request.request_id]
+        assert num_tokens == len(held.tokens), f"{held.id}: {num_tokens} tokens committed, {len(held.tokens)} reserved"
+        held.tokens.append(token_id)
+        self._policy.on_committed(held.id)
+        self._host.streams.event(held.state, pb.EVENT_KIND_DECODE_READY, receipt=receipt)
+        self._host.streams.flush()
+        self._host.wake()
+
+    def on_lease_released(self, request: pb.RequestState, reason: str) -> None:
+        held = self.requests.get(request.request_id)
+        if held is None or held.state.attempt != request.attempt:
+            return
+        log.info("%s: the lease of %s is over: %s", self._name, held.id, reason)
+        self.end(held)  # the prefill worker tells the router, if it still matters
+        self._host.streams.flush()
+
+    # For the role
+
+    def cancel(self, request: HeldAnswer, reason: str) -> None:
+        """Of one whose KV has not come: on_lease_released follows, after the fence."""
+        self.handoffs.leases.end(request.id, reason)
+
+    def remember_cancelled(self, request_id: str) -> None:
+        """Its reservation may still come, and is denied then."""
+        self._cancelled[request_id] = None
+        while len(self._cancelled) > CANCELLED_REMEMBERED:
+            self._cancelled.popitem(last=False)
+
+    def end(self, request: HeldAnswer) -> None:
+        """Forget a request between two steps, and let others have its pages."""
+        self.forget(request)
+        self.grant_queued()
+        self._host.wake()
+
+    def forget(self, request: HeldAnswer) -> None:
+        """Its pages go as soon as no batch uses them."""
+        self.requests.pop(request.id, None)
+        self._policy.on_cancelled(request.id)
+
+    def grant_queued(self) -> None:
+        for request_id, granted in self._policy.next_grants():
+            self.handoffs.leases.grant(request_id, self.requests[request_id].state.attempt, granted)

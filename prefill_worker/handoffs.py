@@ -1,0 +1,201 @@
+"""Handoffs brings the KV of a prefill worker's prompts to decode workers: layers as they are computed, then a commit.
+
+    open --> segments of each chunk --> hand_off: commit --> receipt
+                 \\-- stalled --> reassign --> opened again elsewhere, with all that was computed before
+
+A request's pages are read until its handoff is closed: the policy is told of both. What a handoff's end means for its
+request is the role's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from engine.pages.pool import pages_for
+from kv_transfer.plan import layer_groups
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.handoff import Handoff
+from kv_transfer.prefill_side.pair import PrefillPair
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
+from prefill_worker.peers import Connection, Peers, is_open
+from prefill_worker.policy import ChunkPlan, PrefillPolicy
+from worker.requests import HeldRequest
+from worker.role import RoleHost
+from worker.router_streams import RouterLink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldPrompt(HeldRequest):
+    """`sent_pages` are those whose segments were given to the handoff."""
+
+    link: RouterLink
+    decode: pb.WorkerAddress
+    handoff: Handoff | None = None
+    sent_pages: int = 0
+    is_stalled: bool = False
+    is_committing: bool = False
+    moving_to: pb.WorkerAddress | None = None
+    is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """Pages [begin, end) of a request, which a chunk completes, for its handoff."""
+
+    handoff: Handoff
+    begin: int
+    end: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """Why a handoff came to nothing, and whether another attempt may do better."""
+
+    reason: str
+    is_retryable: bool
+
+
+class Handoffs:
+    def __init__(self, host: RoleHost, policy: PrefillPolicy) -> None:
+        self._host = host
+        self._name = host.options.name
+        self._policy = policy
+        self._layers_per_group = host.options.transfer.layers_per_group
+        self.peers = Peers(host)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run what waits for a handoff, beside the steps."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    async def settle(self) -> None:
+        """Until all that was spawned has ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # One request's handoff
+
+    async def wait_connected(self, request: HeldPrompt, connection: Connection) -> Undelivered | None:
+        """Why the pair could not be opened; None once it stands."""
+        try:
+            await asyncio.shield(connection)
+        except (HandoffLost, HandoffRefused) as error:
+            return Undelivered(str(error), not isinstance(error, HandoffRefused))
+        except Exception as error:  # a bug must fail one request, not leave it waiting
+            log.exception("%s cannot connect to %s", self._name, request.decode.name)
+            return Undelivered(f"{self._name}: {type(error).__name__}: {error}", True)
+        return None
+
+    def open(self, request: HeldPrompt) -> None:
+        connection = self.peers.connection(request.decode)
+        if is_open(connection):  # else it was lost since: hand_off opens another one
+            self._reserve(request, connection.result())
+
+    def reassign(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
+        """Move a stalled handoff to another decode worker."""
+        if request.is_cancelled or not request.is_stalled:
+            return
+        if request.handoff is not None and request.handoff.is_granted:
+            return  # pages came meanwhile; moved now, it might run on both workers. The first one tells the router
+        request.moving_to = decode
+        if request.is_committing and request.handoff is not None:  # its commit ends, and looks at moving_to
+            self.spawn(request.handoff.abort("reassigned"))
+
+    async def hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> HandoffReceipt | Undelivered:
+        """Commit, elsewhere if another worker is named meanwhile."""
+        while True:
+            try:
+                if request.handoff is None or request.moving_to is not None:
+                    await self._move(request)
+                assert request.handoff is not None
+                return await request.handoff.commit(
+                    token_id=token_id, num_tokens=len(request.tokens), computed_ns=computed_ns
+                )
+            except (HandoffDenied, HandoffLost, HandoffFailed, HandoffRefused) as error:
+                if request.moving_to is None or request.is_cancelled:
+                    is_refused = isinstance(error, HandoffRefused)
+                    return Undelivered(str(error), not is_refused and getattr(error, "retryable", True))
+            except Exception as error:  # a bug must fail one request, not leave it waiting
+                log.exception("the handoff of %s broke", request.id)
+                return Undelivered(f"{self._name}: {type(error).__name__}: {error}", True)
+
+    async def abort(self, request: HeldPrompt, reason: str) -> None:
+        """Returns when nobody reads the request's pages any more."""
+        if request.handoff is not None:
+            await request.handoff.abort(reason)
+        self.close(request)
+
+    def close(self, request: HeldPrompt) -> None:
+        if request.handoff is not None:
+            request.handoff = None
+            self._policy.on_handoff_closed(request.id)
+
+    async def _move(self, request: HeldPrompt) -> None:
+        """Open a handoff, to another worker if one was named, and give it all that was computed before."""
+        if request.handoff is not None:
+            await self.abort(request, "reassigned")
+        if request.moving_to is not None:
+            request.decode, request.moving_to, request.is_stalled = request.moving_to, None, False
+            self._host.counters["reassigned"] += 1
+        peer = await asyncio.shield(self.peers.connection(request.decode))
+        if request.is_cancelled:
+            raise HandoffDenied("cancelled", retryable=False)
+        handoff = self._reserve(request, peer)
+        pages = list(self._policy.pages_of(request.id))
+        for group in self._layer_groups(len(pages)):
+            handoff.segment_ready(group, 0, len(pages), pages)
+
+    def _reserve(self, request: HeldPrompt, peer: PrefillPair) -> Handoff:
+        handoff = peer.reserve(request.state, on_stalled=lambda reason: self._on_stalled(request, reason))
+        request.handoff = handoff
+        self._policy.on_handoff_opened(request.id)
+        return handoff
+
+    def _on_stalled(self, request: HeldPrompt, reason: str) -> None:
+        request.is_stalled = True
+        self._host.counters["handoffs_stalled"] += 1
+        request.link.event(request.state, pb.EVENT_KIND_HANDOFF_STALLED, reason=reason)
+        self._host.streams.flush()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a handoff task of %s failed", self._name, exc_info=task.exception())
+
+    # The layers of one step
+
+    def plan_segment(self, request: HeldPrompt, handoff: Handoff, chunk: ChunkPlan) -> SegmentPlan:
+        """The pages that this chunk completes; the last chunk takes the partly filled page along."""
+        end, page_size = chunk.start + chunk.length, self._host.pool.page_size
+        begin, request.sent_pages = request.sent_pages, pages_for(end, page_size) if chunk.is_last else end // page_size
+        pages = list(self._policy.pages_of(request.id)[begin : request.sent_pages])
+        return SegmentPlan(handoff, begin, request.sent_pages, pages)
+
+    def on_layer(self, segments: Sequence[SegmentPlan]) -> Callable[[int], None] | None:
+        """Gives the segments to their handoffs, a group of layers at a time, as the engine's thread computes them."""
+        if not segments:
+            return None
+        groups = self._layer_groups(sum(segment.end - segment.begin for segment in segments))
+        group_ending_at = {group.stop - 1: group for group in groups}
+
+        def on_layer(layer: int) -> None:
+            group = group_ending_at.get(layer)
+            if group is None:
+                return
+            computed = self._host.engine.memory.mark()
+            for segment in segments:
+                if segment.end > segment.begin:
+                    segment.handoff.segment_ready(group, segment.begin, segment.end, segment.pages, computed)
+
+        return on_layer
+
+    def _layer_groups(self, num_pages: int) -> list[range]:
+        return layer_groups(self._host.engine.layout, max(1, num_pages), self._layers_per_group)

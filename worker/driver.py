@@ -1,0 +1,206 @@
+"""Worker is the life of a worker, whatever its role: it listens, drives one engine step by step, reports, and stops.
+
+    make_worker --> start --> [take the role's next batch, run it in the engine's thread, tell the role] --> stop
+
+It owns the engine's thread, the pool of the engine's pages, the streams with routers and the counters. What a step
+computes, and what follows from it, is the role's (worker/role.py); which roles there are, worker/roles.py says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from engine.engine import Engine
+from engine.pages.pool import PageHash, PagePool, page_hashes
+from engine.types import SampledToken
+from kv_transfer.transports.faulty import Faults
+from kv_transfer.transports.registry import nccl_counters
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from worker.convert import model_info_to_proto
+from worker.options import WorkerOptions
+from worker.recording import record_calls
+from worker.role import Role, RoleHost
+from worker.roles import kind_of
+from worker.router_streams import RouterLink, RouterStreams
+from worker.rpc import bind, make_server
+from worker.run_ahead import BegunBatch, RunAhead
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvrelay.v1.Worker"
+DRAIN_POLL_S = 0.02
+CHECK_S = 0.5  # how soon an engine that breaks between two steps is noticed
+
+RoleT = TypeVar("RoleT", bound=Role[Any])
+
+
+def make_worker(options: WorkerOptions, engine: Engine, *, faults: Faults | None = None) -> Worker[Any]:
+    """One of the role that `options` name. `faults` go into its handoffs. Raises ValueError for a role not known."""
+    return Worker(options, engine, kind_of(options.role).load_driver(), faults=faults)
+
+
+class Worker(Generic[RoleT]):
+    def __init__(
+        self,
+        options: WorkerOptions,
+        engine: Engine,
+        make_role: Callable[[RoleHost], RoleT],
+        *,
+        faults: Faults | None = None,
+    ) -> None:
+        self.options = options
+        self.engine = engine
+        self.faults = faults
+        self.address = pb.WorkerAddress(
+            name=options.name, incarnation=options.incarnation or secrets.token_hex(8), address=""
+        )
+        self.pool = PagePool(engine.layout.num_pages, engine.layout.page_size)
+        self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
+        self.streams = RouterStreams(self, report_interval_s=options.report_interval_s)
+        self.is_draining = False
+        self._is_stopping = False
+        self._wake = asyncio.Event()
+        self._step_loop: asyncio.Task[None] | None = None
+        self.role = make_role(self)
+        if options.record:
+            record_calls(self.role.policy, options.record, options.name)
+        self._steps: RunAhead[Any] = RunAhead(engine, self.role.step_of)
+        self._server = make_server(options.secret, [SERVICE, *self.role.services])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
+        for add_to_server in self.role.services.values():
+            add_to_server(self._server)
+
+    async def start(self) -> pb.WorkerAddress:
+        """Listen and run. Raises OSError when the port is taken."""
+        port = bind(self._server, self.options.host, self.options.port)
+        self.address.address = f"{self.options.host}:{port}"
+        await self._server.start()
+        self.streams.start()
+        self._step_loop = asyncio.get_running_loop().create_task(self._run())
+        log.info("%s serves %s on %s", self.options.name, self.options.role, self.address.address)
+        return self.address
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more, let what runs end within `grace_s`, then stop."""
+        self.is_draining = True
+        deadline = time.monotonic() + grace_s
+        while self.role.requests and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        for request_id in list(self.role.requests):
+            self.role.on_cancel(request_id, "the worker stops")
+        await self.streams.stop()
+        await self.role.stop_serving()
+        await self._server.stop(0)
+        self._is_stopping = True
+        self.wake()
+        if self._step_loop is not None:
+            await asyncio.gather(self._step_loop, return_exceptions=True)  # a step that runs ends, and frees its pages
+        await self.role.close()
+        self._steps.close()
+
+    async def wait_broken(self) -> None:
+        """Raises what broke the step loop, or the engine while it stood idle, if ever: whoever keeps the worker must
+        end it, for it serves nothing. Returns when the loop has ended."""
+        assert self._step_loop is not None, "wait_broken before start"
+        while not self._step_loop.done():
+            self.engine.check()
+            await asyncio.wait({self._step_loop}, timeout=CHECK_S)
+        if not self._step_loop.cancelled():
+            self._step_loop.result()
+
+    def check_invariants(self) -> None:
+        self.role.check_invariants()
+
+    # What routers send: WorkerHost
+
+    def hello(self) -> pb.WorkerHello:
+        return pb.WorkerHello(
+            worker=self.address,
+            role=self.options.role,
+            model=model_info_to_proto(self.engine.info),
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            max_batch=self.role.max_batch,
+            limits=self.options.limits,
+        )
+
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        self.role.on_submit(link, submit)
+
+    def on_cancel(self, cancel: pb.Cancel) -> None:
+        self.role.on_cancel(cancel.request_id, cancel.reason)
+
+    def on_reassign(self, reassign: pb.Reassign) -> None:
+        self.role.on_reassign(reassign)
+
+    def on_router_lost(self, router_id: str) -> None:
+        for request_id, request in list(self.role.requests.items()):
+            if request.state.router_id == router_id:
+                self.role.on_cancel(request_id, f"router {router_id} is lost")
+
+    def report(self) -> pb.WorkerReport:
+        report, usage = self.role.report(), self.pool.usage
+        report.cached_pages, report.total_pages = usage.cached, usage.total
+        report.draining = self.is_draining
+        report.counters.update(self.counters)
+        report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
+        report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens
+        return report
+
+    # For the role: RoleHost
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def page_hashes(self, tokens: Sequence[int], parent: PageHash = b"") -> list[PageHash]:
+        if not self.options.prefix_cache:
+            return []
+        return page_hashes(tokens, self.pool.page_size, salt=self.engine.info.fingerprint.encode(), parent=parent)
+
+    # The step loop
+
+    async def _run(self) -> None:
+        if self.engine.can_overlap:
+            await self._run_ahead()
+            return
+        while not self._is_stopping:
+            batch = self.role.next_batch()
+            if batch is None:
+                await self._sleep()
+            else:
+                self._on_step(batch, await self._steps.run(batch))
+
+    async def _run_ahead(self) -> None:
+        """On a GPU the next step is prepared and begun while the last one runs, with its tokens still to come: the
+        GPU never waits for what is done here. The second of two may compute a token for a request that has ended with
+        the first, which nobody reads."""
+        first: BegunBatch[Any] | None = None
+        while not self._is_stopping or first is not None:
+            if first is not None and (first.must_finish or self.role.waits_for_tokens):
+                self._on_step(first.batch, await self._steps.finish(first))
+                first = None
+            batch = None if self._is_stopping else self.role.next_batch()
+            second = await self._steps.begin(batch, first) if batch is not None else None
+            if first is not None:
+                self._on_step(first.batch, await self._steps.finish(first))
+            elif second is None:
+                await self._sleep()
+            first = second
+
+    def _on_step(self, batch: object, tokens: Sequence[SampledToken]) -> None:
+        self.counters["steps"] += 1
+        self.role.on_step(batch, tokens)
+        self.streams.flush()
+
+    async def _sleep(self) -> None:
+        """Until something has changed."""
+        self._wake.clear()
+        if not self._is_stopping:
+            await self._wake.wait()

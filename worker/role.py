@@ -1,0 +1,99 @@
+"""Role is what a worker asks of the role that it carries, and RoleHost what a role has of its worker.
+
+The worker has the life, the engine, its pages, the streams with routers and the step loop; a role decides, by its
+policy, what the next step computes, and carries out what follows for its requests:
+
+    on_submit --> requests --> next_batch --> step_of --> [the engine] --> on_step
+                      \\-- on_cancel, a router that is lost, a worker that stops
+
+All methods are called in the event loop and return at once, but those that are coroutines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import grpc.aio
+
+from engine.engine import Engine
+from engine.pages.pool import PageHash, PagePool
+from engine.types import SampledToken, Step
+from kv_transfer.transports.faulty import Faults
+from kvrelay.v1 import worker_pb2 as pb
+from worker.options import WorkerOptions
+from worker.requests import HeldRequest
+from worker.router_streams import RouterLink, RouterStreams
+
+BatchT = TypeVar("BatchT")
+
+AddToServer = Callable[[grpc.aio.Server], None]
+
+
+class RoleHost(Protocol):
+    """The worker, as its role sees it. A role is made last, and may use all of this at once."""
+
+    options: WorkerOptions
+    engine: Engine
+    pool: PagePool  # of the engine's pages: the worker's, whatever roles it carries
+    address: pb.WorkerAddress
+    counters: Counter[str]  # reported to routers
+    streams: RouterStreams
+    faults: Faults | None
+    is_draining: bool  # nothing more may be taken
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+
+    def page_hashes(self, tokens: Sequence[int], parent: PageHash = b"") -> list[PageHash]:
+        """Of the full pages of `tokens`, by which the pool finds them again; none without a prefix cache."""
+
+
+class Role(Protocol[BatchT]):
+    @property
+    def policy(self) -> object:
+        """What decides; its calls are recorded if the options say so."""
+
+    @property
+    def max_batch(self) -> int:
+        """What a step computes at most, in the unit of the phase: told to routers in the hello."""
+
+    @property
+    def services(self) -> Mapping[str, AddToServer]:
+        """What it serves to other workers, by full name; they need the cluster's secret."""
+
+    @property
+    def requests(self) -> Mapping[str, HeldRequest]:
+        """Those it was given and has not ended, by id."""
+
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None: ...
+
+    def on_cancel(self, request_id: str, reason: str) -> None:
+        """The request is not wanted any more. It may be over, or not have come yet."""
+
+    def on_reassign(self, reassign: pb.Reassign) -> None: ...
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether the next batch may only be made when the tokens of the step that runs are known."""
+
+    def next_batch(self) -> BatchT | None:
+        """What to compute next; None when nothing can run. Called while the step before may still run."""
+
+    def step_of(self, batch: BatchT) -> Step:
+        """Asked again when the step has to be run again, with what is known by then."""
+
+    def on_step(self, batch: BatchT, tokens: Sequence[SampledToken]) -> None:
+        """The batch is computed; batches end in the order they were made."""
+
+    def report(self) -> pb.WorkerReport:
+        """What it holds, and its own counters. The worker adds its pages, its counters and whether it drains."""
+
+    def check_invariants(self) -> None: ...
+
+    async def stop_serving(self) -> None:
+        """End the services' streams: the server is about to stop. Steps still run."""
+
+    async def close(self) -> None:
+        """No step runs any more: let go of what other workers hold for it."""
