@@ -8,7 +8,7 @@ spec.transfer.options(TransferOptions)     the object that the part itself takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -38,12 +38,14 @@ def setting(default: Any, meaning: str, *, unit: str = "", **bounds: Any) -> Any
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **bounds)
 
 
-def with_knobs(*options: type, scope: str = "") -> Callable[[type[M]], type[M]]:
-    """Gives a part of the spec a key for each knob of the options classes, but those of another scope."""
+def with_knobs(*options: type, scope: str = "", only: Sequence[str] = ()) -> Callable[[type[M]], type[M]]:
+    """Gives a part of the spec a key for each knob of the options classes, but those of another scope; with `only`, for
+    the knobs named and no other."""
 
     def widened(part: type[M]) -> type[M]:
         keys: dict[str, Any] = {}
-        for knob in (knob for kind in options for knob in knobs_of(kind).values() if knob.scope in ("", scope)):
+        known = {name: knob for kind in options for name, knob in knobs_of(kind).items() if knob.scope in ("", scope)}
+        for knob in (known[name] for name in only or known):
             bounds: Any = knob.bounds
             about = Field(description=knob.meaning, json_schema_extra={"unit": knob.unit}, **bounds)
             keys[knob.name] = (Annotated[knob.kind, about], knob.default)

@@ -13,7 +13,7 @@ from kvrelay.bench.metrics import METRICS
 
 def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
     """The run, its latencies, the handoffs, the phases, and what failed; those that have rows."""
-    yield _run(summary)
+    yield _totals(summary)
     if summary["completed"]:
         yield _latency(summary["latency_ms"])
         yield _handoff(summary["handoff"], summary["completed"])
@@ -32,7 +32,7 @@ def _pairs(title: str, rows: Mapping[str, str]) -> Table:
     return table
 
 
-def _run(summary: Mapping[str, Any]) -> Table:
+def _totals(summary: Mapping[str, Any]) -> Table:
     rows = {
         "Successful requests": f"{summary['completed']}",
         "Failed requests": f"{summary['failed']}",
@@ -90,7 +90,7 @@ def _phases(phases_ms: Mapping[str, float]) -> Table:
 
 
 def _errors(errors: Mapping[str, Mapping[str, Any]]) -> Table:
-    rows = {f"{found['count']} x {code}": f"{found['first']}" for code, found in errors.items()}
+    rows = {f"{failures['count']} x {code}": f"{failures['first']}" for code, failures in errors.items()}
     return _pairs("Failed requests, with the first reason", rows)
 
 

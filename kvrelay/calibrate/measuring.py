@@ -219,18 +219,13 @@ class Measuring:
         steps = min(3 * self.effort.steps, room)
         await prober.remember(prompts)
         alone = await prober.decode(prompts, max(self.effort.steps, steps // 2))
-        lone = [
-            sample for samples in await self._series(length, 4) for sample in samples
-        ]  # as beside decode, one after another
+        series = await self._series(length, 4)  # as beside decode, one after another
+        lone = [sample for samples in series for sample in samples]
         beside, fed = await prober.decode_beside_prefill(prompts, steps, length, 2 * len(self.pools["prefill"]))
         if not alone or not beside or not lone or len(fed) < 2:
             return
-        prefill = statistics.median(sample.seconds for sample in fed) / statistics.median(
-            sample.seconds for sample in lone
-        )
-        decode = statistics.median(sample.seconds for sample in beside) / statistics.median(
-            sample.seconds for sample in alone
-        )
+        prefill = _median_s(fed) / _median_s(lone)
+        decode = _median_s(beside) / _median_s(alone)
         self.samples.slowdown[size].append((prefill, decode))
 
 

@@ -31,7 +31,7 @@ def degree_of(worker: WorkerState) -> int:
 
 
 def profile_of(
-    measured: Measuring,
+    measuring: Measuring,
     model: ServedModel,
     status: ClusterStatus,
     machine: dict[str, Any],
@@ -39,9 +39,9 @@ def profile_of(
 ) -> Profile:
     """The median of each point that was measured, of a cluster whose `status` has been checked."""
     prefill, decode = ([w for w in status.workers if w.role == role and w.state == "ready"] for role in ROLES)
-    samples = measured.samples
-    lone = [sample for sample in samples.lone if sample.prompt_len <= measured.pack]
-    overhead_s = _overhead_s(samples, measured.pack)
+    samples = measuring.samples
+    lone = [sample for sample in samples.lone if sample.prompt_len <= measuring.pack]
+    overhead_s = _overhead_s(samples, measuring.pack)
     message_s = max(1e-5, statistics.median((sample.queue_s + sample.answer_s) / 2 for sample in lone))
     exposed_s = [sample.exposed_s for group in samples.handoffs.values() for sample in group]
     profile = Profile(
@@ -56,7 +56,7 @@ def profile_of(
         tp=degree_of(prefill[0]),
         prefill_pool=_pool(prefill),
         decode_pool=_pool(decode),
-        prefill=_prefill_points(measured, overhead_s),
+        prefill=_prefill_points(measuring, overhead_s),
         decode=_decode_points(samples),
         transfer=_transfer_points(samples),
         prefill_overhead_s=overhead_s,
@@ -65,7 +65,7 @@ def profile_of(
         client_s=max(0.0, statistics.median(sample.outside_s + sample.route_s for sample in samples.lone)),
         slowdown=tuple(_slowdown_point(size, pairs) for size, pairs in sorted(samples.slowdown.items())),
         router=_limits(status.limits),
-        notes={"repeats": measured.effort.repeats, "steps": measured.effort.steps},
+        notes={"repeats": measuring.effort.repeats, "steps": measuring.effort.steps},
     )
     return replace(profile, error=errors(profile))
 
@@ -96,20 +96,20 @@ def _value(text: str) -> int | float | str | bool:
     return text
 
 
-def _prefill_points(measured: Measuring, overhead_s: float) -> tuple[PrefillPoint, ...]:
-    samples = measured.samples
+def _prefill_points(measuring: Measuring, overhead_s: float) -> tuple[PrefillPoint, ...]:
+    samples = measuring.samples
     points = [
         PrefillPoint(
             chunks=chunks, seconds=statistics.median(times), repeats=len(times), held_out=chunks in samples.held_out
         )
         for chunks, times in sorted(samples.prefill.items())
     ]
-    whole_s = next((p.seconds for p in points if p.chunks == ((measured.max_chunk, 0),)), 0.0)
+    whole_s = next((p.seconds for p in points if p.chunks == ((measuring.max_chunk, 0),)), 0.0)
     is_cached = any(start for point in points for _, start in point.chunks)
     for length, times in samples.long.items():  # its second step, by what the first takes
         left_s = statistics.median(times) - whole_s - overhead_s
-        if left_s > 0 and length <= 2 * measured.max_chunk:
-            chunk = (length - measured.max_chunk, measured.max_chunk)
+        if left_s > 0 and length <= 2 * measuring.max_chunk:
+            chunk = (length - measuring.max_chunk, measuring.max_chunk)
             points.append(PrefillPoint(chunks=(chunk,), seconds=left_s, repeats=len(times), held_out=is_cached))
     return tuple(points)
 

@@ -112,10 +112,10 @@ def of_profile(path: Path, workload: WorkloadOptions, slo: Slo) -> Claim:
 
 def of_profile_values(profile: Profile, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
     """The cluster that was measured."""
-    return _measured(profile, sim_cluster(profile), workload, slo, source)
+    return _calibrated(profile, sim_cluster(profile), workload, slo, source)
 
 
-def _measured(profile: Profile, cluster: SimCluster, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
+def _calibrated(profile: Profile, cluster: SimCluster, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
     error = max(profile.error.prefill, profile.error.decode)
     return Claim(cluster=cluster, workload=workload, slo=slo, source=source, client_s=profile.client_s, error=error)
 
@@ -140,7 +140,7 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
     counts = [sum(pool.replicas for pool in candidate.pools if pool.role == role) for role in ROLES]
     if request.profile is not None:
         profile = read_profile(request.profile)
-        return _measured(profile, sim_cluster(profile, *counts), workload, slo, path.name)
+        return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
     return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, error=share)
 

@@ -82,10 +82,10 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     with refusals(as_json, interrupted="interrupted; the request was cancelled"):
-        _run(router, _prompt(prompt, token_ids), sampling.options(), timeout, as_json)
+        _generate(router, _prompt(prompt, token_ids), sampling.options(), timeout, as_json)
 
 
-def _run(
+def _generate(
     router: Router, prompt: str | list[int], options: GenerateOptions, timeout_s: float | None, as_json: bool
 ) -> None:
     if timeout_s is not None and not timeout_s > 0:

@@ -57,9 +57,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     def flat(**given: Any) -> None:
-        values = {name: group.value(given) for name, group in groups.items()}
-        own = {key: given[key] for key in given if key not in {p.name for g in groups.values() for p in g.parameters}}
-        command(**own, **values)
+        values = {name: group.taken_from(given) for name, group in groups.items()}
+        command(**given, **values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -72,8 +71,8 @@ class _Group:
     parameters: list[inspect.Parameter]
     kind: type[Any] | None  # None: a dict of what was given
 
-    def value(self, flags: Mapping[str, Any]) -> Any:
-        own = {parameter.name: flags[parameter.name] for parameter in self.parameters}
+    def taken_from(self, given: dict[str, Any]) -> Any:
+        own = {parameter.name: given.pop(parameter.name) for parameter in self.parameters}
         if self.kind is not None:
             return self.kind(**own)
         return {key: value for key, value in own.items() if value is not None}

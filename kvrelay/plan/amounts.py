@@ -18,17 +18,17 @@ def num(value: float) -> str:
     return f"{value:.3g}"
 
 
-def between(found: Interval, times: float = 1.0, unit: str = "") -> str:
+def between(interval: Interval, times: float = 1.0, unit: str = "") -> str:
     """14.2 (13.5 to 14.9)"""
-    return f"{num(found.value * times)}{unit} ({num(found.low * times)} to {num(found.high * times)})"
+    return f"{num(interval.value * times)}{unit} ({num(interval.low * times)} to {num(interval.high * times)})"
 
 
 def percent(share: float) -> str:
     return "-" if not math.isfinite(share) else f"{share * 100:.3g}%"
 
 
-def percent_between(found: Interval) -> str:
-    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)})"
+def percent_between(interval: Interval) -> str:
+    return f"{percent(interval.value)} ({percent(interval.low)} to {percent(interval.high)})"
 
 
 def seconds(value: float) -> str:

@@ -29,8 +29,8 @@ def captioned_figures(plan: Plan, wide: Drawn, narrow: Drawn) -> Iterator[dict[s
 
 def _best_lines(plan: Plan) -> str:
     parts = [
-        f"number {rank}, {words.label(found.candidate)}, up to {amounts.num(found.goodput.value)}"
-        for rank, found in ranked(plan)
+        f"number {rank}, {words.label(placement.candidate)}, up to {amounts.num(placement.goodput.value)}"
+        for rank, placement in ranked(plan)
     ]
     return "; ".join(parts[:5])
 
@@ -51,7 +51,8 @@ def _attainment_caption(plan: Plan) -> str:
 def _goodput_alt(plan: Plan) -> str:
     rows = sorted(ranked(plan), key=lambda row: -row[1].per_gpu)[:5]
     shown = "; ".join(
-        f"number {rank}, {words.label(found.candidate)}: {amounts.num(found.per_gpu)}" for rank, found in rows
+        f"number {rank}, {words.label(placement.candidate)}: {amounts.num(placement.per_gpu)}"
+        for rank, placement in rows
     )
     return f"Goodput per GPU of every placement, requests per second, best first: {shown}."
 
@@ -78,7 +79,7 @@ def _phases_caption(plan: Plan) -> str:
 
 
 def _cost_alt(plan: Plan) -> str:
-    kept = cheapest([found for found in plan.tried if found.goodput.value])
+    kept = cheapest([placement for placement in plan.tried if placement.goodput.value])
     parts = [
         f"{amounts.usd(f.usd_per_hour)} an hour for {amounts.num(f.goodput.value)} requests per second" for f in kept
     ]

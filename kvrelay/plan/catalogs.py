@@ -18,16 +18,16 @@ from placement.papers import registry
 
 def catalogs(request: PlanRequest) -> list[Catalog]:
     """One for each kind of machine, narrowed to what the request allows."""
-    found = _catalogs(request)
+    opened = _catalogs(request)
     error = load_margin(request.margin).error if request.margin is not None else 0.0
     if not error and request.tensor_parallel is None:
-        return found
-    return [Narrowed(of=catalog, tp=request.tensor_parallel, error=error) for catalog in found]
+        return opened
+    return [Narrowed(of=catalog, tp=request.tensor_parallel, error=error) for catalog in opened]
 
 
 def _catalogs(request: PlanRequest) -> list[Catalog]:
     if request.latency_kind == "profile":
-        return [_measured(request)]
+        return [_profile_catalog(request)]
     assert request.model is not None
     if request.latency_kind in registry.CATALOGS:
         open_published = registry.published(registry.CATALOGS[request.latency_kind])
@@ -41,7 +41,7 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
     return {key: value for key, value in limits.items() if value is not None}
 
 
-def _measured(request: PlanRequest) -> Catalog:
+def _profile_catalog(request: PlanRequest) -> Catalog:
     assert request.profile is not None
     cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
     return ProfileCatalog(read_profile(request.profile), cost=cost)
@@ -75,9 +75,9 @@ class Narrowed:
     def degrees(self, max_gpus: int) -> Sequence[Degrees]:
         if self.tp is None:
             return self.of.degrees(max_gpus)
-        found = [degrees for degrees in self.of.degrees(max_gpus) if degrees.tp == self.tp]
-        return found or ([Degrees(self.tp)] if self.tp <= max_gpus else [])  # its offer says why there is none
+        matching = [degrees for degrees in self.of.degrees(max_gpus) if degrees.tp == self.tp]
+        return matching or ([Degrees(self.tp)] if self.tp <= max_gpus else [])  # its offer says why there is none
 
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
-        found = self.of.offer(degrees, within_node=within_node)
-        return found if isinstance(found, str) else replace(found, error=max(found.error, self.error))
+        offer = self.of.offer(degrees, within_node=within_node)
+        return offer if isinstance(offer, str) else replace(offer, error=max(offer.error, self.error))

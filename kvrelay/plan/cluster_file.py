@@ -31,10 +31,15 @@ def to_run(plan: Plan) -> Goodput | None:
 
 
 def spec_data(
-    found: Goodput, model: str, kv_bytes_per_token: Mapping[str, int] | None, *, has_gpus: bool, name: str = "planned"
+    placement: Goodput,
+    model: str,
+    kv_bytes_per_token: Mapping[str, int] | None,
+    *,
+    has_gpus: bool,
+    name: str = "planned",
 ) -> dict[str, Any]:
     """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default."""
-    pools = found.candidate.pools
+    pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
     labels = _labels(pools)
@@ -70,16 +75,16 @@ def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpu
     return data | {"max_batch_size": pool.max_batch_size}
 
 
-def spec_text(plan: Plan, found: Goodput, data: Mapping[str, Any], command: str) -> str:
+def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: str) -> str:
     """The YAML with how it came about above it."""
-    lines = [f"Planned by kvrelay: {words.placement_words(found.candidate)}."]
-    if found is not plan.chosen:
+    lines = [f"Planned by kvrelay: {words.placement_words(placement.candidate)}."]
+    if placement is not plan.chosen:
         lines.append(
             f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve yet. "
             "This is the best placement with two pools."
         )
-    lines.append(f"Meets {words.goal(plan)} up to {amounts.between(found.goodput)} requests/s.")
-    kinds = dict.fromkeys((pool.role, pool.hardware) for pool in found.candidate.pools)
+    lines.append(f"Meets {words.goal(plan)} up to {amounts.between(placement.goodput)} requests/s.")
+    kinds = dict.fromkeys((pool.role, pool.hardware) for pool in placement.candidate.pools)
     if len({hardware for _, hardware in kinds}) > 1:
         lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]
     lines += [f"From {key}: {text}." for key, text in plan.sources.items()]

@@ -12,6 +12,7 @@ from typing import Any
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan import amounts, words
 from kvrelay.plan import cluster_file as cluster
+from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 from placement.latency.model_shape import load_shape, loadable_name
@@ -89,14 +90,14 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
     """(the spec's text, or why there is none, sentences to tell)."""
-    found = cluster.to_run(plan)
-    if found is None:
+    placement = cluster.to_run(plan)
+    if placement is None:
         return "", "There is none: only colocated workers meet the targets, and kvrelay serves two pools.", []
     model, kv_bytes = _model_and_kv(request, plan)
     name = cluster.cluster_name(model)
-    data = cluster.spec_data(found, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
+    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
     refusal = cluster.checked(data)
-    text = cluster.spec_text(plan, found, data, request.command())
+    text = cluster.spec_text(plan, placement, data, command_of(request))
     if isinstance(refusal, str):
         note = f"kvrelay up of this version does not take the spec yet: {refusal}"
         return f"# Note: {note}\n{text}", "", [note]
@@ -110,7 +111,7 @@ def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int]
         kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
     except PlanError:
         return model, None
-    kinds = {pool.hardware for found in plan.tried for pool in found.candidate.pools}
+    kinds = {pool.hardware for placement in plan.tried for pool in placement.candidate.pools}
     return model, dict.fromkeys(kinds, kv_bytes)
 
 
@@ -125,7 +126,7 @@ def _loaded_model(request: PlanRequest) -> str:
 
 def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
     """(sentence, what to type). Two pools can be run and verified; of colocated workers kvrelay has none."""
-    again = ("Plan again:", request.command())
+    again = ("Plan again:", command_of(request))
     if not has_spec:
         return [again]
     if not plan.is_disaggregated:
@@ -155,7 +156,7 @@ def asked_words(plan: Plan, request: PlanRequest) -> str:
     )
     aim = {"goodput": "the highest goodput", "cost": "the least cost", "power": "the least power"}[request.wanted]
     targets = (
-        "; ".join(f"{one.name}: {words.targets(one.slo)}" for one in request.request_classes)
+        "; ".join(f"{asked_class.name}: {words.targets(asked_class.slo)}" for asked_class in request.request_classes)
         or f"{words.targets(plan.slo)} for {amounts.percent(plan.slo.attainment)} of requests"
     )
     return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request.workload)}."

@@ -16,6 +16,7 @@ from typing import Any
 from kvrelay.bench.workload import source_workload
 from kvrelay.plan import amounts
 from kvrelay.plan.catalogs import Narrowed, catalogs
+from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
 from placement.catalogs.roofline import RooflineCatalog
@@ -41,10 +42,10 @@ def make_plan(request: PlanRequest, on_progress: OnProgress | None = None) -> Pl
     requests = workload_of(request)
     open_catalogs = catalogs(request)
     if len(open_catalogs) > 1:
-        found = _provisioned(request, open_catalogs, requests, on_progress)
+        planned = _provisioned(request, open_catalogs, requests, on_progress)
     else:
-        found = _planned(request, open_catalogs[0], requests, on_progress)
-    return replace(found, asked=asked(request), sources=sources(found, request))
+        planned = _planned(request, open_catalogs[0], requests, on_progress)
+    return replace(planned, asked=asked(request), sources=sources(planned, request))
 
 
 def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
@@ -54,8 +55,10 @@ def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
         return told
     margin = load_margin(request.margin)
     counted = sum(run.counts for run in margin.runs)
-    found = f"{request.margin.name}: times were wrong by {margin.error:.0%} in {amounts.count(counted, 'verified run')}"
-    return {**told, "margin": found}
+    sentence = (
+        f"{request.margin.name}: times were wrong by {margin.error:.0%} in {amounts.count(counted, 'verified run')}"
+    )
+    return {**told, "margin": sentence}
 
 
 def asked(request: PlanRequest) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def asked(request: PlanRequest) -> dict[str, Any]:
         **request.model_dump(mode="json", exclude={"classes"}, exclude_none=True),
         "objective": request.wanted,
         "classes": to_json(request.request_classes),
-        "command": request.command(),
+        "command": command_of(request),
     }
 
 
@@ -114,7 +117,9 @@ def _check_workers(request: PlanRequest, catalog: Catalog, smallest: int = 0) ->
     price = catalog.cost.usd_per_gpu_hour
     gpus = request.num_gpus or (request.budget / price if request.budget and price else 0)
     known = catalog.degrees(min(math.ceil(gpus), catalog.gpus_per_node * request.max_pp))
-    smallest = smallest or min((one.gpus for one in known if isinstance(catalog.offer(one), Offer)), default=0)
+    smallest = smallest or min(
+        (degrees.gpus for degrees in known if isinstance(catalog.offer(degrees), Offer)), default=0
+    )
     if smallest and gpus / smallest > MAX_WORKERS:
         asked = f"num_gpus is {request.num_gpus:,}" if request.num_gpus else f"budget is {request.budget:,} USD an hour"
         raise PlanError(
@@ -173,8 +178,8 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
 
 def gpu_name(hardware: str) -> str:
     """H100 of "NVIDIA H100 SXM 80 GB"; the first word where none looks like it."""
-    found = re.search(r"\b[A-Z]+\d+\w*", hardware)
-    return found[0] if found else hardware.split()[0]
+    word = re.search(r"\b[A-Z]+\d+\w*", hardware)
+    return word[0] if word else hardware.split()[0]
 
 
 def short_name(hardware: str, among: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ def request_of(asked: Mapping[str, Any]) -> PlanRequest:
     known = {key: value for key, value in asked.items() if key in PlanRequest.model_fields and key != "classes"}
     known |= {key: f"{known[key]}s" for key in ("ttft", "tpot") if known.get(key) is not None}
     if asked.get("classes"):
-        known["classes"] = [_class_of(one) for one in asked["classes"]]
+        known["classes"] = [_class_of(asked_class) for asked_class in asked["classes"]]
         known = {key: value for key, value in known.items() if key not in ("ttft", "tpot")}
     try:
         return PlanRequest.model_validate(known)
@@ -36,10 +36,10 @@ def request_of(asked: Mapping[str, Any]) -> PlanRequest:
         raise PlanError(f"asked of the plan is no request ({told}); make a plan with kvrelay plan --out") from None
 
 
-def _class_of(one: Mapping[str, Any]) -> dict[str, Any]:
-    slo = one["slo"]
+def _class_of(asked_class: Mapping[str, Any]) -> dict[str, Any]:
+    slo = asked_class["slo"]
     times = {key: f"{slo[f'{key}_s']}s" for key in ("ttft", "tpot") if slo[f"{key}_s"] is not None}
-    return {"name": one["name"], "share": one["share"], "attainment": slo["attainment"], **times}
+    return {"name": asked_class["name"], "share": asked_class["share"], "attainment": slo["attainment"], **times}
 
 
 def parse_class(text: str) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         attained=f"{amounts.percent_between(plan.at_rate.attainment)} of requests meet their targets at this rate.",
         classes=list(_classes(plan)),
         figures=list(captioned_figures(plan, wide, narrow)),
-        tried=[_tried_row(rank, found, plan) for rank, found in ranked(plan)],
-        has_limits=any(found.limit for found in plan.tried),
+        tried=[_tried_row(rank, placement, plan) for rank, placement in ranked(plan)],
+        has_limits=any(placement.limit for placement in plan.tried),
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
         sources=[(key.replace("_", " "), text) for key, text in plan.sources.items()],
@@ -126,33 +126,33 @@ def _classes(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
     """What the plan asked of each class, and what it found."""
     asked = {str(c["name"]): c for c in plan.asked.get("classes") or () if isinstance(c, Mapping)}
     for name, met in plan.at_rate.by_class.items():
-        one = asked.get(name, {})
-        slo = one.get("slo", one)
+        keys = asked.get(name, {})
+        slo = keys.get("slo", keys)
         ttft_s, tpot_s = (slo.get(key) or math.inf for key in ("ttft_s", "tpot_s"))
-        share = amounts.percent(float(one["share"])) if "share" in one else "-"
+        share = amounts.percent(float(keys["share"])) if "share" in keys else "-"
         yield name, share, amounts.seconds(ttft_s), amounts.seconds(tpot_s), amounts.percent(met)
 
 
-def _tried_row(rank: int, found: Goodput, plan: Plan) -> dict[str, Any]:
-    rate = found.goodput.value
+def _tried_row(rank: int, placement: Goodput, plan: Plan) -> dict[str, Any]:
+    rate = placement.goodput.value
     return {
         "rank": rank,
-        "label": words.label(found.candidate),
-        "is_chosen": found.candidate == plan.chosen.candidate,
-        "is_colocated": found.candidate.is_colocated,
-        "gpus": found.candidate.gpus,
-        "goodput": amounts.between(found.goodput) if rate else "0",
-        "per_gpu": amounts.num(found.per_gpu),
-        "usd": f"{found.usd_per_hour:,.2f}",
-        "usd_each": amounts.usd_per_million(found.usd_per_hour, rate).lstrip("$"),
-        "kw": amounts.num(found.watts / 1e3),
-        "limit": found.limit,
+        "label": words.label(placement.candidate),
+        "is_chosen": placement.candidate == plan.chosen.candidate,
+        "is_colocated": placement.candidate.is_colocated,
+        "gpus": placement.candidate.gpus,
+        "goodput": amounts.between(placement.goodput) if rate else "0",
+        "per_gpu": amounts.num(placement.per_gpu),
+        "usd": f"{placement.usd_per_hour:,.2f}",
+        "usd_each": amounts.usd_per_million(placement.usd_per_hour, rate).lstrip("$"),
+        "kw": amounts.num(placement.watts / 1e3),
+        "limit": placement.limit,
     }
 
 
 def _curve_row(point: RatePoint) -> tuple[str, ...]:
-    def p90(found: Mapping[str, Interval]) -> str:
-        return amounts.seconds(found["90"].value) if "90" in found else "-"
+    def p90(by_percentile: Mapping[str, Interval]) -> str:
+        return amounts.seconds(by_percentile["90"].value) if "90" in by_percentile else "-"
 
     return (
         amounts.num(point.rate),
@@ -172,9 +172,11 @@ def _honesty(plan: Plan) -> Iterator[str]:
         "to another with what the latency model was wrong by where it was checked."
     )
     closest = [
-        words.label(found.candidate)
-        for found in plan.tried
-        if found.candidate != plan.chosen.candidate and found.goodput.value and words.is_close(found, plan.chosen)
+        words.label(placement.candidate)
+        for placement in plan.tried
+        if placement.candidate != plan.chosen.candidate
+        and placement.goodput.value
+        and words.is_close(placement, plan.chosen)
     ]
     if closest:
         yield (

@@ -6,20 +6,18 @@ Latency targets are written with their unit (250ms, 0.25s); a bare number is mil
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from engine.knobs import knobs_of
+from cluster.spec.knobs import Spec, setting, with_knobs
 from kvrelay.bench.options import WorkloadOptions
-from kvrelay.plan.durations import parse_duration, written_duration
+from kvrelay.plan.durations import parse_duration
 from placement.papers import registry
 from placement.plan import RequestClass, Slo
 
-M = TypeVar("M", bound=BaseModel)
 LATENCIES = ("auto", "roofline", "profile", *registry.CATALOGS)
 SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
@@ -40,25 +38,7 @@ Above0 = Annotated[float, Field(gt=0)]
 Names = Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)]
 
 
-class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
-
-
-def _key(default: Any, meaning: str, **bounds: Any) -> Any:
-    return Field(default=default, description=meaning, **bounds)
-
-
-def _with_workload_keys(request: type[M]) -> type[M]:
-    """The request with a key for each of the workload's options that a plan is asked with."""
-    knobs = knobs_of(WorkloadOptions)
-    keys: dict[str, Any] = {}
-    for name in WORKLOAD_KEYS:
-        bounds: Any = knobs[name].bounds
-        keys[name] = (knobs[name].kind, Field(default=knobs[name].default, description=knobs[name].meaning, **bounds))
-    return create_model(request.__name__, __base__=request, __module__=request.__module__, **keys)
-
-
-class PlanClass(_Keys):
+class PlanClass(Spec):
     """Requests with targets of their own; `share` of all, in any unit: shares are made to sum to 1."""
 
     name: str = Field(min_length=1)
@@ -74,41 +54,41 @@ class PlanClass(_Keys):
         return self
 
 
-@_with_workload_keys
-class PlanRequest(_Keys):
+@with_knobs(WorkloadOptions, only=WORKLOAD_KEYS)
+class PlanRequest(Spec):
     """Its keys are the flags of `kvrelay plan`; those of the workload are WorkloadOptions' own."""
 
-    model: str | None = _key(None, "A model directory, or a name of configs/models.", min_length=1)
-    hardware: Names | None = _key(None, "A file, or a name of configs/hardware; several with commas between them.")
-    num_gpus: Count | None = _key(None, "Use so many GPUs at most.")
-    rate: Above0 | None = _key(None, "Serve so many requests per second.")
-    budget: Above0 | None = _key(None, "Spend so many USD an hour at most.")
+    model: str | None = setting(None, "A model directory, or a name of configs/models.", min_length=1)
+    hardware: Names | None = setting(None, "A file, or a name of configs/hardware; several with commas between them.")
+    num_gpus: Count | None = setting(None, "Use so many GPUs at most.")
+    rate: Above0 | None = setting(None, "Serve so many requests per second.")
+    budget: Above0 | None = setting(None, "Spend so many USD an hour at most.")
 
-    ttft: Duration | None = _key(None, "Time to first token: 250ms, 0.25s; a bare number is ms.")  # here in seconds
-    tpot: Duration | None = _key(None, "Time per output token after it: 25ms.")
-    attainment: Share = _key(0.9, "Share of requests that must meet both.")
-    classes: tuple[PlanClass, ...] = _key(
+    ttft: Duration | None = setting(None, "Time to first token: 250ms, 0.25s; a bare number is ms.")  # here in seconds
+    tpot: Duration | None = setting(None, "Time per output token after it: 25ms.")
+    attainment: Share = setting(0.9, "Share of requests that must meet both.")
+    classes: tuple[PlanClass, ...] = setting(
         (), "Requests with targets of their own, NAME:SHARE:TTFT:TPOT. May be repeated."
     )
-    objective: Literal["goodput", "cost", "power"] | None = _key(
+    objective: Literal["goodput", "cost", "power"] | None = setting(
         None, "goodput, cost or power. Default: cost with --rate, else goodput."
     )
 
-    latency: str = _key(
+    latency: str = setting(
         "auto",
         f"roofline, profile or {', '.join(registry.CATALOGS)} (its own figures). Default: by what is given.",
     )  # one of LATENCIES
-    profile: Path | None = _key(None, "What kvrelay calibrate measured, instead of a roofline.")
-    margin: Path | None = _key(None, "What kvrelay verify found; it widens the intervals.")
-    max_pp: Count = _key(1, "Pipeline stages to try, at most.")
-    tensor_parallel: Count | None = _key(None, "This degree alone. Default: all; of mixed machines, a whole node.")
-    colocated: bool = _key(True, "Also try workers that do both, for comparison. Default: yes.")
-    algorithm: Literal["auto", "high", "low"] = _key(
+    profile: Path | None = setting(None, "What kvrelay calibrate measured, instead of a roofline.")
+    margin: Path | None = setting(None, "What kvrelay verify found; it widens the intervals.")
+    max_pp: Count = setting(1, "Pipeline stages to try, at most.")
+    tensor_parallel: Count | None = setting(None, "This degree alone. Default: all; of mixed machines, a whole node.")
+    colocated: bool = setting(True, "Also try workers that do both, for comparison. Default: yes.")
+    algorithm: Literal["auto", "high", "low"] = setting(
         "auto", "DistServe's: high or low node-affinity. Default: auto, by the links."
     )
-    max_batch_tokens: Count | None = _key(None, "Prompt tokens of a prefill step, at most.")
-    max_batch_size: Count | None = _key(None, "Requests of a decode step, at most.")
-    processes: int | None = _key(None, "Simulate in so many; 0: in this one. Default: one a core.", ge=0)
+    max_batch_tokens: Count | None = setting(None, "Prompt tokens of a prefill step, at most.")
+    max_batch_size: Count | None = setting(None, "Requests of a decode step, at most.")
+    processes: int | None = setting(None, "Simulate in so many; 0: in this one. Default: one a core.", ge=0)
 
     @field_validator("latency", mode="after")
     @classmethod
@@ -224,37 +204,6 @@ class PlanRequest(_Keys):
             )
             for each in self.classes
         )
-
-    def given(self) -> dict[str, Any]:
-        """The keys that differ from their defaults, as a file would say them."""
-        data = self.model_dump(mode="json", exclude_defaults=True)
-        for keys in (data, *data.get("classes", ())):
-            keys |= {key: written_duration(keys[key]) for key in ("ttft", "tpot") if key in keys}
-        return data
-
-    def command(self) -> str:
-        """The `kvrelay plan` that asks the same, one flag a line."""
-        lines = ["kvrelay plan"]
-        for key, value in self.given().items():
-            flag = f"--{key.replace('_', '-')}"
-            if key == "classes":
-                lines += [f"--class {shlex.quote(_class_flag(each))}" for each in value]
-            elif isinstance(value, bool):
-                lines.append(flag if value else f"--no-{key.replace('_', '-')}")
-            else:
-                text = ",".join(value) if isinstance(value, list) else _plain(value)
-                lines.append(f"{flag} {shlex.quote(text)}")
-        return " \\\n    ".join(lines)
-
-
-def _plain(value: object) -> str:
-    """20 for 20.0."""
-    return f"{value:.12g}" if isinstance(value, float) else f"{value}"
-
-
-def _class_flag(values: Mapping[str, Any]) -> str:
-    keys = CLASS_KEYS if "attainment" in values else CLASS_KEYS[:-1]
-    return ":".join(str(values.get(key, "")) for key in keys)
 
 
 def _or_inf(value: float | None) -> float:

@@ -73,19 +73,20 @@ def _alternatives(plan: Plan) -> Table:
     table.columns[1].no_wrap = False
     shown = list(enumerate(plan.tried, start=1))
     best = [words.best_of(plan.tried, is_colocated=kind) for kind in (True, False)]
-    for rank, found in shown:
-        if rank <= MAX_ROWS or any(found is kept for kept in best):
-            table.add_row(*_row(rank, found), style="bold" if found.candidate == plan.chosen.candidate else "")
+    for rank, placement in shown:
+        if rank <= MAX_ROWS or any(placement is kept for kept in best):
+            table.add_row(*_row(rank, placement), style="bold" if placement.candidate == plan.chosen.candidate else "")
     if len(shown) > table.row_count:
         table.caption = f"{len(shown) - table.row_count} more in --json and --out"
         table.caption_justify = "left"
     return table
 
 
-def _row(rank: int, found: Goodput) -> tuple[str, ...]:
-    goodput = amounts.between(found.goodput) if found.goodput.value else f"0: {found.limit}" if found.limit else "0"
-    cost = f"{found.usd_per_hour:,.2f}"
-    return f"{rank}", words.label(found.candidate), f"{found.candidate.gpus}", goodput, amounts.num(found.per_gpu), cost
+def _row(rank: int, placement: Goodput) -> tuple[str, ...]:
+    none = f"0: {placement.limit}" if placement.limit else "0"
+    goodput = amounts.between(placement.goodput) if placement.goodput.value else none
+    label, gpus = words.label(placement.candidate), f"{placement.candidate.gpus}"
+    return f"{rank}", label, gpus, goodput, amounts.num(placement.per_gpu), f"{placement.usd_per_hour:,.2f}"
 
 
 def _refused(plan: Plan) -> Table:

@@ -40,7 +40,7 @@ def targets(slo: Slo) -> str:
 
 def goal(plan: Plan) -> str:
     """TTFT of 250 ms and TPOT of 25 ms for 90% of requests; of classes, that each has its own met."""
-    names = [one["name"] if isinstance(one, Mapping) else one.name for one in plan.asked.get("classes") or ()]
+    names = [each["name"] if isinstance(each, Mapping) else each.name for each in plan.asked.get("classes") or ()]
     if names:
         return f"the targets of {' and '.join(names)} for as many of each as asked"
     return f"{targets(plan.slo)} for {percent(plan.slo.attainment)} of requests"
@@ -98,7 +98,7 @@ def answer(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> str:
     """How the best with two pools compares with the best colocated one; "" where only one kind was tried."""
-    kinds = {found.candidate.is_colocated for found in plan.tried}
+    kinds = {placement.candidate.is_colocated for placement in plan.tried}
     if len(kinds) < 2:
         return ""
     apart, together = (best_of(plan.tried, is_colocated=is_colocated) for is_colocated in (False, True))
@@ -114,7 +114,7 @@ def verdict(plan: Plan) -> str:
 def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
     """Where a rate was to be served for the least: what each takes for it. "" where that is the same."""
     takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "")
-    prices = [float(getattr(found, takes)) if takes else 0.0 for found in (apart, together)]
+    prices = [float(getattr(placement, takes)) if takes else 0.0 for placement in (apart, together)]
     if not all(prices) or abs(prices[0] - prices[1]) < 1e-6 * prices[0]:
         return ""
     shown = [f"{usd(price)} an hour" if takes == "usd_per_hour" else f"{num(price / 1e3)} kW" for price in prices]
@@ -136,14 +136,18 @@ def _by_gpu(apart: Goodput, together: Goodput) -> str:
 
 def best_of(tried: Sequence[Goodput], *, is_colocated: bool) -> Goodput | None:
     """The first of its kind that meets the targets at some rate; `tried` has the best first."""
-    kind = (found for found in tried if found.candidate.is_colocated is is_colocated and found.goodput.value > 0)
+    kind = (
+        placement
+        for placement in tried
+        if placement.candidate.is_colocated is is_colocated and placement.goodput.value > 0
+    )
     return next(kind, None)
 
 
-def is_close(one: Goodput, other: Goodput) -> bool:
+def is_close(first: Goodput, second: Goodput) -> bool:
     """Too near each other to be told apart: candidates are compared on the same requests, and an error of the latency
     model moves all of them alike, so what their intervals share does not count."""
-    low, high = sorted((one.per_gpu, other.per_gpu))
+    low, high = sorted((first.per_gpu, second.per_gpu))
     return high <= low * (1 + ALIKE)
 
 
@@ -184,15 +188,17 @@ def tries(plan: Plan) -> str:
 def percentile_rows(point: RatePoint, slo: Slo) -> list[tuple[str, str, list[str]]]:
     """(name, target, [P50, P90, P99]) of TTFT and TPOT, as text."""
     rows = []
-    for name, target, found in (("TTFT", slo.ttft_s, point.ttft_s), ("TPOT", slo.tpot_s, point.tpot_s)):
-        cells = [_time_between(found[at]) if at in found else "-" for at in ("50", "90", "99")]
+    for name, target, by_percentile in (("TTFT", slo.ttft_s, point.ttft_s), ("TPOT", slo.tpot_s, point.tpot_s)):
+        cells = [_time_between(by_percentile[at]) if at in by_percentile else "-" for at in ("50", "90", "99")]
         rows.append((name, seconds(target) if target < math.inf else "none", cells))
     return rows
 
 
-def _time_between(found: Interval) -> str:
+def _time_between(interval: Interval) -> str:
     """48.3 ms (44 to 52), 48.3 ms (14.8 ms to 25.9 s), 2.1 s (1.9 s to never)"""
-    value, low, high = (seconds(at) if math.isfinite(at) else "never" for at in (found.value, found.low, found.high))
+    value, low, high = (
+        seconds(at) if math.isfinite(at) else "never" for at in (interval.value, interval.low, interval.high)
+    )
     units = {text.partition(" ")[2] for text in (value, low, high)}
     if len(units) == 1:
         low, high = low.partition(" ")[0], high.partition(" ")[0]

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Protocol, TextIO
 
-from kvrelay.cli.console import CliError, note, print_json, report
+from kvrelay.cli.console import CliError, note, report
 
 STAGES = ("waiting", "started", "weights", "kernels", "parity check", "loaded", "ready")
 SHARES = {
@@ -214,6 +214,3 @@ def _done(member: dict[str, Any]) -> float:
     begin, index = SHARES[stage], STAGES.index(stage)
     end = SHARES[STAGES[index + 1]] if index + 1 < len(STAGES) else 1.0
     return begin + float(member["fraction"]) * (end - begin)
-
-
-__all__ = ["View", "choose", "print_json", "replay"]

@@ -28,16 +28,16 @@ NOISE = 0.02  # of attainment, between one rate and the next
 
 def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
     """Share of requests that meet both targets against the rate; the SLO line, and the rate that was chosen."""
-    lines = [(rank, found) for rank, found in ranked(plan) if len(found.curve) > 1]
+    lines = [(rank, placement) for rank, placement in ranked(plan) if len(placement.curve) > 1]
     if not lines:
         return None
     figure, axes = one_axes(width, 0.46 if width == "wide" else 0.98)
     floor = max(0.0, plan.slo.attainment - 0.4)
     rate = plan.at_rate.rate
-    right = max([rate, *(found.goodput.value for _, found in lines)]) * 1.3
+    right = max([rate, *(placement.goodput.value for _, placement in lines)]) * 1.3
     marked = _marked(plan, [rank for rank, _ in lines])
-    for rank, found in reversed(lines):
-        _attainment_line(axes, rank, found, is_chosen=is_the_chosen(found, plan), is_marked=rank in marked)
+    for rank, placement in reversed(lines):
+        _attainment_line(axes, rank, placement, is_chosen=is_the_chosen(placement, plan), is_marked=rank in marked)
     axes.axhline(plan.slo.attainment, color=MUTED, linewidth=1, linestyle=(0, (5, 3)))
     axes.axvline(rate, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     axes.set_xlim(0, right)
@@ -53,25 +53,25 @@ def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
     return figure
 
 
-def _attainment_line(axes: Axes, rank: int, found: Goodput, *, is_chosen: bool, is_marked: bool) -> None:
-    colour = COLOCATED if found.candidate.is_colocated else INK
-    points = falling(found.curve)
-    rates, shares = [rate for rate, _ in points], [found.value for _, found in points]
+def _attainment_line(axes: Axes, rank: int, placement: Goodput, *, is_chosen: bool, is_marked: bool) -> None:
+    colour = COLOCATED if placement.candidate.is_colocated else INK
+    points = falling(placement.curve)
+    rates, shares = [rate for rate, _ in points], [share.value for _, share in points]
     if not is_marked:
-        pale = COLOCATED if found.candidate.is_colocated else FAINT
+        pale = COLOCATED if placement.candidate.is_colocated else FAINT
         axes.plot(rates, shares, color=pale, linewidth=0.9, alpha=0.55)
         return
-    low, high = ([getattr(found, end) for _, found in points] for end in ("low", "high"))
+    low, high = ([getattr(share, end) for _, share in points] for end in ("low", "high"))
     axes.fill_between(rates, low, high, color=colour, alpha=0.14, linewidth=0)
     axes.plot(rates, shares, color=colour, linewidth=2.4 if is_chosen else 1.3, marker="o", markersize=3)
 
 
-def _number_on_curve(axes: Axes, rank: int, found: Goodput, level: float, right: float) -> None:
+def _number_on_curve(axes: Axes, rank: int, placement: Goodput, level: float, right: float) -> None:
     """The rank, where the curve passes `level`; nothing where it does not."""
-    rate = crossing(falling(found.curve), level)
+    rate = crossing(falling(placement.curve), level)
     if rate is None or rate > right:
         return
-    colour = COLOCATED if found.candidate.is_colocated else INK
+    colour = COLOCATED if placement.candidate.is_colocated else INK
     circled_rank(axes, rank, (rate, level), colour)
 
 

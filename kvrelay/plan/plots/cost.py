@@ -13,18 +13,22 @@ from placement.plan import Goodput, Plan
 
 def cost_by_throughput(plan: Plan, width: Width) -> Figure | None:
     """What each candidate costs against what it serves, and the frontier: nothing serves as much for less."""
-    shown = [(rank, found) for rank, found in ranked(plan) if found.goodput.value > 0 and found.usd_per_hour > 0]
+    shown = [
+        (rank, placement)
+        for rank, placement in ranked(plan)
+        if placement.goodput.value > 0 and placement.usd_per_hour > 0
+    ]
     if not shown:
         return None
     figure, axes = one_axes(width, 0.44 if width == "wide" else 0.9)
-    frontier = cheapest([found for _, found in shown])
-    right = max([plan.chosen.goodput.high, *(found.goodput.value for _, found in shown)]) * 1.08
-    top = max(found.usd_per_hour for _, found in shown) * 1.4
-    rates = [0.0, *(found.goodput.value for found in frontier)]
+    frontier = cheapest([placement for _, placement in shown])
+    right = max([plan.chosen.goodput.high, *(placement.goodput.value for _, placement in shown)]) * 1.08
+    top = max(placement.usd_per_hour for _, placement in shown) * 1.4
+    rates = [0.0, *(placement.goodput.value for placement in frontier)]
     axes.step(rates, [frontier[0].usd_per_hour, *(f.usd_per_hour for f in frontier)], where="pre", color=FAINT)
     labels: list[tuple[float, float]] = []
-    for rank, found in shown:
-        _cost_dot(axes, rank, found, plan, labels, (right, top), width)
+    for rank, placement in shown:
+        _cost_dot(axes, rank, placement, plan, labels, (right, top), width)
     axes.set_xlim(0, right)
     axes.set_ylim(0, top)
     axes.set_xlabel("goodput, requests/s")
@@ -33,14 +37,14 @@ def cost_by_throughput(plan: Plan, width: Width) -> Figure | None:
 
 
 def _cost_dot(
-    axes: Axes, rank: int, found: Goodput, plan: Plan, taken: list[tuple[float, float]], size: tuple[float, float],
+    axes: Axes, rank: int, placement: Goodput, plan: Plan, taken: list[tuple[float, float]], size: tuple[float, float],
     width: Width,
 ) -> None:  # fmt: skip
     """A dot with its interval, and its rank above where no other's stands."""
-    is_chosen, colour = is_the_chosen(found, plan), colour_of(found)
-    x, y = found.goodput.value, found.usd_per_hour
+    is_chosen, colour = is_the_chosen(placement, plan), colour_of(placement)
+    x, y = placement.goodput.value, placement.usd_per_hour
     if is_chosen:  # of all they would hide each other where costs are the same
-        axes.plot([found.goodput.low, found.goodput.high], [y, y], color=colour, linewidth=1, alpha=0.6)
+        axes.plot([placement.goodput.low, placement.goodput.high], [y, y], color=colour, linewidth=1, alpha=0.6)
     axes.plot([x], [y], marker="o", color=colour, markersize=9 if is_chosen else 5)
     near_x, near_y = size[0] * (0.025 if width == "wide" else 0.055), size[1] * 0.06
     for step in range(1, 6):
@@ -52,10 +56,10 @@ def _cost_dot(
             return
 
 
-def cheapest(found: Sequence[Goodput]) -> list[Goodput]:
+def cheapest(placements: Sequence[Goodput]) -> list[Goodput]:
     """Those for which no other serves at least as much for less, by goodput."""
     kept: list[Goodput] = []
-    for candidate in sorted(found, key=lambda f: (-f.goodput.value, f.usd_per_hour)):
+    for candidate in sorted(placements, key=lambda f: (-f.goodput.value, f.usd_per_hour)):
         if not kept or candidate.usd_per_hour < kept[-1].usd_per_hour:
             kept.append(candidate)
     return kept[::-1]

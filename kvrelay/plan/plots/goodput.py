@@ -36,17 +36,17 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
         return None
     per_row = 0.3 if width == "wide" else 0.5
     figure, axes = one_axes(width, (0.9 + per_row * len(rows)) / INCHES[width])
-    for y, (rank, found) in enumerate(rows):
-        _goodput_row(axes, y, rank, found, is_chosen=is_the_chosen(found, plan), width=width)
+    for y, (rank, placement) in enumerate(rows):
+        _goodput_row(axes, y, rank, placement, is_chosen=is_the_chosen(placement, plan), width=width)
     axes.set_ylim(len(rows) - 0.4, -0.7 if width == "wide" else -0.95)
-    axes.set_xlim(0, max(found.goodput.high / found.candidate.gpus for _, found in rows) * 1.12 or 1)
+    axes.set_xlim(0, max(placement.goodput.high / placement.candidate.gpus for _, placement in rows) * 1.12 or 1)
     axes.set_yticks([])
     if width == "wide":
-        axes.set_yticks(range(len(rows)), [words.label(found.candidate) for _, found in rows])
+        axes.set_yticks(range(len(rows)), [words.label(placement.candidate) for _, placement in rows])
         axes.tick_params(axis="y", pad=30)
-        for tick, (_, found) in zip(axes.get_yticklabels(), rows, strict=True):
-            tick.set_color(colour_of(found))
-            tick.set_fontweight("bold" if is_the_chosen(found, plan) else "normal")
+        for tick, (_, placement) in zip(axes.get_yticklabels(), rows, strict=True):
+            tick.set_color(colour_of(placement))
+            tick.set_fontweight("bold" if is_the_chosen(placement, plan) else "normal")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
@@ -55,12 +55,12 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
     return figure
 
 
-def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bool, width: Width) -> None:
-    colour, gpus = colour_of(found), found.candidate.gpus
-    low, high = found.goodput.low / gpus, found.goodput.high / gpus
-    axes.plot([0, found.per_gpu], [y, y], color=colour, alpha=0.25, linewidth=5 if is_chosen else 3)
+def _goodput_row(axes: Axes, y: int, rank: int, placement: Goodput, *, is_chosen: bool, width: Width) -> None:
+    colour, gpus = colour_of(placement), placement.candidate.gpus
+    low, high = placement.goodput.low / gpus, placement.goodput.high / gpus
+    axes.plot([0, placement.per_gpu], [y, y], color=colour, alpha=0.25, linewidth=5 if is_chosen else 3)
     axes.plot([low, high], [y, y], color=colour, linewidth=1.4)
-    axes.plot([found.per_gpu], [y], marker="o", color=colour, markersize=7 if is_chosen else 5)
+    axes.plot([placement.per_gpu], [y], marker="o", color=colour, markersize=7 if is_chosen else 5)
     weight = "bold" if is_chosen else "normal"
     at, from_left = ((0, y), -16) if width == "wide" else ((0, y - 0.42), 9)
     circled_rank(axes, rank, at, colour, offset=from_left)
@@ -72,8 +72,8 @@ def _goodput_row(axes: Axes, y: int, rank: int, found: Goodput, *, is_chosen: bo
             "fontweight": weight,
             "in_layout": False,
         }
-        axes.annotate(words.label(found.candidate), at, (22, 0), textcoords="offset points", **style)
-    if not found.goodput.value:
+        axes.annotate(words.label(placement.candidate), at, (22, 0), textcoords="offset points", **style)
+    if not placement.goodput.value:
         label_after(axes, (0, y), "no rate meets the targets", MUTED, gap=9)
 
 

@@ -90,8 +90,8 @@ def ranked(plan: Plan) -> Iterator[tuple[int, Goodput]]:
     return iter(enumerate(plan.tried, start=1))
 
 
-def is_the_chosen(found: Goodput, plan: Plan) -> bool:
-    return found.candidate == plan.chosen.candidate
+def is_the_chosen(placement: Goodput, plan: Plan) -> bool:
+    return placement.candidate == plan.chosen.candidate
 
 
 def label_after(axes: Axes, at: tuple[float, float], text: str, colour: str, *, gap: float = 4) -> None:
@@ -108,8 +108,8 @@ def circled_rank(axes: Axes, rank: int, at: tuple[float, float], colour: str, *,
     )
 
 
-def colour_of(found: Goodput) -> str:
-    return COLOCATED if found.candidate.is_colocated else INK
+def colour_of(placement: Goodput) -> str:
+    return COLOCATED if placement.candidate.is_colocated else INK
 
 
 def label_above(axes: Axes, x: float, right: float, text: str) -> None:

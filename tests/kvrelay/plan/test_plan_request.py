@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvrelay.cli import plan as command
+from kvrelay.plan.command import command_of
 from kvrelay.plan.durations import parse_duration
 from kvrelay.plan.planning import asked
 from kvrelay.plan.reading import build_request, parse_class, request_of
@@ -163,7 +164,7 @@ def test_the_command_of_a_request_asks_the_same() -> None:
     command.register(app)
     for path in sorted((ROOT / "configs/plans").glob("*.yaml")):
         made = build_request(path, {"max_pp": 2, "colocated": False, "seed": 7})
-        words = shlex.split(made.command().replace("\\\n", " "))[2:]
+        words = shlex.split(command_of(made).replace("\\\n", " "))[2:]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvrelay.plan.planning.make_plan", lambda wanted, _: asked.append(wanted) or 1 / 0)
             CliRunner().invoke(app, ["plan", *words])
