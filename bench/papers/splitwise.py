@@ -16,24 +16,26 @@ import gzip
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.pool import Pool
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from bench.common import REPO, RESULTS, about, save
-from placement.mixes.designs import Design, Mix, Resource, all_designs
-from placement.mixes.machines import SPLITWISE_GPUS, MachineType, splitwise_machines
-from placement.mixes.provision import Provisioner, Provisioning
-from placement.mixes.report import interval, spoken
-from placement.mixes.runs import Runs, Search, Trial, pool_of
-from placement.mixes.search import Limit, Questions, cheapest, fastest, headroom
-from placement.mixes.slowdowns import SlowdownSlo
-from placement.mixes.trial import Arrivals, Rules, Scene, Verdict
+from placement.goodput.runner import Runner, open_runner
+from placement.mixes.demand import search_space
+from placement.mixes.designs import Mix, Resource, all_designs
+from placement.mixes.grid import Asking, GridPoint, Limit, Space
+from placement.mixes.load import Load, drawn_load
+from placement.mixes.rated import interval, spoken
+from placement.mixes.rules import rules_named
+from placement.mixes.scenario import LoadPoint, PointResult, Scenario
+from placement.mixes.search import cheapest, fastest, headroom
+from placement.mixes.simulations import DesignSearch, Simulations
+from placement.mixes.slowdowns import SlowdownTargets
+from placement.papers.splitwise.machines import GPUS, splitwise_machines
+from placement.papers.splitwise.request_list import ListLoad
 from placement.papers.splitwise.table import DecodeRule
-from placement.plan import Slo
-from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload, from_rows, from_trace
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"
@@ -56,24 +58,22 @@ Count = tuple[int, int]
 
 
 class Bench:
-    """One rule on one set of arrivals: highest rates and best mixes, every trial remembered."""
+    """One rule on one load: highest rates and best mixes, every simulation remembered."""
 
     def __init__(
-        self, pool: Pool | None, bar: Progress, arrivals: Arrivals, rule: DecodeRule, *, rules: Rules = "splitwise"
+        self, runner: Runner, bar: Progress, load: Load, rule: DecodeRule, *, rules: str = "splitwise"
     ) -> None:
-        machines = splitwise_machines(rule=rule)
-        self.slo = SlowdownSlo(reference=machines[0].latency)
-        self.designs = {design.name: design for design in all_designs(machines, NAMES)}
-        self.rule = rule
-        self._task = bar.add_task("", total=1)
-        scene = Scene(arrivals=arrivals, slo=self.slo, rules=rules)
-        title = f"{arrivals.source.name}, {arrivals.draw}, {rule}, {rules}"
+        self.machines = splitwise_machines(rule=rule)
+        self.targets = SlowdownTargets(reference=self.machines[0].latency)
+        self.designs = {design.name: design for design in all_designs(self.machines, NAMES)}
+        self.scenario = Scenario(load=load, targets=self.targets, rules=rules_named(rules))
+        task = bar.add_task("", total=1)
+        title = f"{load.source.name}, {load.draw}, {rule}, {rules}"
 
         def on_progress(what: str, done: int, total: int) -> None:
-            bar.update(self._task, description=f"{title}: {what}", completed=done, total=total)
+            bar.update(task, description=f"{title}: {what}", completed=done, total=total)
 
-        self.runs = Runs(scene=scene, pool=pool, on_progress=on_progress)
-        self._machines = machines
+        self.simulations = Simulations(self.scenario, runner, on_progress)
 
     def highest(
         self, mixes: Mapping[str, Count], step: float = 1.0, seeds: Sequence[int] = (0,), guess: float = GUESS
@@ -81,25 +81,26 @@ class Bench:
         """The highest rate of each mix, by the design's name; on several seeds with the interval of their mean."""
         first = self._rates(dict.fromkeys(mixes, guess), mixes, step, 0)
         rates = [first, *(self._rates(first, mixes, step, seed) for seed in seeds[1:])]
-        return {name: self._row(name, count, [one[name] for one in rates], step) for name, count in mixes.items()}
+        return {name: self._row(name, count, [of[name] for of in rates], step) for name, count in mixes.items()}
 
     def _rates(
         self, guesses: Mapping[str, float], mixes: Mapping[str, Count], step: float, seed: int
     ) -> dict[str, float]:
+        asking = [headroom(*count, max(1, round(guesses[name] / step))) for name, count in mixes.items()]
+        answers = self._search("highest rates", list(mixes), asking, step, seed)
+        return {name: answer.rate * step if answer else 0.0 for name, answer in answers.items()}
+
+    def _search(
+        self, what: str, names: Sequence[str], asking: Sequence[Asking], step: float, seed: int
+    ) -> dict[str, GridPoint | None]:
         searches = [
-            Search(
-                design=self.designs[name],
-                step=step,
-                seeds=(seed,),
-                questions=headroom(*count, max(1, round(guesses[name] / step))),
-            )
-            for name, count in mixes.items()
+            DesignSearch(design=self.designs[name], step=step, seeds=(seed,), asking=asked)
+            for name, asked in zip(names, asking, strict=True)
         ]
-        found = self.runs.find("highest rates", searches)
-        return {name: one.rate * step if one else 0.0 for name, one in zip(mixes, found, strict=True)}
+        return dict(zip(names, self.simulations.search(what, searches), strict=True))
 
     def _row(self, name: str, count: Count, rates: Sequence[float], step: float) -> dict[str, Any]:
-        mix = Mix(design=self.designs[name], num_prompt=count[0], num_token=count[1])
+        mix = self.mix(name, count)
         row = {"machines": list(count), "rate": rates[0], "cost": _cost(mix), "power": round(mix.total("power"), 1)}
         if len(rates) > 1:
             spread = interval(rates, step / 2)
@@ -107,11 +108,15 @@ class Bench:
         missed = self._missed_above(mix, rates[0], step)
         return row | ({"then_misses": missed} if missed else {})
 
+    def mix(self, name: str, count: Count) -> Mix:
+        return Mix(design=self.designs[name], num_prompt=count[0], num_token=count[1])
+
     def _missed_above(self, mix: Mix, rate: float, step: float) -> str:
-        verdict = self.runs.verdicts.get(Trial(mix.design.name, mix.num_prompt, mix.num_token, rate + step, 0))
-        if verdict is None or not verdict.missed:
+        result = self.simulations.results.get(LoadPoint(mix, rate + step, 0))
+        if result is None or not result.judgement.missed:
             return ""
-        return spoken(max(verdict.ratios, key=lambda name: verdict.ratios[name]))
+        ratios = result.judgement.ratios
+        return spoken(max(ratios, key=lambda name: ratios[name]))
 
     def fastest(self, budgets: Mapping[Resource, float], names: Sequence[str] = NAMES) -> dict[str, Any]:
         """Each design's mix of the highest rate within the budgets."""
@@ -119,45 +124,32 @@ class Bench:
             name: [Limit(unit_costs=self.designs[name].unit_costs(key), at_most=most) for key, most in budgets.items()]
             for name in names
         }
-        planner = self._planner()
-        return self._find(names, [fastest(planner.space(self.designs[n], GUESS), limits[n], GUESS) for n in names], 1.0)
+        return self._best_mixes(
+            names, [fastest(self._space(name, GUESS, "gpus"), limits[name], GUESS) for name in names]
+        )
 
     def cheapest(self, rate: float, resource: Resource, names: Sequence[str] = NAMES) -> dict[str, Any]:
         """Each design's mix that takes least of the resource and holds the rate."""
-        planner = self._planner(resource)
-        questions = [cheapest(planner.space(self.designs[name], rate), round(rate)) for name in names]
-        return self._find(names, questions, 1.0)
+        return self._best_mixes(names, [cheapest(self._space(name, rate, resource), round(rate)) for name in names])
 
-    def _planner(self, resource: Resource = "gpus") -> Provisioner:
-        """For its first guesses."""
-        objective = {"usd_per_hour": "cost", "power": "power", "gpus": "goodput"}[resource]
-        ask = PlanQuestion(slo=Slo(), objective=objective, rate=1.0)  # type: ignore[arg-type]
-        return Provisioner(ask, self._machines, Provisioning(designs=NAMES, slowdowns=self.slo), self.runs)
+    def _space(self, name: str, rate: float, resource: Resource) -> Space:
+        return search_space(self.designs[name], rate, self.scenario, resource)
 
-    def _find(self, names: Sequence[str], questions: Sequence[Questions], step: float) -> dict[str, Any]:
-        searches = [
-            Search(design=self.designs[name], step=step, seeds=(0,), questions=asked)
-            for name, asked in zip(names, questions, strict=True)
-        ]
-        found = self.runs.find("best mixes", searches)
+    def _best_mixes(self, names: Sequence[str], asking: Sequence[Asking]) -> dict[str, Any]:
+        answers = self._search("best mixes", names, asking, 1.0, 0)
         return {
-            name: self._row(name, (one.num_prompt, one.num_token), [one.rate * step], step)
-            for name, one in zip(names, found, strict=True)
-            if one is not None
+            name: self._row(name, (answer.num_prompt, answer.num_token), [float(answer.rate)], 1.0)
+            for name, answer in answers.items()
+            if answer is not None
         }
-
-    def verdict(self, name: str, count: Count, rate: float) -> Verdict:
-        trial = Trial(name, *count, rate, 0)
-        self.runs.play([(self.designs[name], trial)])
-        return self.runs.verdicts[trial]
 
 
 def _cost(mix: Mix) -> float:
-    return round(mix.total("usd_per_hour") / SPLITWISE_GPUS, 2)
+    return round(mix.total("usd_per_hour") / GPUS, 2)
 
 
 def budget(resource: Resource, share: float = 1.0) -> float:
-    return (COST * SPLITWISE_GPUS if resource == "usd_per_hour" else POWER) * share + 1e-6
+    return (COST * GPUS if resource == "usd_per_hour" else POWER) * share + 1e-6
 
 
 def trace(name: str) -> Workload:
@@ -177,45 +169,41 @@ def given_list() -> Workload:
 # what is compared
 
 
-def given_rows(pool: Pool | None, bar: Progress, quick: bool) -> list[dict[str, Any]]:
+def given_rows(runner: Runner, bar: Progress, quick: bool) -> list[dict[str, Any]]:
     """Every known row of its simulator beside ours, by its rule on its requests."""
-    bench = Bench(pool, bar, Arrivals(source=given_list(), draw="list"), "published")
+    bench = Bench(runner, bar, ListLoad(source=given_list()), "published")
     rows = CASES["rows"][:FEW_ROWS] if quick else CASES["rows"]
-    trials = [(_design_of(bench, row), _trial_of(row)) for row in rows]
-    bench.runs.play(trials)
-    return [_beside(row, bench.runs.verdicts[trial]) for row, (_, trial) in zip(rows, trials, strict=True)]
+    points = [_point_of(bench, row) for row in rows]
+    bench.simulations.simulate(points)
+    return [_beside(row, bench.simulations.results[point]) for row, point in zip(rows, points, strict=True)]
 
 
-def _design_of(bench: Bench, row: Mapping[str, Any]) -> Design:
-    return bench.designs[row["design"].removeprefix("Splitwise-")]
+def _point_of(bench: Bench, row: Mapping[str, Any]) -> LoadPoint:
+    mix = bench.mix(row["design"].removeprefix("Splitwise-"), (row["prompt"], row["token"]))
+    return LoadPoint(mix, float(row["trace"].split("_")[2]), 0)
 
 
-def _trial_of(row: Mapping[str, Any]) -> Trial:
-    name = row["design"].removeprefix("Splitwise-")
-    return Trial(name, row["prompt"], row["token"], float(row["trace"].split("_")[2]), 0)
-
-
-def _beside(row: Mapping[str, Any], ours: Verdict) -> dict[str, Any]:
+def _beside(row: Mapping[str, Any], ours: PointResult) -> dict[str, Any]:
     times = {"ttft": ours.ttft_s, "tbt": ours.tpot_s, "e2e": ours.e2e_s}
     apart = [abs(times[name][share] / row[f"{name}_s_p{share}"] - 1) for name in times for share in ("50", "90", "99")]
     return {
         "design": row["design"],
         "machines": [row["prompt"], row["token"]],
         "rate": int(row["trace"].split("_")[2]),
-        "slo_met": [row["slo_met"], ours.is_met],
+        "slo_met": [row["slo_met"], ours.judgement.is_met],
         "largest_difference": round(max(apart), 5),
         "cost": row["cost_per_gpu_hr_units"],
         "power": row["power_units"],
     }
 
 
-def given_rates(pool: Pool | None, bar: Progress) -> dict[str, Any]:
+def given_rates(runner: Runner, bar: Progress) -> dict[str, Any]:
     """The largest iso-power rates of the code trace, on its requests and its grid of 10 requests/s, by both rules."""
     known = CASES["iso_power_max_rate_code_req_s"]
     mixes = {name.split(" ")[0].removeprefix("Splitwise-"): _counts(name) for name in known}
     found = {}
     for rule in RULES:
-        bench = Bench(pool, bar, Arrivals(source=given_list(), draw="list"), rule)
+        bench = Bench(runner, bar, ListLoad(source=given_list()), rule)
         found[rule] = bench.highest(mixes, 10.0)
     return {
         name: {"machines": list(mixes[name]), "splitwise": theirs} | {rule: found[rule][name]["rate"] for rule in RULES}
@@ -240,9 +228,9 @@ def published_mixes(trace_name: str) -> dict[str, dict[str, Count]]:
     }
 
 
-def one_trace(pool: Pool | None, bar: Progress, name: str, rule: DecodeRule, quick: bool) -> dict[str, Any]:
+def one_trace(runner: Runner, bar: Progress, name: str, rule: DecodeRule, quick: bool) -> dict[str, Any]:
     """Its mixes and the best mixes of each design by one rule on one trace."""
-    bench = Bench(pool, bar, Arrivals(source=trace(name), draw="apart"), rule)
+    bench = Bench(runner, bar, drawn_load(trace(name), are_lengths_apart=True), rule)
     step = 2.0 if quick else 1.0
     mixes = published_mixes(name)
     result: dict[str, Any] = {
@@ -261,29 +249,29 @@ def one_trace(pool: Pool | None, bar: Progress, name: str, rule: DecodeRule, qui
         "least_cost": bench.cheapest(base, "usd_per_hour"),
         "least_power": bench.cheapest(base, "power", MIXED),
     }
-    result["cpu_s"], result["simulations"] = round(bench.runs.cpu_s), len(bench.runs.verdicts)
+    result["cpu_s"], result["simulations"] = round(bench.simulations.cpu_s), len(bench.simulations.results)
     return result
 
 
 def largest_batches(bench: Bench) -> dict[str, int]:
     """How many requests a decode step may hold within the TBT limit at P50: what sets the rules apart."""
-    limit_s = bench.slo.max_tbt_s
+    limit_s = bench.targets.longest_step_s
     return {
         machine.title: max((n for n in range(1, 513) if machine.latency.decode_line(n, n).step_s < limit_s), default=0)
-        for machine in bench._machines
-        if isinstance(machine, MachineType) and not machine.is_capped
+        for machine in bench.machines
+        if not machine.is_capped
     }
 
 
-def replayed(pool: Pool | None, bar: Progress, name: str, rule: DecodeRule) -> dict[str, Any]:
+def replayed(runner: Runner, bar: Progress, name: str, rule: DecodeRule) -> dict[str, Any]:
     """Its iso-power mixes on the trace's own requests and gaps, sped up."""
-    bench = Bench(pool, bar, Arrivals(source=trace(name), draw="replay"), rule)
+    bench = Bench(runner, bar, drawn_load(trace(name), is_replay=True), rule)
     return bench.highest(published_mixes(name)["iso_power"], 2.0, guess=REPLAY_GUESS[name])
 
 
-def by_live_policies(pool: Pool | None, bar: Progress, name: str) -> dict[str, Any]:
+def by_live_policies(runner: Runner, bar: Progress, name: str) -> dict[str, Any]:
     """Its iso-power mixes under the policies that serve: no machine lends itself, baselines are chunked."""
-    bench = Bench(pool, bar, Arrivals(source=trace(name), draw="apart"), "table", rules="live")
+    bench = Bench(runner, bar, drawn_load(trace(name), are_lengths_apart=True), "table", rules="live")
     return bench.highest(published_mixes(name)["iso_power"], 2.0)
 
 
@@ -435,16 +423,18 @@ def main() -> None:
 def measure(quick: bool) -> None:
     result = about()
     result["paper"] = CASES["paper"]
-    with Progress(console=Console(stderr=True), transient=True) as bar, pool_of(None) as pool:
-        result["given_rates_code"] = given_rates(pool, bar)
-        result["given_rows"] = given_rows(pool, bar, quick)
-        result["traces"] = {name: {rule: one_trace(pool, bar, name, rule, quick) for rule in RULES} for name in TRACES}
+    with Progress(console=Console(stderr=True), transient=True) as bar, open_runner(None) as runner:
+        result["given_rates_code"] = given_rates(runner, bar)
+        result["given_rows"] = given_rows(runner, bar, quick)
+        result["traces"] = {
+            name: {rule: one_trace(runner, bar, name, rule, quick) for rule in RULES} for name in TRACES
+        }
         if not quick:
             result["claims"] = claims(result["traces"])
             result["reasons"] = reasons(result["traces"])
             result["paper_figures"] = paper_figures(result["traces"])
-            result["replay"] = {name: {rule: replayed(pool, bar, name, rule) for rule in RULES} for name in TRACES}
-            result["live"] = {name: by_live_policies(pool, bar, name) for name in TRACES}
+            result["replay"] = {name: {rule: replayed(runner, bar, name, rule) for rule in RULES} for name in TRACES}
+            result["live"] = {name: by_live_policies(runner, bar, name) for name in TRACES}
     used = os.times()
     result["cpu_s"] = round(used.user + used.system + used.children_user + used.children_system)
     show(result)
@@ -457,8 +447,8 @@ def again_live() -> None:
     if not path.exists():
         raise SystemExit(f"{path} is not there; run without --live first")
     result = json.loads(path.read_text())
-    with Progress(console=Console(stderr=True), transient=True) as bar, pool_of(None) as pool:
-        result["live"] = {name: by_live_policies(pool, bar, name) for name in TRACES}
+    with Progress(console=Console(stderr=True), transient=True) as bar, open_runner(None) as runner:
+        result["live"] = {name: by_live_policies(runner, bar, name) for name in TRACES}
     result["live_commit"] = about()["commit"]
     print(*(f"{name}: {mixes}" for name, mixes in result["live"].items()), sep="\n")
     print(f"saved to {save('paper_splitwise', result).relative_to(REPO)}")

@@ -23,7 +23,7 @@ from placement.catalogs.roofline import RooflineCatalog
 from placement.checks.margin import load_margin
 from placement.goodput.bounds import decode_bound, prefill_bound
 from placement.latency.base import LatencyError
-from placement.mixes.machines import MachineType, PowerCap, capped, machine_of
+from placement.mixes.machines import MachineType, capped, machine_of
 from placement.mixes.provision import Provisioning, provision
 from placement.plan import Plan, to_json
 from placement.search import planner
@@ -167,13 +167,7 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     full = replace(whole, title=gpu_name(catalog.hardware))
     roofline = catalog.of if isinstance(catalog, Narrowed) else catalog
     caps = roofline.machine.power_caps if isinstance(roofline, RooflineCatalog) else ()
-    return [
-        full,
-        *(
-            capped(full, PowerCap(share=cap.power, prompt_factor=cap.prefill_time, token_factor=cap.decode_time))
-            for cap in caps
-        ),
-    ]
+    return [full, *(capped(full, cap) for cap in caps)]
 
 
 def gpu_name(hardware: str) -> str:

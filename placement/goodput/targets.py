@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from placement.plan import RequestClass, Slo
-from placement.simulator.outcome import Outcome
+from placement.simulator.outcome import Outcome, percentiles
 from placement.workload.requests import Floats, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Of one outcome as it is. `ratios`: each target by its name and how much of its limit is used; below 1 is kept."""
+
+    is_met: bool
+    attainment: float  # share of requests within all targets
+    ratios: Mapping[str, float]
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        return tuple(name for name, ratio in self.ratios.items() if not ratio < 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +65,28 @@ class Targets:
             one.name: ((workload.class_of == i).astype(np.float64), one.slo.attainment)
             for i, one in enumerate(self.classes)
         }
+
+    # as provisioning judges, of requests of one class
+
+    @property
+    def longest_step_s(self) -> float:
+        """How long a decode step may take."""
+        return self.slo.tpot_s
+
+    @property
+    def wanted_attainment(self) -> float:
+        return self.slo.attainment
+
+    def judge(self, outcome: Outcome) -> Judgement:
+        """Ratios at the percentile that is to be attained."""
+        slo = self.slo
+        share = (100 * slo.attainment,)
+        ratios = {
+            "ttft": percentiles(outcome.ttft_s, share)[0] / slo.ttft_s,
+            "tpot": percentiles(outcome.tpot_s, share)[0] / slo.tpot_s,
+        }
+        attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
+        return Judgement(is_met=attainment >= slo.attainment, attainment=attainment, ratios=ratios)
+
+    def asked(self) -> dict[str, Any]:
+        return {"slo": self.slo}

@@ -7,27 +7,23 @@ Baseline-H100 has one kind that does both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
-
-import numpy as np
 
 from placement.catalogs.base import PlanError
 from placement.mixes.machines import MachineType
 from placement.plan import Candidate, PoolPlan
-from placement.workload.requests import Workload
 
 Resource = Literal["usd_per_hour", "power", "gpus"]
-EFFICIENT_TOKENS = (256, 512, 1024, 2048, 4096, 8192)  # of prompt steps among which the most efficient is looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """`token` None: a baseline whose machines do both."""
+    """`token` None: a baseline whose machines do both. Designs of one name are equal: a search knows one."""
 
     name: str
-    prompt: MachineType
-    token: MachineType | None
+    prompt: MachineType = field(compare=False)
+    token: MachineType | None = field(compare=False)
 
     @property
     def is_baseline(self) -> bool:
@@ -89,13 +85,13 @@ def all_designs(machines: Sequence[MachineType], names: Sequence[str] | None = N
     `names`: these alone, in this order. Raises PlanError."""
     check(machines)
     full = [machine for machine in machines if not machine.is_capped]
-    found = [Design(name=f"Baseline-{machine.title}", prompt=machine, token=None) for machine in full]
-    found += [
+    designs = [Design(name=f"Baseline-{machine.title}", prompt=machine, token=None) for machine in full]
+    designs += [
         Design(name=first.short + second.short, prompt=first, token=second) for first in full for second in machines
     ]
     if names is None:
-        return found
-    by_name = {design.name: design for design in found}
+        return designs
+    by_name = {design.name: design for design in designs}
     for name in names:
         if name not in by_name:
             raise PlanError(f"design {name} is not known; these machines make {', '.join(by_name)}")
@@ -122,33 +118,3 @@ def check(machines: Sequence[MachineType]) -> None:
             value = getattr(machine, key)
             if not 0 <= value < float("inf"):
                 raise PlanError(f"{key} of {machine.name} is {value:g}; give a number, 0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Machine-seconds that a mean request asks for, in the most efficient steps there are: no mix does with less."""
-
-    prompt_s: float
-    token_s: float
-
-
-def work(design: Design, workload: Workload, max_tbt_s: float = float("inf")) -> Work:
-    """`max_tbt_s`: a decode step may take no longer, which keeps batches small."""
-    first, second = design.machines
-    prompts, outputs = workload.prompt_len, workload.output_len
-    prefill = first.latency.prefill_s
-    per_token_s = min(prefill([(tokens, 0)]) / tokens for tokens in EFFICIENT_TOKENS)
-    lengths, counts = np.unique(prompts, return_counts=True)
-    alone_s = np.array([prefill([(int(length), 0)]) for length in lengths])
-    prompt_s = float((np.minimum(alone_s, per_token_s * lengths) * counts).sum() / len(prompts))
-    context = mean_context(workload)
-    roomy = max(1, min(second.offer.max_batch_size, second.offer.kv_tokens // context))
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= roomy]
-    times = {size: second.latency.decode_line(size, size * context).step_s for size in sizes}
-    token_s = min(step_s / size for size, step_s in times.items() if size == 1 or step_s <= max_tbt_s)
-    return Work(prompt_s=prompt_s, token_s=float((outputs - 1).mean()) * token_s * second.latency.stages)
-
-
-def mean_context(workload: Workload) -> int:
-    """Tokens that a decoding request attends to, on average over its life."""
-    return round(float(workload.prompt_len.mean() + workload.output_len.mean() / 2))

@@ -4,8 +4,8 @@ the highest throughput within a budget, for each of Splitwise's designs and its 
     designs -> can a request alone meet the SLO there -> the best counts of each (placement/mixes/search.py, simulated)
             -> each one's highest rate on several draws, for an interval -> the best by the objective -> Plan
 
-By Splitwise's own rules machines lend themselves to the other phase under load; by the live rules they do not, since
-the cluster that `kvrelay up` starts has no mixed role. The plan says which it counted on, and what the other gives.
+By the live rules machines keep their role, as in the cluster that `kvrelay up` starts; by a published simulator's they
+may lend themselves to the other phase under load. The plan says which it counted on, and what the other gives.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from placement.catalogs.base import PlanError
-from placement.goodput.runner import used_cpu_s
-from placement.mixes.designs import Design, Mix, Resource, all_designs, work
+from placement.goodput.runner import Progress, open_runner, used_cpu_s
+from placement.goodput.targets import Targets
+from placement.mixes.advice import ByOtherRules
+from placement.mixes.demand import rate_within, search_space
+from placement.mixes.designs import Design, Mix, Resource, all_designs
+from placement.mixes.grid import Asking, GridPoint, Limit
+from placement.mixes.load import DRAW_SECONDS, drawn_load
 from placement.mixes.machines import MachineType
-from placement.mixes.report import Tried, answer, slo_asked, spoken
-from placement.mixes.runs import Progress, Runs, Search, pool_of
-from placement.mixes.search import Found, Limit, Questions, Space, cheapest, fastest, headroom
-from placement.mixes.slowdowns import SlowdownSlo, alone
-from placement.mixes.trial import SPLITWISE_SECONDS, Arrivals, Rules, Scene, ratios_of
-from placement.plan import Plan, Slo
+from placement.mixes.rated import RatedMix, spoken
+from placement.mixes.report import plan_of
+from placement.mixes.rules import LIVE, rules_named, rules_to_compare
+from placement.mixes.scenario import Scenario
+from placement.mixes.search import cheapest, fastest, headroom
+from placement.mixes.simulations import DesignSearch, Simulations
+from placement.mixes.slowdowns import SlowdownTargets, unloaded
+from placement.plan import Plan
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
 
 RATE_STEPS = 50  # of the grid of rates, from 0 to the rate looked for
-OVERLOAD = 1.1  # more work than this for the machines there are, in their most efficient steps, is not simulated
-BUSY = 0.75  # of machines, at the first guess
 SAMPLE = 4096  # requests that are looked at alone
 RESOURCES: dict[str, Resource] = {"cost": "usd_per_hour", "power": "power", "goodput": "gpus"}
 
@@ -39,24 +44,25 @@ RESOURCES: dict[str, Resource] = {"cost": "usd_per_hour", "power": "power", "goo
 class Provisioning:
     """What provisioning wants to know beside a PlanQuestion.
 
-    `designs`: names; all that the machines make when None. `slowdowns`: Splitwise's kind of SLO, in place of the ask's
-    TTFT and TPOT. `budget_power`: watts, or the machines' unit, beside the ask's own budget, which may be infinite.
-    `apart`: draw prompt and output lengths each by itself, as Splitwise does. `seconds`, `min_requests`: how long a
-    trial is, whichever is more. `seeds`: draws that a mix must hold; `interval_seeds`: draws that its highest rate is
-    looked for on. `rate_step`: of the grid of rates, requests/s; a fiftieth of the rate when None.
+    `designs`: names; all that the machines make when None. `slowdowns`: another kind of SLO, in place of the
+    question's. `budget_power`: watts, or the machines' unit, beside the question's own budget, which may be infinite.
+    `rules`: live, or a name of placement/papers/registry.py. `apart`: draw prompt and output lengths each by itself.
+    `seconds`, `min_requests`: how long a draw is, whichever is more. `seeds`: draws that a mix must hold;
+    `interval_seeds`: draws that its highest rate is looked for on. `rate_step`: of the grid of rates, requests/s; a
+    fiftieth of the rate when None. `compare_rules`: say what the chosen mix does by other rules too.
     """
 
     designs: tuple[str, ...] | None = None
-    slowdowns: SlowdownSlo | None = None
+    slowdowns: SlowdownTargets | None = None
     budget_power: float | None = None
-    rules: Rules = "splitwise"
+    rules: str = LIVE.name
     apart: bool = False
-    seconds: float = SPLITWISE_SECONDS
+    seconds: float = DRAW_SECONDS
     min_requests: int = 2000
     seeds: int = 2
     interval_seeds: int = 4
     rate_step: float | None = None
-    compare_rules: bool = True  # what the chosen mix does by the other rules too
+    compare_rules: bool = True
 
     def __post_init__(self) -> None:
         for key in ("seconds", "min_requests", "seeds", "interval_seeds", "budget_power", "rate_step"):
@@ -66,7 +72,7 @@ class Provisioning:
 
 
 def provision(
-    ask: PlanQuestion,
+    question: PlanQuestion,
     machines: Sequence[MachineType],
     workload: Workload,
     *,
@@ -76,113 +82,120 @@ def provision(
     """The best mix for what is asked, and every design's. Raises PlanError in one sentence where there is none.
 
     A rate: the mix that takes least of the objective (cost, power, or GPUs for goodput). A budget of GPUs, USD per hour
-    or power: the highest throughput. `ask.classes`, max_pp and algorithm play no part: a machine is as it is offered.
+    or power: the highest throughput. `max_pp` and `algorithm` play no part: a machine is as it is offered.
     """
     options = options or Provisioning()
-    if ask.classes:
+    if question.classes:
         raise PlanError("classes are given; mixes of machines are judged by one SLO, leave them out")
-    with pool_of(ask.processes) as pool:
-        arrivals = Arrivals(
-            source=workload,
-            draw="replay" if ask.is_replay else "apart" if options.apart else "together",
-            seconds=options.seconds,
-            min_requests=options.min_requests,
-            burstiness=ask.burstiness,
-        )
-        scene = Scene(arrivals=arrivals, slo=options.slowdowns or ask.slo, rules=options.rules)
-        began_s = used_cpu_s()
-        runs = Runs(scene=scene, pool=pool, on_progress=on_progress)
-        return Provisioner(ask, machines, options, runs).plan(began_s)
+    began_s = used_cpu_s()
+    with open_runner(question.processes) as runner:  # how far it is, is told by the searches
+        simulations = Simulations(_scenario(question, workload, options), runner, on_progress)
+        plan = Provisioner(question, machines, options, simulations).plan()
+    own_s = used_cpu_s() - began_s
+    return replace(plan, cpu_s=own_s + (plan.cpu_s if question.processes != 0 else 0.0))
+
+
+def _scenario(question: PlanQuestion, workload: Workload, options: Provisioning) -> Scenario:
+    load = drawn_load(
+        workload,
+        burstiness=question.burstiness,
+        is_replay=question.is_replay,
+        are_lengths_apart=options.apart,
+        seconds=options.seconds,
+        min_requests=options.min_requests,
+    )
+    targets = options.slowdowns or Targets(slo=question.slo)
+    return Scenario(load=load, targets=targets, rules=rules_named(options.rules))
 
 
 class Provisioner:
     """The steps of one plan."""
 
-    def __init__(self, ask: PlanQuestion, machines: Sequence[MachineType], options: Provisioning, runs: Runs) -> None:
-        self.ask = ask
+    def __init__(
+        self, question: PlanQuestion, machines: Sequence[MachineType], options: Provisioning, simulations: Simulations
+    ) -> None:
+        self.question = question
         self.options = options
-        self.runs = runs
-        self.scene = runs.scene
+        self.simulations = simulations
+        self.scenario = simulations.scenario
         self.refused: dict[str, str] = {}
-        self.resource = RESOURCES[ask.objective]
+        self.resource = RESOURCES[question.objective]
         designs = all_designs(machines, options.designs)
-        self.designs = [one for one in designs if ask.colocated or not one.is_baseline]
+        self.designs = [design for design in designs if question.colocated or not design.is_baseline]
         if not self.designs:
             raise PlanError("designs are baselines alone, and colocated is off; give a design with two kinds of pools")
+        self.machines = list({machine.name: machine for d in self.designs for machine in d.machines}.values())
         self._check_units()
-        self.seeds = tuple(ask.seed + i for i in range(options.seeds))
-        self.interval_seeds = tuple(ask.seed + i for i in range(max(options.seeds, options.interval_seeds)))
+        self.seeds = tuple(question.seed + i for i in range(options.seeds))
+        self.interval_seeds = tuple(question.seed + i for i in range(max(options.seeds, options.interval_seeds)))
 
     def _check_units(self) -> None:
-        wanted = {self.resource} if self.ask.rate else set(self._budgets())
+        wanted = {self.resource} if self.question.rate else set(self._budgets())
         for resource, what in (("usd_per_hour", "price per hour"), ("power", "power")):
-            for machine in {m.name: m for design in self.designs for m in design.machines}.values():
+            for machine in self.machines:
                 if resource in wanted and not getattr(machine, resource):
                     raise PlanError(f"{machine.name} has no {what}, which what is asked needs; give it")
 
     def _budgets(self) -> dict[Resource, float]:
         given: dict[Resource, float | None] = {
-            "usd_per_hour": self.ask.budget_usd_per_hour,
-            "gpus": self.ask.num_gpus,
+            "usd_per_hour": self.question.budget_usd_per_hour,
+            "gpus": self.question.num_gpus,
             "power": self.options.budget_power,
         }
         budgets = {resource: limit for resource, limit in given.items() if limit is not None and math.isfinite(limit)}
-        if not budgets and not self.ask.rate:
+        if not budgets and not self.question.rate:
             raise PlanError("the budget is infinite; give one in USD per hour, GPUs or power")
         return budgets
 
-    def plan(self, began_s: float) -> Plan:
+    def plan(self) -> Plan:
         able = [design for design in self.designs if self._is_able(design)]
-        tried = self._for_rate(able, self.ask.rate) if self.ask.rate else self._within_budget(able)
-        if not tried:
+        rated = self._for_rate(able, self.question.rate) if self.question.rate else self._within_budget(able)
+        if not rated:
             raise PlanError(self._why_nothing())
-        tried = self._looked_at(tried)
-        tried.sort(key=self._rank)
-        other_rules = self._other_rules(tried[0])
-        return answer(
-            self.ask,
+        rated = sorted(self._with_highest_rates(rated), key=self._rank)
+        other = self._by_other_rules(rated[0])
+        return plan_of(
+            self.question,
             self._asked(),
-            self.runs,
-            tried,
+            self.simulations,
+            rated,
             resource=self.resource,
             refused=self.refused,
-            other_rules=other_rules,
-            cpu_s=used_cpu_s() - began_s,
+            other=other,
         )
 
     def _asked(self) -> dict[str, Any]:
-        ask, options, arrivals = self.ask, self.options, self.scene.arrivals
-        machines = {machine.name: machine for design in self.designs for machine in design.machines}.values()
+        question, options, load = self.question, self.options, self.scenario.load
         return {
             "model": self.designs[0].prompt.model,
-            "hardware": ", ".join(machine.name for machine in machines),
-            "workload": arrivals.source.name,
-            "requests": len(arrivals.source),
-            "num_gpus": ask.num_gpus,
-            "rate": ask.rate,
-            "budget_usd_per_hour": ask.budget_usd_per_hour,
+            "hardware": ", ".join(machine.name for machine in self.machines),
+            "workload": load.source.name,
+            "requests": len(load.source),
+            "num_gpus": question.num_gpus,
+            "rate": question.rate,
+            "budget_usd_per_hour": question.budget_usd_per_hour,
             "budget_power": options.budget_power,
-            "objective": ask.objective,
+            "objective": question.objective,
             "designs": [design.name for design in self.designs],
             "rules": options.rules,
-            "draw": arrivals.draw,
-            "burstiness": ask.burstiness,
-            "seed": ask.seed,
+            "draw": load.draw,
+            "burstiness": question.burstiness,
+            "seed": question.seed,
             "seeds": options.seeds,
-            **slo_asked(self.scene.slo),
+            **self.scenario.targets.asked(),
         }
 
     def _is_able(self, design: Design) -> bool:
         """Whether requests alone meet the SLO on its machines."""
         first, second = design.machines
-        best = alone(first.latency, second.latency, self.scene.arrivals.source.first(SAMPLE))
-        slo = self.scene.slo
-        ratios = ratios_of(best, slo)
-        worst = max(ratios, key=lambda name: ratios[name])
-        if ratios[worst] >= 1:
-            reason = f"{spoken(worst)} is {ratios[worst]:.2f} times its limit"
-        elif isinstance(slo, Slo) and (share := best.attainment(slo.ttft_s, slo.tpot_s)) < slo.attainment:
-            reason = f"only {share:.1%} meet both targets, of {slo.attainment:.0%} wanted,"
+        targets = self.scenario.targets
+        judgement = targets.judge(unloaded(first.latency, second.latency, self.scenario.load.source.first(SAMPLE)))
+        worst = max(judgement.ratios, key=lambda name: judgement.ratios[name])
+        if judgement.ratios[worst] >= 1:
+            reason = f"{spoken(worst)} is {judgement.ratios[worst]:.2f} times its limit"
+        elif not judgement.is_met:
+            wanted = targets.wanted_attainment
+            reason = f"only {judgement.attainment:.1%} meet both targets, of {wanted:.0%} wanted,"
         else:
             return True
         self.refused[design.name] = f"{reason} for requests that are alone on a machine"
@@ -194,125 +207,83 @@ class Provisioner:
 
     # searches
 
-    def _for_rate(self, designs: Sequence[Design], rate: float) -> list[Tried]:
+    def _for_rate(self, designs: Sequence[Design], rate: float) -> list[RatedMix]:
         steps = max(1, round(rate / self.options.rate_step)) if self.options.rate_step else RATE_STEPS
-        step = rate / steps
-        return self._find(
-            designs, step, [cheapest(self.space(design, rate), steps) for design in designs], "mixes for the rate"
-        )
+        asking = [cheapest(search_space(design, rate, self.scenario, self.resource), steps) for design in designs]
+        return self._best_mixes(designs, rate / steps, asking, "mixes for the rate")
 
-    def _within_budget(self, designs: Sequence[Design]) -> list[Tried]:
+    def _within_budget(self, designs: Sequence[Design]) -> list[RatedMix]:
         limits = {design.name: self._limits(design) for design in designs}
-        rates = {design.name: self._rate_within(design, limits[design.name]) for design in designs}
+        rates = {design.name: rate_within(design, limits[design.name], self.scenario) for design in designs}
         step = self.options.rate_step or _nice(max(rates.values(), default=1.0) / RATE_STEPS)
-        questions = [
-            fastest(self.space(design, rates[design.name]), limits[design.name], max(1, int(rates[design.name] / step)))
+        asking = [
+            fastest(
+                search_space(design, rates[design.name], self.scenario, self.resource),
+                limits[design.name],
+                max(1, int(rates[design.name] / step)),
+            )
             for design in designs
         ]
-        return self._find(designs, step, questions, "mixes within the budget")
-
-    def _find(self, designs: Sequence[Design], step: float, questions: Sequence[Questions], what: str) -> list[Tried]:
-        searches = [
-            Search(design=design, step=step, seeds=self.seeds, questions=asked)
-            for design, asked in zip(designs, questions, strict=True)
-        ]
-        tried = []
-        for design, found in zip(designs, self.runs.find(what, searches), strict=True):
-            if found is None:
-                self.refused[design.name] = self._why_not_found()
-            else:
-                tried.append(Tried(mix=_mix(design, found), step=step, rate=found.rate * step))
-        return tried
-
-    def _why_not_found(self) -> str:
-        if self.ask.rate:
-            return "64 times the machines that the work asks for did not keep the SLO"
-        return "what the budget buys keeps the SLO at no rate"
+        return self._best_mixes(designs, step, asking, "mixes within the budget")
 
     def _limits(self, design: Design) -> list[Limit]:
         return [Limit(unit_costs=design.unit_costs(key), at_most=most) for key, most in self._budgets().items()]
 
-    def _guess(self, design: Design, rate: float) -> tuple[float, float]:
-        slo = self.scene.slo
-        tbt_s = slo.max_tbt_s if isinstance(slo, SlowdownSlo) else slo.tpot_s
-        asked = work(design, self.scene.arrivals.source, tbt_s)
-        if design.is_baseline:
-            return rate * (asked.prompt_s + 0.3 * asked.token_s) / BUSY, 0.0
-        return rate * asked.prompt_s / BUSY, rate * asked.token_s / BUSY
-
-    def _rate_within(self, design: Design, limits: Sequence[Limit]) -> float:
-        prompt, token = self._guess(design, 1.0)
-        return min(one.at_most / (one.unit_costs[0] * prompt + one.unit_costs[1] * token) for one in limits)
-
-    def space(self, design: Design, rate: float) -> Space:
-        """Where to look for mixes that hold the rate. Under Splitwise's rules either kind may do the other's work, so
-        only the work of prompts on a baseline, and of both by the live rules, bounds the counts."""
-        prompt, token = self._guess(design, rate)
-        least = work(design, self.scene.arrivals.source)
-        floor = (1, 1)
-        if design.is_baseline or self.scene.rules == "live":
-            floor = (
-                max(1, math.ceil(rate * least.prompt_s / OVERLOAD)),
-                max(1, math.ceil(rate * least.token_s / OVERLOAD)),
-            )
-        return Space(
-            guess=(max(1, math.ceil(prompt)), 0 if design.is_baseline else max(1, math.ceil(token))),
-            floor=(floor[0], 0) if design.is_baseline else floor,
-            unit_costs=design.unit_costs(self.resource),
-            is_baseline=design.is_baseline,
-        )
-
-    # what is said of the mixes found
-
-    def _looked_at(self, tried: Sequence[Tried]) -> list[Tried]:
-        """Each one's highest rate on every seed."""
+    def _best_mixes(
+        self, designs: Sequence[Design], step: float, asking: Sequence[Asking], what: str
+    ) -> list[RatedMix]:
         searches = [
-            Search(
-                design=one.mix.design,
-                step=one.step,
-                seeds=(seed,),
-                questions=headroom(one.mix.num_prompt, one.mix.num_token, round(one.rate / one.step)),
-            )
-            for one in tried
-            for seed in self.interval_seeds
+            DesignSearch(design=design, step=step, seeds=self.seeds, asking=asked)
+            for design, asked in zip(designs, asking, strict=True)
         ]
-        found = iter(self.runs.find("highest rates", searches))
-        return [replace(one, rates=tuple(_rate(next(found), one.step) for _ in self.interval_seeds)) for one in tried]
+        rated = []
+        for design, best in zip(designs, self.simulations.search(what, searches), strict=True):
+            if best is None:
+                self.refused[design.name] = self._why_not_found()
+            else:
+                mix = Mix(design=design, num_prompt=best.num_prompt, num_token=best.num_token)
+                rated.append(RatedMix(mix=mix, step=step, rate=best.rate * step))
+        return rated
 
-    def _rank(self, one: Tried) -> tuple[float, float, str]:
-        taken = one.mix.total(self.resource)
-        rate = sum(one.rates) / len(one.rates)
-        return (taken, -rate, one.mix.design.name) if self.ask.rate else (-rate, taken, one.mix.design.name)
+    def _why_not_found(self) -> str:
+        if self.question.rate:
+            return "64 times the machines that the work asks for did not keep the SLO"
+        return "what the budget buys keeps the SLO at no rate"
 
-    def _other_rules(self, chosen: Tried) -> float | None:
-        """The chosen mix's highest rate by the other rules, on the first seed; None where it is not asked for or the
-        other rules cannot be."""
+    def _with_highest_rates(self, rated: Sequence[RatedMix]) -> list[RatedMix]:
+        searches = [_highest_rate(mix, seed) for mix in rated for seed in self.interval_seeds]
+        answers = iter(self.simulations.search("highest rates", searches))
+        return [replace(mix, rates=tuple(_rate(next(answers), mix.step) for _ in self.interval_seeds)) for mix in rated]
+
+    def _rank(self, rated: RatedMix) -> tuple[float, float, str]:
+        taken, rate, name = rated.mix.total(self.resource), rated.mean_rate, rated.mix.design.name
+        return (taken, -rate, name) if self.question.rate else (-rate, taken, name)
+
+    def _by_other_rules(self, chosen: RatedMix) -> ByOtherRules | None:
+        """The chosen mix's highest rate on the first seed; None where it is not asked for or the other rules cannot
+        use the machines."""
         if not self.options.compare_rules or chosen.mix.design.is_baseline:
             return None
-        other: Rules = "live" if self.scene.rules == "splitwise" else "splitwise"
-        runs = Runs(scene=replace(self.scene, rules=other), pool=self.runs.pool, on_progress=self.runs.on_progress)
-        mix, step = chosen.mix, chosen.step
-        search = Search(
-            design=mix.design,
-            step=step,
-            seeds=self.seeds[:1],
-            questions=headroom(mix.num_prompt, mix.num_token, round(chosen.rate / step)),
-        )
+        rules = rules_to_compare(self.scenario.rules)
+        known = self.simulations
+        simulations = Simulations(replace(self.scenario, rules=rules), known.runner, known.on_progress)
         try:
-            found = runs.find("by the other rules", [search])[0]
+            (answer,) = simulations.search("by the other rules", [_highest_rate(chosen, self.seeds[0])])
         except PlanError:
             return None
-        self.runs.cpu_s += runs.cpu_s
-        self.runs.num_simulated += runs.num_simulated
-        return _rate(found, step)
+        known.cpu_s += simulations.cpu_s
+        known.num_simulated += simulations.num_simulated
+        return ByOtherRules(rules, _rate(answer, chosen.step))
 
 
-def _mix(design: Design, found: Found) -> Mix:
-    return Mix(design=design, num_prompt=found.num_prompt, num_token=found.num_token)
+def _highest_rate(rated: RatedMix, seed: int) -> DesignSearch:
+    mix = rated.mix
+    asking = headroom(mix.num_prompt, mix.num_token, round(rated.rate / rated.step))
+    return DesignSearch(design=mix.design, step=rated.step, seeds=(seed,), asking=asking)
 
 
-def _rate(found: Found | None, step: float) -> float:
-    return found.rate * step if found else 0.0
+def _rate(answer: GridPoint | None, step: float) -> float:
+    return answer.rate * step if answer else 0.0
 
 
 def _nice(step: float) -> float:

@@ -3,6 +3,7 @@
 This is all that product code knows of them. A published system is kept to compare with, and to plan by its figures:
 
     CATALOGS   workers by its published latencies: a class of Catalog's methods, made from a model's name and limits
+    RULES      its simulator's rules for mixes of machines: a class of placement.mixes.rules.MixRules' methods
     COMPILED   what of its simulator is compiled with ours, and the values that are sent to processes
 """
 
@@ -13,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 CATALOGS: Mapping[str, str] = {"distserve": "placement.papers.distserve.coefficients:DistServeCatalog"}
+RULES: Mapping[str, str] = {"splitwise": "placement.papers.splitwise.mixes:SplitwiseRules"}
 COMPILED = (
     "placement/papers/distserve/rules.py",
     "placement/papers/splitwise/rules.py",

@@ -21,11 +21,14 @@ from placement.workload.traces import WorkloadError
 class Traffic:
     """`burstiness`: shape of the gamma-distributed gaps; 1 is Poisson, less is burstier. `is_replay`: the workload's
     own gaps, bursts and lulls, at a pace that gives the rate; it is then played as it is, as often as the count
-    asks."""
+    asks. `are_lengths_apart`: outputs are drawn by themselves, whatever the prompt. `streams` of the seed: for gaps,
+    rows, and outputs that are drawn apart."""
 
     source: Workload
     burstiness: float = 1.0
     is_replay: bool = False
+    are_lengths_apart: bool = False
+    streams: tuple[int, int, int] = (1, 0, 2)
 
     def __post_init__(self) -> None:
         if not (self.burstiness > 0 and np.isfinite(self.burstiness)):
@@ -34,18 +37,33 @@ class Traffic:
             raise WorkloadError(f"{self.source.name}: all requests come at once; a replay needs times that differ")
 
     def draw(self, rate: float, count: int, seed: int) -> Workload:
-        """`count` requests at `rate` a second."""
-        lengths, gaps = (np.random.default_rng([seed, stream]) for stream in (0, 1))
+        """`count` requests at `rate` a second, the first at 0."""
+        drawn = self._drawn(rate, count, seed)
+        return replace(drawn, arrival_s=drawn.arrival_s - drawn.arrival_s[0])
+
+    def during(self, seconds: float, rate: float, seed: int) -> Workload:
+        """All that arrive within so many seconds, at least one; of a replay, the workload's own requests, once."""
+        if self.is_replay:
+            return self.source.to_rate(rate)
+        mean = rate * seconds
+        most = int(mean + 8 * (mean / min(1.0, self.burstiness)) ** 0.5 + 64)
+        drawn = self._drawn(rate, most, seed)
+        count = max(1, int(np.searchsorted(drawn.arrival_s, seconds)))
+        return replace(drawn.first(count), name=f"{count} requests after {self.source.name}")
+
+    def _drawn(self, rate: float, count: int, seed: int) -> Workload:
+        gaps, lengths, outputs = (np.random.default_rng([seed, stream]) for stream in self.streams)
         rows, laps = self._rows(count, lengths)
+        output_rows = outputs.integers(0, len(self.source), size=count) if self.are_lengths_apart else rows
         if self.is_replay:
             arrival_s = self._replayed(rows, laps) * (self.source.rate / rate)
         else:
             unit = gaps.gamma(shape=self.burstiness, scale=1 / self.burstiness, size=count)
             arrival_s = np.cumsum(unit) / rate
         return Workload(
-            arrival_s=arrival_s - arrival_s[0],
+            arrival_s=arrival_s,
             prompt_len=self.source.prompt_len[rows],
-            output_len=self.source.output_len[rows],
+            output_len=self.source.output_len[output_rows],
             blocks=self._blocks(rows, laps),
             block_len=self.source.block_len,
             class_of=self.source.class_of[rows] if len(self.source.class_of) else NO_INTS,

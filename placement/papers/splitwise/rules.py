@@ -31,11 +31,10 @@ from typing import Protocol
 
 import numpy as np
 
-from placement.latency.base import DecodeLine, LatencyModel
-from placement.papers.splitwise.table import SplitwiseLatency
+from placement.latency.base import DecodeLine
 from placement.simulator.clock import VirtualClock
-from placement.simulator.outcome import Outcome, percentiles
-from placement.workload.requests import Floats, Workload
+from placement.simulator.outcome import Outcome
+from placement.workload.requests import Workload
 
 MAX_BATCH = 512
 MAX_BATCH_TOKENS = 2048
@@ -113,37 +112,6 @@ def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
         busy_s=run.busy_s(),
         tokens_per_tpot=0,
     )
-
-
-def slowdowns(outcome: Outcome, alone: LatencyModel) -> dict[str, Floats]:
-    """TTFT, TBT and E2E divided by the same request's on one unloaded machine, as Splitwise measures its SLOs by."""
-    prompts, outputs = outcome.workload.prompt_len, outcome.workload.output_len
-    lengths, rows = np.unique(prompts, return_inverse=True)
-    ttft = np.array([alone.prefill_s([(int(n), 0)]) * alone.stages for n in lengths])[rows]
-    tbt = np.array([alone_tbt_s(alone, int(n)) for n in lengths])[rows]
-    return {
-        "ttft": outcome.ttft_s / ttft,
-        "tbt": outcome.tpot_s / tbt,
-        "e2e": outcome.e2e_s / (ttft + tbt * (outputs - 1)),
-    }
-
-
-def alone_tbt_s(alone: LatencyModel, prompt_len: int) -> float:
-    """A decode step of one request behind its prompt; Splitwise reads its table at the prompt's length for it."""
-    if isinstance(alone, SplitwiseLatency):
-        return alone.token_s(prompt_len)
-    return alone.decode_line(1, prompt_len + 1).step_s * alone.stages
-
-
-def violations(outcome: Outcome, alone: LatencyModel) -> list[str]:
-    """Which of Splitwise's nine SLOs are missed: P50, P90 and P99 of the slowdowns of TTFT, TBT and E2E."""
-    limits = {"ttft": (2.0, 3.0, 6.0), "tbt": (1.25, 1.5, 5.0), "e2e": (1.25, 1.5, 5.0)}
-    found = []
-    for name, values in slowdowns(outcome, alone).items():
-        for share, value, limit in zip((50, 90, 99), percentiles(values), limits[name], strict=True):
-            if not value < limit:
-                found.append(f"{name}_p{share}")
-    return found
 
 
 class _Task:

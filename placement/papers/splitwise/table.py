@@ -104,6 +104,10 @@ class SplitwiseLatency:
         x = batch_size if self.rule == "published" else ROW_PROMPT_TOKENS * batch_size
         return DecodeLine(self.token_s(x), 0.0)
 
+    def unloaded_tbt_s(self, prompt_len: int) -> float:
+        """Its simulator reads the table at the prompt's length for a request that is alone."""
+        return self.token_s(prompt_len)
+
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
         if not chunks:
             return self.decode_line(batch_size, context_tokens).step_s

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from pydantic import ValidationError
 
 from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
 from placement.latency.base import DecodeLine
-from placement.mixes.designs import Mix, all_designs, work
-from placement.mixes.machines import (
-    SPLITWISE_CAP,
-    CappedLatency,
-    MachineType,
-    PowerCap,
-    capped,
-    machine_of,
-    splitwise_machines,
-    times_for_splitwise,
-)
+from placement.latency.hardware import PowerCap
+from placement.mixes.demand import work
+from placement.mixes.designs import Mix, all_designs
+from placement.mixes.machines import MachineType, capped, capped_latency, machine_of
+from placement.papers.splitwise.machines import CAP, splitwise_machines
+from placement.papers.splitwise.mixes import machine_times
 from placement.papers.splitwise.table import splitwise_latency
 from placement.workload.requests import from_rows
 
@@ -82,7 +78,7 @@ def test_splitwise_machines_cost_and_draw_what_its_table_says() -> None:
 @pytest.mark.parametrize("model", ["bloom-176b", "llama2-70b"])
 def test_the_cap_s_time_factors_give_the_rows_of_the_capped_machine(model: str) -> None:
     _, full, held = splitwise_machines(model)
-    made = capped(full, SPLITWISE_CAP)
+    made = capped(full, CAP)
     for tokens in (512, 1500, 2048, 6000):
         assert made.latency.prefill_s([(tokens, 0)]) == pytest.approx(held.latency.prefill_s([(tokens, 0)]), rel=1e-3)
         assert made.latency.mixed_s([(tokens, 0)], 8, 8) == pytest.approx(
@@ -93,7 +89,8 @@ def test_the_cap_s_time_factors_give_the_rows_of_the_capped_machine(model: str) 
 
 
 def test_a_cap_stretches_times_and_not_the_link() -> None:
-    held = CappedLatency(of=Lines(), cap=PowerCap(share=0.5, prompt_factor=2.0, token_factor=1.5))
+    held = capped_latency(Lines(), PowerCap(power=0.5, prefill_time=2.0, decode_time=1.5, source="a test"))
+    assert held.source == "lines, held to 50% of its power"
     assert held.prefill_s([(100, 0)]) == pytest.approx(0.2)
     assert held.decode_line(2, 1000).step_s == pytest.approx(0.0165)
     assert held.decode_line(2, 1000).per_token_s == pytest.approx(1.5e-6)
@@ -121,13 +118,13 @@ def test_a_catalogue_s_worker_is_a_machine() -> None:
 
 def test_machines_of_two_sources_count_kv_alike_under_splitwise_s_rules() -> None:
     other = replace(machine_of(Shop()), model="bloom-176b")
-    own, foreign = times_for_splitwise([h100(), other], 1000)
+    own, foreign = machine_times([h100(), other], 1000)
     assert (own.kv_bytes_per_token, foreign.kv_bytes_per_token) == (1, 1)
     assert own.kv_capacity_bytes == h100().offer.kv_tokens
     assert foreign.link_bytes_per_s == pytest.approx(1e5)
     assert foreign.decode_line(4, 4).step_s == pytest.approx(0.01 + 4 * 1000 / 1e6)
     machine = h100()
-    assert [id(times) for times in times_for_splitwise([machine, machine], 1000)] == [id(machine.latency)] * 2
+    assert [id(times) for times in machine_times([machine, machine], 1000)] == [id(machine.latency)] * 2
 
 
 def test_designs_have_splitwise_s_names_and_a_capped_machine_makes_tokens_only() -> None:
@@ -170,7 +167,7 @@ def test_what_cannot_be_mixed_is_said_in_a_sentence() -> None:
     with pytest.raises(PlanError, match="design XX is not known; these machines make Baseline-A100"):
         all_designs([a100], ["XX"])
     with pytest.raises(PlanError, match="has 2 pipeline stages"):
-        times_for_splitwise([replace(other, offer=replace(other.offer, latency=Lines(stages=2)))], 100)
-    for words, keys in (("power cap is 1.5", (1.5, 1, 1)), ("token_factor of a power cap is 0.5", (0.5, 1, 0.5))):
-        with pytest.raises(PlanError, match=words):
-            PowerCap(share=keys[0], prompt_factor=keys[1], token_factor=keys[2])
+        machine_times([replace(other, offer=replace(other.offer, latency=Lines(stages=2)))], 100)
+    for words, power, decode_time in (("power\n.* less than or equal to 1", 1.5, 1.0), ("decode_time\n", 0.5, 0.5)):
+        with pytest.raises(ValidationError, match=words):
+            PowerCap(power=power, prefill_time=1, decode_time=decode_time, source="a test")

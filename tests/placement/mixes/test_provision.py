@@ -10,40 +10,47 @@ import numpy as np
 import pytest
 
 from placement.catalogs.base import Degrees, Offer, PlanError
+from placement.goodput.runner import open_runner
+from placement.goodput.targets import Judgement, Targets
 from placement.mixes.designs import Mix, all_designs
-from placement.mixes.machines import MachineType, splitwise_machines
+from placement.mixes.grid import Asking, GridPoint, Limit, Space, prompts_beside
+from placement.mixes.load import drawn_load
+from placement.mixes.machines import MachineType
 from placement.mixes.provision import Provisioning, provision
-from placement.mixes.runs import Runs, Trial
-from placement.mixes.search import Found, Limit, Question, Questions, Space, cheapest, fastest, headroom, prompts_beside
-from placement.mixes.slowdowns import SlowdownSlo
-from placement.mixes.trial import Arrivals, Scene, judge
+from placement.mixes.rules import rules_named
+from placement.mixes.scenario import LoadPoint, MixTargets, Scenario, simulate_point
+from placement.mixes.search import cheapest, fastest, headroom
+from placement.mixes.simulations import Simulations
+from placement.mixes.slowdowns import SlowdownTargets
+from placement.papers.splitwise.machines import splitwise_machines
+from placement.papers.splitwise.request_list import ListLoad
 from placement.plan import Plan, Slo, to_json
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload, from_rows
 from tests.placement.mixes.test_machines import Lines
 
-Oracle = Callable[[Question], bool]
+Oracle = Callable[[GridPoint], bool]
 
 
-def ask_all(questions: Questions, oracle: Oracle) -> tuple[Found | None, int]:
-    """What the search found, and how many mixes it asked about."""
+def ask_all(asking: Asking, oracle: Oracle) -> tuple[GridPoint | None, int]:
+    """What the search settled on, and how many mixes it asked about."""
     asked = 0
     try:
-        wanted = next(questions)
+        points = next(asking)
         while True:
-            asked += len(wanted)
-            wanted = questions.send([oracle(one) for one in wanted])
+            asked += len(points)
+            points = asking.send([oracle(point) for point in points])
     except StopIteration as end:
-        found: Found | None = end.value
-        return found, asked
+        best: GridPoint | None = end.value
+        return best, asked
 
 
 def pools(prompt_rate: float, token_rate: float, *, lends: float = 0.0) -> Oracle:
     """Each prompt machine serves so many requests/s, each token machine so many; of what the other pool has to spare, a
     share `lends` can be borrowed."""
 
-    def holds(question: Question) -> bool:
-        prompt, token, rate = question
+    def holds(asked: GridPoint) -> bool:
+        prompt, token, rate = asked
         spare = prompt - rate / prompt_rate, token - rate / token_rate
         return min(spare) >= 0 or (lends > 0 and min(spare) + lends * max(spare) >= 0)
 
@@ -55,7 +62,7 @@ def best_by_trial(oracle: Oracle, costs: tuple[float, float], rate: int, most: i
         costs[0] * prompt + costs[1] * token
         for prompt in range(1, most)
         for token in range(1, most)
-        if oracle((prompt, token, rate))
+        if oracle(GridPoint(prompt, token, rate))
     )
 
 
@@ -67,7 +74,7 @@ def test_the_cheapest_of_all_mixes_is_found(costs: tuple[float, float], lends: f
     space = Space(guess=guess, floor=(1, 1), unit_costs=costs, is_baseline=False)
     found, asked = ask_all(cheapest(space, 50), oracle)
     assert found is not None
-    assert oracle((found.num_prompt, found.num_token, 50))
+    assert oracle(GridPoint(found.num_prompt, found.num_token, 50))
     assert space.cost(found.num_prompt, found.num_token) == pytest.approx(best_by_trial(oracle, costs, 50, 60))
     assert asked < 250  # of 3,481
 
@@ -80,7 +87,7 @@ def test_the_highest_rate_of_all_mixes_within_the_limits_is_found(costs: tuple[f
     space = Space(guess=(5, 5), floor=(1, 1), unit_costs=costs, is_baseline=False)
     found, asked = ask_all(fastest(space, limits, 40), oracle)
     mixes = [(p, t) for t in range(1, 41) for p in range(1, 1 + prompts_beside(limits, t))]
-    best = max(rate for rate in range(1, 200) if any(oracle((p, t, rate)) for p, t in mixes))
+    best = max(rate for rate in range(1, 200) if any(oracle(GridPoint(p, t, rate)) for p, t in mixes))
     assert found is not None
     assert (found.num_prompt, found.num_token) in mixes
     assert found.rate == best
@@ -90,15 +97,15 @@ def test_the_highest_rate_of_all_mixes_within_the_limits_is_found(costs: tuple[f
 def test_a_baseline_has_one_kind_of_machine() -> None:
     oracle: Oracle = lambda question: question[0] * 1.5 >= question[2] and question[1] == 0  # noqa: E731
     space = Space(guess=(9, 0), floor=(1, 0), unit_costs=(2.0, 2.0), is_baseline=True)
-    assert ask_all(cheapest(space, 50), oracle)[0] == Found(num_prompt=34, num_token=0, rate=50)
+    assert ask_all(cheapest(space, 50), oracle)[0] == GridPoint(num_prompt=34, num_token=0, rate=50)
     limit = [Limit(unit_costs=(2.0, 2.0), at_most=41.0)]
-    assert ask_all(fastest(space, limit, 10), oracle)[0] == Found(num_prompt=20, num_token=0, rate=30)
+    assert ask_all(fastest(space, limit, 10), oracle)[0] == GridPoint(num_prompt=20, num_token=0, rate=30)
 
 
 @pytest.mark.parametrize(("guess", "highest"), [(1, 37), (36, 37), (37, 37), (38, 37), (500, 37), (5, 0), (7, 1)])
 def test_the_highest_rate_is_found_from_any_guess(guess: int, highest: int) -> None:
     found, _ = ask_all(headroom(3, 4, guess), lambda question: question[2] <= highest)
-    assert found == Found(num_prompt=3, num_token=4, rate=highest)
+    assert found == GridPoint(num_prompt=3, num_token=4, rate=highest)
 
 
 def test_searches_end_where_nothing_holds() -> None:
@@ -144,8 +151,17 @@ def requests(count: int = 200) -> Workload:
     return from_rows(rows, "small")
 
 
-QUICK = Provisioning(seconds=6.0, min_requests=1, seeds=1, interval_seeds=2, compare_rules=False)
+QUICK = Provisioning(rules="splitwise", seconds=6.0, min_requests=1, seeds=1, interval_seeds=2, compare_rules=False)
 SLO = Slo(ttft_s=0.6, tpot_s=0.03, attainment=0.9)
+
+
+def scenario(rules: str = "splitwise", targets: MixTargets | None = None) -> Scenario:
+    load = drawn_load(requests(), seconds=6.0)
+    return Scenario(load=load, targets=targets or Targets(slo=SLO), rules=rules_named(rules))
+
+
+def judged(of: Scenario, mix: Mix, rate: float) -> Judgement:
+    return simulate_point((of, LoadPoint(mix, rate, 0))).judgement
 
 
 def plan(ask: PlanQuestion, options: Provisioning = QUICK, machines: Sequence[MachineType] | None = None) -> Plan:
@@ -154,13 +170,12 @@ def plan(ask: PlanQuestion, options: Provisioning = QUICK, machines: Sequence[Ma
 
 @pytest.mark.parametrize("rules", ["splitwise", "live"])
 def test_the_plan_is_the_best_of_all_mixes(rules: str) -> None:
-    options = replace(QUICK, rules=rules, designs=("BC",))  # type: ignore[arg-type]
+    options = replace(QUICK, rules=rules, designs=("BC",))
     ask = PlanQuestion(slo=SLO, objective="cost", rate=20.0, processes=0)
     found = plan(ask, options)
-    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=SLO, rules=rules)  # type: ignore[arg-type]
     design = all_designs(shop(), ["BC"])[0]
     mixes = [Mix(design=design, num_prompt=p, num_token=t) for p in range(1, 6) for t in range(1, 6)]
-    held = [mix.total("usd_per_hour") for mix in mixes if judge(scene, mix, 20.0, 0).is_met]
+    held = [mix.total("usd_per_hour") for mix in mixes if judged(scenario(rules), mix, 20.0).is_met]
     assert found.chosen.usd_per_hour == pytest.approx(min(held))
     assert found.at_rate.rate == 20.0
     assert not found.chosen.candidate.is_colocated
@@ -222,14 +237,13 @@ def test_the_other_rules_are_told_where_they_are_asked_for() -> None:
 
 def test_slowdowns_are_kept_by_the_mix_that_is_chosen() -> None:
     machines = shop()
-    slo = SlowdownSlo(reference=machines[1].latency)
+    slo = SlowdownTargets(reference=machines[1].latency)
     options = replace(QUICK, designs=("BC", "BB"), slowdowns=slo)
     found = plan(PlanQuestion(slo=Slo(), objective="cost", rate=12.0, processes=0), options)
     design = all_designs(machines, [found.chosen.candidate.design])[0]
     counts = [pool.replicas for pool in found.chosen.candidate.pools]
     mix = Mix(design=design, num_prompt=counts[0], num_token=counts[1])
-    scene = Scene(arrivals=Arrivals(source=requests(), seconds=6.0), slo=slo)
-    held = judge(scene, mix, 12.0, 0)
+    held = judged(scenario(targets=slo), mix, 12.0)
     assert held.is_met
     assert set(held.ratios) == {f"{name}_p{share}" for name in ("ttft", "tbt", "e2e") for share in (50, 90, 99)}
     assert max(held.ratios.values()) < 1
@@ -260,9 +274,9 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(PlanError, match="seconds is 0; give a number above 0"):
         Provisioning(seconds=0.0)
     with pytest.raises(PlanError, match="slowdown ttfb is not known"):
-        SlowdownSlo(reference=Lines(), limits={"ttfb": (1, 2, 3)})
+        SlowdownTargets(reference=Lines(), limits={"ttfb": (1, 2, 3)})
     with pytest.raises(PlanError, match=r"slowdown limits of tbt are \(1, 0, 3\)"):
-        SlowdownSlo(reference=Lines(), limits={"tbt": (1, 0, 3)})
+        SlowdownTargets(reference=Lines(), limits={"tbt": (1, 0, 3)})
 
 
 # draws
@@ -270,7 +284,7 @@ def test_bad_input_is_a_sentence() -> None:
 
 @pytest.mark.parametrize("burstiness", [1.0, 0.3])
 def test_rates_are_compared_on_the_same_requests(burstiness: float) -> None:
-    arrivals = Arrivals(source=requests(), draw="apart", seconds=10.0, burstiness=burstiness)
+    arrivals = drawn_load(requests(), are_lengths_apart=True, seconds=10.0, burstiness=burstiness)
     slow, fast = arrivals.at(10.0, 7), arrivals.at(20.0, 7)
     count = len(slow)
     assert count < len(fast)
@@ -283,17 +297,17 @@ def test_rates_are_compared_on_the_same_requests(burstiness: float) -> None:
 
 def test_apart_breaks_the_tie_between_prompt_and_output() -> None:
     tied = from_rows([[i, 10 + i, 10 + i] for i in range(50)])
-    together = Arrivals(source=tied, seconds=10.0).at(20.0, 0)
-    apart = Arrivals(source=tied, seconds=10.0, draw="apart").at(20.0, 0)
+    together = drawn_load(tied, seconds=10.0).at(20.0, 0)
+    apart = drawn_load(tied, seconds=10.0, are_lengths_apart=True).at(20.0, 0)
     assert np.array_equal(together.prompt_len, together.output_len)
     assert not np.array_equal(apart.prompt_len, apart.output_len)
 
 
 def test_a_replay_keeps_the_gaps_and_a_list_stops_after_its_seconds() -> None:
     source = from_rows([[0, 5, 5], [1, 6, 6], [5, 7, 7]])
-    replay = Arrivals(source=source, draw="replay").at(2.0, 0)
+    replay = drawn_load(source, is_replay=True).at(2.0, 0)
     assert np.diff(replay.arrival_s).tolist() == pytest.approx([0.2, 0.8])
-    listed = Arrivals(source=source, draw="list", seconds=2.0).at(2.0, 0)
+    listed = ListLoad(source=source, seconds=2.0).at(2.0, 0)
     assert listed.arrival_s.tolist() == [0.0, 0.5]
 
 
@@ -301,13 +315,13 @@ def test_a_replay_keeps_the_gaps_and_a_list_stops_after_its_seconds() -> None:
 
 
 def test_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials in other processes, where the results come in whatever order; the pool runs the sources as they are."""
+    """Simulated in other processes, where results come in whatever order; the pool runs the sources as they are."""
     monkeypatch.setattr("placement.compiled.pool.compiled_folder", lambda cache=None: None)
     options = replace(
         QUICK,
         designs=("Baseline-A100", "HA"),
         seconds=5.0,
-        slowdowns=SlowdownSlo(reference=splitwise_machines()[0].latency),
+        slowdowns=SlowdownTargets(reference=splitwise_machines()[0].latency),
     )
     asks = [PlanQuestion(slo=Slo(), objective="cost", rate=6.0, processes=processes) for processes in (0, 1, 2)]
     plans = [provision(ask, splitwise_machines(), requests(), options=options) for ask in asks]
@@ -315,15 +329,15 @@ def test_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) ->
     assert plain[0] == plain[1] == plain[2]
 
 
-def test_progress_is_told_and_trials_are_remembered() -> None:
+def test_progress_is_told_and_simulations_are_remembered() -> None:
     told: list[tuple[str, int, int]] = []
     design = all_designs(shop(), ["BC"])[0]
-    scene = Scene(arrivals=Arrivals(source=requests(), seconds=5.0), slo=SLO)
-    runs = Runs(scene=scene, on_progress=lambda *step: told.append(step))
-    trial = (design, Trial("BC", 1, 1, 2.0, 0))
-    runs.play([trial])
-    runs.play([trial])
-    assert runs.num_simulated == runs.verdicts[trial[1]].num_requests
+    point = LoadPoint(Mix(design=design, num_prompt=1, num_token=1), 2.0, 0)
+    with open_runner(0) as runner:
+        simulations = Simulations(scenario(), runner, lambda *step: told.append(step))
+        simulations.simulate([point])
+        simulations.simulate([point])
+    assert simulations.num_simulated == simulations.results[point].num_requests
     ask = PlanQuestion(slo=SLO, objective="cost", rate=8.0, processes=0)
     provision(
         ask, shop(), requests(), options=replace(QUICK, designs=("BC",)), on_progress=lambda *step: told.append(step)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from placement.latency.base import DecodeLine, LatencyError
-from placement.papers.splitwise.rules import SplitwiseCluster, simulate, slowdowns, violations
+from placement.mixes.slowdowns import SlowdownTargets, slowdowns
+from placement.papers.splitwise.rules import SplitwiseCluster, simulate
 from placement.papers.splitwise.table import DecodeRule, SplitwiseLatency, splitwise_latency
 from placement.simulator.outcome import Outcome, percentiles
 from placement.workload.requests import Workload, from_rows
@@ -48,6 +49,11 @@ def code_requests() -> list[list[float]]:
     with gzip.open(DATA / "rr_code.json.gz", "rt") as file:
         rows: list[list[float]] = json.load(file)["reqs"]
     return rows
+
+
+def violations(outcome: Outcome, reference: SplitwiseLatency) -> tuple[str, ...]:
+    """Which of Splitwise's nine SLOs are missed: P50, P90 and P99 of the slowdowns of TTFT, TBT and E2E."""
+    return SlowdownTargets(reference=reference).judge(outcome).missed
 
 
 def at_rate(rows: list[list[float]], rate: float) -> Workload:
