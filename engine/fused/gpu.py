@@ -6,7 +6,6 @@ code rounds, to within a bit or two of the last place.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,8 +70,9 @@ class TorchKernels:
 class FlashInferKernels(TorchKernels):
     """Half precision only."""
 
-    def __init__(self, library: Any = None) -> None:
-        self._library = importlib.import_module("flashinfer") if library is None else library
+    def __init__(self, flashinfer: Any) -> None:
+        """`flashinfer`: the package, or what stands in for it."""
+        self._library = flashinfer
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         run = self._library.gemma_rmsnorm if norm.plus_one else self._library.rmsnorm

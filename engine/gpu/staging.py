@@ -18,7 +18,7 @@ import torch
 from engine.attention.base import StepMeta
 from engine.attention.tables import ON_DEVICE as TABLE_NAMES
 from engine.attention.tables import page_tables
-from engine.gpu.upload_guard import UploadGuard
+from engine.upload_guard import UploadGuard
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ALIGN = 16  # bytes; of each array's start

@@ -149,11 +149,6 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def drop_cache(self) -> None:
-        """Forget every cached page."""
-        while self._cached:
-            self._free.append(self._evict_oldest())
-
     def _hold(self, page: int) -> None:
         if self._holders[page] == 0:
             del self._cached[page]

@@ -52,9 +52,6 @@ class CountedPool(PagePool):
     def release(self, pages: Iterable[int]) -> None:
         self._left += len(list(pages))
 
-    def drop_cache(self) -> None:
-        return
-
     def check_invariants(self) -> None:
         assert 0 <= self._left <= self.num_pages, f"{self._left} of {self.num_pages} pages are left"
 

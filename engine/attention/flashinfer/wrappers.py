@@ -22,7 +22,7 @@ import torch
 from engine.attention.base import AttentionCall
 from engine.attention.flashinfer.shapes import Shape
 from engine.attention.tables import PageTables
-from engine.gpu.upload_guard import UploadGuard
+from engine.upload_guard import UploadGuard
 
 WORKSPACE_BYTES = 512 << 20  # of all wrappers; fa2 splits long contexts through it
 XQA_WORKSPACE_BYTES = 256 << 20  # its first 8 MiB are semaphores that must begin as zeros

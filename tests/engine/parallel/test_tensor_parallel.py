@@ -242,12 +242,12 @@ class Meeting:
     def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         self.parts[rank] = x
         self.barrier.wait()
-        found = list(self.parts)
+        parts = list(self.parts)
         self.barrier.wait()
-        return found
+        return parts
 
 
-class Member:
+class ThreadRank:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
 
@@ -291,7 +291,7 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> 
         cuts = sharding.shard_model(model, Shard(rank, 2), probe.layer_of)
         sharding.check_shapes(model, probe, 64, Shard(rank, 2))
         set_attention(model, "eager")
-        connect(cuts, Member(meeting, rank), told[rank].append)
+        connect(cuts, ThreadRank(meeting, rank), told[rank].append)
         with torch.inference_mode():
             got[rank] = model(input_ids=ids, use_cache=False).logits
 
