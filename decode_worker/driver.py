@@ -93,7 +93,7 @@ class DecodeRole:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Penalties look at every token so far: such a request's next step is made only when it has landed."""
+        """Penalties look at every token so far: such a request's next step waits for the last one's."""
         return any(request.params.has_penalties for request in self.requests.values())
 
     def next_batch(self) -> DecodeBatch | None:

@@ -1,6 +1,6 @@
 """DecodePolicy decides who may have pages, who joins the running batch, and who must leave when pages run out.
 
-It never reads a clock, moves a byte or talks to anyone: its driver (worker.py live, the simulator in placement)
+It never reads a clock, moves a byte or talks to anyone: its driver (driver.py live, the simulator in placement)
 calls it, carries out what it returns and reports what happened. `next_batch` is legal while batches are in flight.
 
     reserve --> [queued] --pages--> [reserved] --commit--> [ready] --> [running] --> gone

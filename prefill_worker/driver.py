@@ -168,11 +168,8 @@ class PrefillRole:
     def on_step(self, batch: PreparedBatch, tokens: Sequence[SampledToken]) -> None:
         computed_ns = time.monotonic_ns()
         self._host.counters["prompt_tokens"] += batch.plan.num_tokens
-        token_of = {token.request_id: token for token in tokens}
-        for chunk in batch.plan.chunks:
-            token = token_of.get(chunk.request_id)
-            if token is not None:
-                self._on_token(token, computed_ns)
+        for token in tokens:
+            self._on_token(token, computed_ns)
         self.policy.on_batch_done(batch.plan)
         for chunk in batch.plan.chunks:
             self._forget_if_gone(chunk.request_id)
@@ -232,8 +229,8 @@ class PrefillRole:
         counters["pages_sent"] += receipt.pages
         counters["bytes_sent"] += receipt.bytes
         counters["resends"] += receipt.resends
-        handed_off, decode_worker = pb.EVENT_KIND_HANDED_OFF, request.decode.name
-        request.link.event(request.state, handed_off, receipt=receipt, decode_worker=decode_worker)
+        decode_name = request.decode.name
+        request.link.event(request.state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt, decode_worker=decode_name)
 
     async def _cancel(self, request: HeldPrompt, reason: str) -> None:
         await self._let_go(request, reason)

@@ -1,6 +1,6 @@
 """PrefillPolicy decides which chunks of which prompts run next, and how long a prompt's pages are kept.
 
-It never reads a clock, moves a byte or talks to anyone: its driver (worker.py live, the simulator in placement)
+It never reads a clock, moves a byte or talks to anyone: its driver (driver.py live, the simulator in placement)
 calls `next_batch`, carries it out and reports what happened. `next_batch` is legal while batches are in flight.
 
     add --> [waiting] --pages--> [running: chunks] --last chunk--> [handing off] --receipt--> gone

@@ -95,11 +95,11 @@ def clusters(monkeypatch: pytest.MonkeyPatch, model_dir: ModelDir) -> Clusters:
     return Clusters(monkeypatch, str(model_dir("llama")))
 
 
-class Flights:
-    """Watches an engine's steps: how many were begun and not landed when another began."""
+class StepWatch:
+    """Watches an engine's steps: how many were begun and not finished when another began."""
 
     def __init__(self) -> None:
-        self.in_flight = 0
+        self.num_pending = 0
         self.most = 0
         self.begun = 0
         self.is_alone = False  # a step that is run again
@@ -123,30 +123,30 @@ class Flights:
             number = self.begun
             if number in self.fail_begin:
                 raise RuntimeError(f"step {number} cannot be begun because a test asked for it")
-            flight = begin(step)
-            self.in_flight += 1
-            self.most = max(self.most, self.in_flight)
-            return _Watched(self, flight, number)
+            pending = begin(step)
+            self.num_pending += 1
+            self.most = max(self.most, self.num_pending)
+            return _Watched(self, pending, number)
 
         engine.begin = watched  # type: ignore[method-assign]
         engine.step = alone  # type: ignore[method-assign]
 
 
 class _Watched:
-    def __init__(self, flights: Flights, inner: Any, number: int) -> None:
-        self._flights, self._inner, self._number = flights, inner, number
+    def __init__(self, steps: StepWatch, inner: Any, number: int) -> None:
+        self._steps, self._inner, self._number = steps, inner, number
 
     def result(self) -> Any:
-        self._flights.in_flight -= 1
-        if self._number in self._flights.fail_result:
+        self._steps.num_pending -= 1
+        if self._number in self._steps.fail_result:
             raise RuntimeError(f"step {self._number} failed because a test asked for it")
         return self._inner.result()
 
 
 async def test_the_tokens_are_those_of_one_step_after_the_other(clusters: Clusters) -> None:
-    wanted, flights = await clusters.run(ALL, ahead=False), Flights()
-    assert await clusters.run(ALL, ahead=True, watch=flights.watch) == wanted
-    assert flights.most == 2, "the next step was begun while the last one ran"
+    wanted, steps = await clusters.run(ALL, ahead=False), StepWatch()
+    assert await clusters.run(ALL, ahead=True, watch=steps.watch) == wanted
+    assert steps.most == 2, "the next step was begun while the last one ran"
     assert len(set(wanted)) == len(wanted)
 
 
@@ -157,26 +157,26 @@ async def test_who_leaves_for_want_of_pages_comes_back_with_the_same_tokens(clus
 
 
 async def test_penalties_see_every_token_before_they_judge(clusters: Clusters) -> None:
-    mixed, flights = (PENALISED, ALL[0]), Flights()
+    mixed, steps = (PENALISED, ALL[0]), StepWatch()
     wanted = await clusters.run(mixed, ahead=False)
-    assert await clusters.run(mixed, ahead=True, watch=flights.watch) == wanted
+    assert await clusters.run(mixed, ahead=True, watch=steps.watch) == wanted
 
 
 @pytest.mark.parametrize("how", ["fail_begin", "fail_result"])
 async def test_a_step_that_fails_is_run_again_and_running_ahead_goes_on(clusters: Clusters, how: str) -> None:
-    wanted, flights = await clusters.run(ALL, ahead=False), Flights()
-    setattr(flights, how, {4, 5, 11})
-    assert await clusters.run(ALL, ahead=True, watch=flights.watch) == wanted
-    assert flights.begun > 12
-    assert flights.most == 2
+    wanted, steps = await clusters.run(ALL, ahead=False), StepWatch()
+    setattr(steps, how, {4, 5, 11})
+    assert await clusters.run(ALL, ahead=True, watch=steps.watch) == wanted
+    assert steps.begun > 12
+    assert steps.most == 2
 
 
 @pytest.mark.parametrize("failing", [set(), {2, 3, 6}], ids=["all good", "some fail"])
 async def test_prefill_begins_the_next_chunks_too(clusters: Clusters, failing: set[int]) -> None:
     """Its layers leave as they are computed; those of a step that is run again leave again, and what is right stays."""
-    wanted, flights = await clusters.run(ALL, ahead=False, chunk_tokens=20), Flights()
-    flights.fail_result = failing
-    ahead = clusters.run(ALL, ahead=True, chunk_tokens=20, watch=flights.watch, watched_pages=PREFILL_PAGES)
+    wanted, steps = await clusters.run(ALL, ahead=False, chunk_tokens=20), StepWatch()
+    steps.fail_result = failing
+    ahead = clusters.run(ALL, ahead=True, chunk_tokens=20, watch=steps.watch, watched_pages=PREFILL_PAGES)
     assert await ahead == wanted
-    assert flights.most == 2
+    assert steps.most == 2
     assert clusters.counters["receipts_good"] >= len(PROMPT_LENS)
