@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +25,14 @@ from pydantic import BaseModel, BeforeValidator
 
 from engine.knobs import knobs_of
 
+MARKUP = re.compile(r"[`*]|\[([^\]]*)\]\([^)]*\)")  # of a page
+GO_ON = ("that ", "of ", "in ", "to ", "computed ", "without ")  # how a meaning begins that goes on after its unit
+
 
 class Flags:
     """Which fields a command shows (none named: all), and what it says otherwise than they do themselves. With `of` it
-    takes, instead of an object, a dict of those fields of `of` that were given: no flag has a default."""
+    takes, instead of an object, a dict of those fields of `of` that were given: no flag has a default. `prefix` stands
+    before each flag's name, `panels` names the part of --help in which a field is shown."""
 
     def __init__(
         self,
@@ -36,12 +41,16 @@ class Flags:
         defaults: Mapping[str, Any] | None = None,
         help: Mapping[str, str] | None = None,
         flags: Mapping[str, str] | None = None,
+        prefix: str = "",
+        panels: Mapping[str, str] | None = None,
     ) -> None:
         self.names = names
         self.of = of
         self.defaults = defaults or {}
         self.help = help or {}
         self.flags = flags or {}
+        self.prefix = prefix
+        self.panels = panels or {}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -70,9 +79,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class _Group:
     parameters: list[inspect.Parameter]
     kind: type[Any] | None  # None: a dict of what was given
+    prefix: str
 
     def taken_from(self, given: dict[str, Any]) -> Any:
-        own = {parameter.name: given.pop(parameter.name) for parameter in self.parameters}
+        own = {parameter.name.removeprefix(self.prefix): given.pop(parameter.name) for parameter in self.parameters}
         if self.kind is not None:
             return self.kind(**own)
         return {key: value for key, value in own.items() if value is not None}
@@ -87,7 +97,7 @@ def _group_of(hint: Any) -> _Group | None:
     shown = shown or Flags()
     fields = {each.name: each for each in _fields_of(shown.of or kind)}
     parameters = [fields[name].parameter(shown) for name in shown.names or fields]
-    return _Group(parameters=parameters, kind=None if shown.of else kind)
+    return _Group(parameters=parameters, kind=None if shown.of else kind, prefix=shown.prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,27 +106,32 @@ class _Field:
     kind: Any  # of one value, as typer reads it; with `meaning` empty, the whole annotation
     default: Any
     meaning: str
+    unit: str = ""
 
     def parameter(self, shown: Flags) -> inspect.Parameter:
         default = shown.defaults.get(self.name, None if shown.of else self.default)
         annotation = self._annotation(shown) if self.meaning else self.kind
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        name = f"{shown.prefix}{self.name}"
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def _annotation(self, shown: Flags) -> Any:
-        help_text = shown.help.get(self.name, self.meaning)
+        help_text = shown.help.get(self.name) or _sentence(self.meaning, self.unit)
         is_told = "Default:" in help_text or self.name in shown.defaults
         if shown.of and not is_told and type(self.default) in (int, float):
-            help_text += f" Default: {self.default:g}."
-        flag = shown.flags.get(self.name, f"--{self.name.replace('_', '-')}")
+            help_text += f" Default: {self.default if isinstance(self.default, int) else f'{self.default:g}'}."
+        flag = shown.flags.get(self.name, f"--{shown.prefix}{self.name}".replace("_", "-"))
         names = () if self.default is True else (flag,)  # typer names both: --ignore-eos, --no-ignore-eos
-        return Annotated[self.kind | None if shown.of else self.kind, typer.Option(*names, help=help_text)]
+        option = typer.Option(*names, help=help_text, rich_help_panel=shown.panels.get(self.name))
+        return Annotated[self.kind | None if shown.of else self.kind, option]
 
 
 def _fields_of(options: type[Any]) -> Iterator[_Field]:
     if issubclass(options, BaseModel):
         for name, about in options.model_fields.items():
             kind = _typed_as(about.annotation)
-            yield _Field(name=name, kind=kind, default=about.default, meaning=about.description or "")
+            extra = about.json_schema_extra
+            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
+            yield _Field(name=name, kind=kind, default=about.default, meaning=about.description or "", unit=unit)
         return
     hints, knobs = typing.get_type_hints(options, include_extras=True), knobs_of(options)
     for each in dataclasses.fields(options):
@@ -124,10 +139,19 @@ def _fields_of(options: type[Any]) -> Iterator[_Field]:
         yield _Field(name=each.name, kind=hints[each.name], default=each.default, meaning=meaning)
 
 
+def _sentence(meaning: str, unit: str) -> str:
+    """Of a table's row, where unit and meaning stand beside each other: requests | that decode at once."""
+    text = MARKUP.sub(r"\1", meaning)
+    if text.startswith(GO_ON):
+        text = f"{'seconds' if unit == 's' else unit} {text}".strip()
+    return text if text[:1].isupper() else f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
 def _typed_as(hint: Any) -> Any:
     """What a person types for a model's field: text, where the model itself makes more of it than a number."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(_typed_as(kind) for kind in typing.get_args(hint) if kind is not types.NoneType)
+        kinds = [_typed_as(kind) for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return kinds[0] if len(kinds) == 1 else str
     if typing.get_origin(hint) is Annotated:
         kind, *about = typing.get_args(hint)
         return str if any(isinstance(item, BeforeValidator) for item in about) else _typed_as(kind)

@@ -19,6 +19,7 @@ from kvrelay.bench.options import WorkloadOptions
 from kvrelay.cli.console import JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.progress import progress
+from kvrelay.cli.spec_flags import PolicyFlags, RouterPolicyFlags, SpecChanges
 from kvrelay.cli.targets import Targets
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def simulate(
     targets: Targets,
     asked: Asked,
     workload: Annotated[WorkloadOptions, WORKLOAD],
+    policy: PolicyFlags,
+    router: RouterPolicyFlags,
     hardware: Annotated[str | None, typer.Option(help="A file, or a name of configs/hardware.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="What kvrelay calibrate measured, instead of --hardware.")
@@ -88,12 +91,13 @@ def simulate(
     no_progress: NoProgressOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    from cluster.spec.load import load_spec
+    from cluster.spec.load import load_spec, parse_spec
     from kvrelay.simulate.simulation import ASKED_WRONGLY, result_object, simulate_spec, source_of, traffic_of
 
     with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted"):
         sweep = _sweep(asked, targets, workload.seed)
-        spec = load_spec(cluster)
+        changes = SpecChanges(pools=policy, router=router)
+        spec = parse_spec(changes.applied(load_spec(cluster).model_dump(exclude_unset=True)))
         source = source_of(spec, hardware=hardware, profile=profile, model=model)
         traffic = traffic_of(workload)
         with progress(show=not no_progress) as on_progress:

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from kvrelay.cli.console import USAGE, CliError, JsonOption
+from kvrelay.cli.groups import grouped
+from kvrelay.cli.spec_flags import ClusterFlags, PoolFlags, RouterFlags, SpecChanges, TransferFlags
 
 HELP = """Start a cluster and serve until Ctrl-C.
 
@@ -37,21 +39,17 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(help=HELP)(up)
+    app.command(help=HELP)(grouped(up))
 
 
 def up(
+    cluster: ClusterFlags,
+    pool: PoolFlags,
+    router: RouterFlags,
+    transfer: TransferFlags,
     spec: Annotated[Path | None, typer.Argument(help="A cluster spec, YAML. See configs/.")] = None,
-    model: Annotated[str | None, typer.Option(help="A Hugging Face directory or hub id.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
-    name: Annotated[str | None, typer.Option(help="The cluster's name. Default: the spec's, or kvrelay.")] = None,
-    host: Annotated[str | None, typer.Option(help="The address to listen on. Default: loopback only.")] = None,
-    port: Annotated[int | None, typer.Option(help="Where to listen; 0: any free one. Default: 50051.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker, such as 2GiB.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What requests call the model.")] = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray: auto, or HOST:PORT.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; end it with kvrelay down.")
@@ -62,16 +60,9 @@ def up(
     from cluster.spec.errors import SpecError
     from cluster.spec.resolve import why_not_served
 
-    flags = {
-        "model": model,
-        "name": name,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "served_model_name": served_model_name,
-    }
-    pool_flags = {"kv_memory": kv_memory}
+    changes = SpecChanges(cluster=cluster, router=router, pools=pool, transfer=transfer)
     try:
-        wanted = build_spec(spec, flags, {"host": host, "port": port}, pool_flags, prefill, decode)
+        wanted = build_spec(spec, changes, prefill, decode)
         if why := why_not_served(wanted):
             raise SpecError(why)
     except SpecError as error:
@@ -90,19 +81,11 @@ def up(
     raise typer.Exit(serving.serve(wanted, address=address, secret=secret, mode=mode, view=view))  # type: ignore[arg-type]
 
 
-def build_spec(
-    path: Path | None,
-    flags: dict[str, Any],
-    router_flags: dict[str, Any],
-    pool_flags: dict[str, Any],
-    prefill: int | None,
-    decode: int | None,
-) -> Any:
+def build_spec(path: Path | None, changes: SpecChanges, prefill: int | None, decode: int | None) -> Any:
     """The spec that file and flags make together: a flag wins over the file. Raises SpecError, CliError."""
     from cluster.spec.load import load_spec, parse_spec
 
-    given = _given(flags)
-    if path is None and "model" not in given:
+    if path is None and "model" not in changes.cluster:
         raise CliError("nothing to serve; give a spec file, or --model DIR", USAGE)
     if path is not None and (prefill is not None or decode is not None):
         raise CliError("--prefill and --decode do not go with a spec; change replicas in its pools", USAGE)
@@ -111,10 +94,7 @@ def build_spec(
         data: dict[str, Any] = {"pools": [{"role": role, "replicas": 1 if n is None else n} for role, n in pools]}
     else:
         data = load_spec(path).model_dump(exclude_unset=True)
-    data |= given
-    data["router"] = data.get("router", {}) | _given(router_flags)
-    data["pools"] = [dict(pool) | _given(pool_flags) for pool in data["pools"]]
-    return parse_spec(data)
+    return parse_spec(changes.applied(data))
 
 
 def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
@@ -138,7 +118,3 @@ def check_name(name: str) -> None:
             f"a cluster named {name} runs already (process {running.pid}); end it with `kvrelay down {name}`, "
             "or give another --name"
         )
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flags.items() if value is not None}
