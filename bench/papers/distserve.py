@@ -34,7 +34,9 @@ from placement.goodput.targets import Targets
 from placement.papers.distserve.coefficients import DistServeCatalog, Engine, distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.plan import Slo
-from placement.search.placements import Market, Spent, find_colocated, find_pairs, find_phase, usable_degrees
+from placement.search.placements import find_pairs
+from placement.search.problem import PlacementProblem, SearchLog
+from placement.search.screening import screen_colocated, screen_phase, usable_offers
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.systems import System
 from placement.workload.requests import Workload, read_request_list
@@ -174,9 +176,9 @@ def searches(runner: Runner) -> list[dict[str, Any]]:
     return rows
 
 
-def market_of(model: str, slo_s: Sequence[float], dataset: str) -> Market:
+def problem_of(model: str, slo_s: Sequence[float], dataset: str) -> PlacementProblem:
     catalog = DistServeCatalog(name=model, has_link=False)
-    return Market(
+    return PlacementProblem(
         catalog=catalog,
         offer_of=offers_of(catalog),
         traffic=Traffic(source=requests(dataset)),
@@ -188,12 +190,14 @@ def market_of(model: str, slo_s: Sequence[float], dataset: str) -> Market:
 def best_pairs(
     runner: Runner, model: str, slo_s: Sequence[float], dataset: str, max_gpus: int
 ) -> list[tuple[str, float]]:
-    market, spent = market_of(model, slo_s, dataset), Spent()
-    offers = usable_degrees(market, max_gpus, spent)
-    prefills = find_phase(market, runner, "prefill", offers, spent)
-    decodes = find_phase(market, runner, "decode", offers, spent)
-    pairs = find_pairs(market, runner, prefills, decodes, max_gpus, spent)
-    return [(trial.candidate.label, round(trial.promised / trial.candidate.gpus, 3)) for trial, _ in pairs]
+    problem, log = problem_of(model, slo_s, dataset), SearchLog()
+    offers = usable_offers(problem, max_gpus, log)
+    prefills = screen_phase(problem, runner, "prefill", offers, log)
+    decodes = screen_phase(problem, runner, "decode", offers, log)
+    pairs = find_pairs(problem, runner, prefills, decodes, max_gpus, log)
+    return [
+        (placement.candidate.label, round(placement.promised / placement.candidate.gpus, 3)) for placement, _ in pairs
+    ]
 
 
 # the paper
@@ -206,20 +210,21 @@ def placements(runner: Runner) -> list[dict[str, Any]]:
         if model == "opt-175b":
             rows.append(row | {"ours": "DistServe published no coefficients of this model"})
             continue
-        market, spent = market_of(model, SLOS[model, dataset], dataset), Spent()
-        offers = usable_degrees(market, 8, spent)
-        tables = {role: find_phase(market, runner, role, offers, spent) for role in ("prefill", "decode")}  # type: ignore[arg-type]
-        pairs = find_pairs(market, runner, tables["prefill"], tables["decode"], 8, spent)
-        colocated = find_colocated(market, runner, offers, spent)
+        problem, log = problem_of(model, SLOS[model, dataset], dataset), SearchLog()
+        offers = usable_offers(problem, 8, log)
+        tables = {role: screen_phase(problem, runner, role, offers, log) for role in ("prefill", "decode")}  # type: ignore[arg-type]
+        pairs = find_pairs(problem, runner, tables["prefill"], tables["decode"], 8, log)
+        colocated = screen_colocated(problem, runner, offers, log)
         for role, found in tables.items():
             row[f"algorithm_1_{role}"] = [[str(one.offer.degrees), round(one.per_gpu, 3)] for one in found[:4]]
         row["best_pairs"] = [
-            [trial.candidate.label, round(trial.promised / trial.candidate.gpus, 3)] for trial, _ in pairs[:4]
+            [placement.candidate.label, round(placement.promised / placement.candidate.gpus, 3)]
+            for placement, _ in pairs[:4]
         ]
         row["best_colocated_same_profile"] = [
             [one.unit.label, round(one.per_gpu, 3)] for one in colocated[:2] if one.unit is not None
         ]
-        row["refused"] = dict(list(spent.refused.items())[:4])
+        row["refused"] = dict(list(log.refused.items())[:4])
         rows.append(row)
     return rows
 

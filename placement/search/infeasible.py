@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from placement.catalogs.base import Offer, PlanError
-from placement.goodput.bounds import floor_share, floors_s, relaxed
-from placement.search.placements import Alone, Market, PhaseRole, Spent, floor_sentence, ms
+from placement.goodput.bounds import decode_alone_s, floor_share, floors_s, mean_context, relaxed
+from placement.goodput.targets import Targets
+from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
 
 
-def raise_if_nothing_fits(market: Market, offers: Sequence[Offer], spent: Spent, num_gpus: int) -> None:
+def raise_if_nothing_fits(problem: PlacementProblem, offers: Sequence[Offer], log: SearchLog, num_gpus: int) -> None:
     """A model that no degree holds, requests that no worker holds, targets that no degree meets when idle."""
-    model, hardware = market.catalog.model, market.hardware
+    model, hardware = problem.catalog.model, problem.hardware
     if not offers:
-        reason = next(iter(spent.refused.values()), f"no degree takes {num_gpus} or fewer GPUs")
+        reason = next(iter(log.refused.values()), f"no degree takes {num_gpus} or fewer GPUs")
         raise PlanError(f"{model} fits nowhere on {num_gpus} x {hardware}: {reason}")
-    _raise_if_too_long(market, offers)
+    _raise_if_too_long(problem, offers)
     for role in ("prefill", "decode"):
-        _raise_if_too_slow(market, role, offers)
+        _raise_if_too_slow(problem, role, offers)
 
 
-def _raise_if_too_long(market: Market, offers: Sequence[Offer]) -> None:
-    source = market.traffic.source
+def _raise_if_too_long(problem: PlacementProblem, offers: Sequence[Offer]) -> None:
+    source = problem.traffic.source
     roomiest = max(offers, key=lambda offer: offer.kv_tokens)
     total = source.prompt_len + source.output_len
     over = float((total > roomiest.kv_tokens).mean())
-    if over > 1 - market.targets.slo.attainment:
+    if over > 1 - problem.targets.slo.attainment:
         row = int(np.argmax(total))
         raise PlanError(
             f"{source.name}: request {row} has {total[row]:,} tokens, and the roomiest worker ({roomiest.degrees}) "
@@ -36,34 +38,34 @@ def _raise_if_too_long(market: Market, offers: Sequence[Offer]) -> None:
         )
 
 
-def _raise_if_too_slow(market: Market, role: PhaseRole, offers: Sequence[Offer]) -> None:
+def _raise_if_too_slow(problem: PlacementProblem, role: PhaseRole, offers: Sequence[Offer]) -> None:
     """TPOT 5 ms: one decode step of this model at batch 1 takes 9.1 ms on this GPU even at TP 8."""
     is_prefill = role == "prefill"
-    only = relaxed(market.targets, tpot=is_prefill, ttft=not is_prefill)
-    source = market.traffic.source
+    only = relaxed(problem.targets, tpot=is_prefill, ttft=not is_prefill)
+    source = problem.traffic.source
     pairs = [(offer if is_prefill else None, None if is_prefill else offer) for offer in offers]
     if any(floor_share(prefill, decode, source, only) >= 0 for prefill, decode in pairs):
         return
     floors = [floors_s(prefill, decode, source) for prefill, decode in pairs]
     times = [float((ttft if is_prefill else tpot).mean()) for ttft, tpot in floors]
     fastest = offers[int(np.argmin(times))]
-    slos = [one.slo for one in market.targets.classes] or [market.targets.slo]
+    slos = [one.slo for one in problem.targets.classes] or [problem.targets.slo]
     target_s = min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
-    sentence = floor_sentence(market, role, fastest, target_s).replace(" at TP", " even at TP")
+    sentence = floor_sentence(problem, role, fastest, target_s).replace(" at TP", " even at TP")
     raise PlanError(f"{sentence}; ask for a longer {'TTFT' if is_prefill else 'TPOT'} or faster hardware")
 
 
 def why_nothing(
-    market: Market,
+    problem: PlacementProblem,
     offers: Sequence[Offer],
-    spent: Spent,
+    log: SearchLog,
     num_gpus: int,
-    prefills: Sequence[Alone],
-    decodes: Sequence[Alone],
-    colocated: Sequence[Alone],
+    prefills: Sequence[WorkerGoodput],
+    decodes: Sequence[WorkerGoodput],
+    colocated: Sequence[WorkerGoodput],
 ) -> str:
     """Each phase could keep its target when idle, and yet no cluster was found."""
-    slo = market.targets.slo
+    slo = problem.targets.slo
     if prefills and decodes:
         least = min(one.gpus for one in prefills) + min(one.gpus for one in decodes)
         if least > num_gpus and not colocated:
@@ -82,3 +84,42 @@ def why_nothing(
         f"{target}: no {role} worker of up to {max(offer.degrees.gpus for offer in offers)} GPUs keeps it for "
         f"{slo.attainment:.0%} of requests but when idle; ask for a longer one or allow more GPUs to a worker"
     )
+
+
+# with nobody else there
+
+
+def idle_reason(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> str:
+    """Why a worker misses its target with nobody else there; nothing when it does not."""
+    source, targets = problem.traffic.source, problem.targets
+    is_prefill = role == "prefill"
+    only = relaxed(targets, tpot=is_prefill, ttft=not is_prefill)
+    if floor_share(offer if is_prefill else None, None if is_prefill else offer, source, only) >= 0:
+        return ""
+    slo = _strictest(targets, is_prefill)
+    return floor_sentence(problem, role, offer, slo)
+
+
+def _strictest(targets: Targets, is_prefill: bool) -> float:
+    slos = [one.slo for one in targets.classes] or [targets.slo]
+    return min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
+
+
+def floor_sentence(problem: PlacementProblem, role: PhaseRole, offer: Offer, target_s: float) -> str:
+    """TTFT 100 ms: a prompt of 2,735 tokens takes 310 ms alone on A100 at TP 8."""
+    source, model = problem.traffic.source, problem.catalog.model
+    where = f"on {problem.hardware} at {offer.degrees}"
+    if role == "decode":
+        step_s = decode_alone_s(offer, math.ceil(mean_context(source)))
+        return f"TPOT {ms(target_s)}: one decode step of {model} at batch 1 takes {ms(step_s)} {where}"
+    ttft, _ = floors_s(offer, None, source)
+    order = sorted(range(len(ttft)), key=lambda i: float(ttft[i]))
+    at = order[min(len(order) - 1, int(problem.targets.slo.attainment * len(order)))]
+    prompt = int(source.prompt_len[at])
+    share = f"P{100 * problem.targets.slo.attainment:.0f}"
+    return f"TTFT {ms(target_s)}: a prompt of {prompt:,} tokens ({share}) takes {ms(float(ttft[at]))} alone {where}"
+
+
+def ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

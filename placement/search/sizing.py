@@ -1,5 +1,6 @@
-"""growth sizes a cluster for a rate: simulate the whole, and give one worker more to the pool that binds until the SLO
-is kept; then see whether the other pool can do with less. It says which pool that is, from where requests were late.
+"""sizing finds how big a cluster a rate needs: simulate the whole, and give one more worker to the pool that binds till
+the SLO is kept; then see whether the other pool can do with less. It says which pool that is, from where requests were
+late.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from placement.catalogs.base import Degrees, Offer
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Pool, RatePoint
-from placement.search.placements import Trial, system_of, with_candidate
+from placement.search.placements import Placement, system_of, with_candidate
 from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
@@ -46,10 +47,10 @@ def estimate_job(job: EstimateJob) -> Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateJob:
-    """`offers` of the trial's pools, in their order."""
+class SizingJob:
+    """`offers` of the placement's pools, in their order."""
 
-    trial: Trial
+    placement: Placement
     offers: tuple[Offer, ...]
     rate: float
     traffic: Traffic
@@ -60,8 +61,8 @@ class RateJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sized:
-    trial: Trial
+class SizedPlacement:
+    placement: Placement
     keeps_slo: bool
     num_simulated: int
     cpu_s: float
@@ -86,40 +87,40 @@ def with_one_more(candidate: Candidate, role: Literal["prefill", "decode", "colo
     return replace(candidate, pools=pools)
 
 
-def size_for_rate(job: RateJob) -> Sized:
-    offers = dict(zip((pool.degrees for pool in job.trial.candidate.pools), job.offers, strict=True))
+def size_for_rate(job: SizingJob) -> SizedPlacement:
+    offers = dict(zip((pool.degrees for pool in job.placement.candidate.pools), job.offers, strict=True))
 
     def offer_of(degrees: Degrees, within_node: bool) -> Offer:
         return offers[degrees]
 
-    spent = [0, 0.0]
+    log = [0, 0.0]
 
     def look(candidate: Candidate) -> Estimate:
-        trial = with_candidate(job.trial, candidate)
+        placement = with_candidate(job.placement, candidate)
         found = estimate(
-            system_of(trial, offer_of),
+            system_of(placement, offer_of),
             job.traffic,
             job.rate,
             job.targets,
             effort=job.effort,
             seed=job.seed,
-            copies=trial.copies,
+            copies=placement.copies,
         )
-        spent[0] += found.num_simulated
-        spent[1] += found.cpu_s
+        log[0] += found.num_simulated
+        log[1] += found.cpu_s
         return found
 
-    candidate = job.trial.candidate
+    candidate = job.placement.candidate
     found = look(candidate)
     for _ in range(MOST_ADDED):
         if found.keeps_slo:
             break
-        candidate = more(job.trial, candidate, _role_to_add(candidate, found))
+        candidate = more(job.placement, candidate, _role_to_add(candidate, found))
         found = look(candidate)
     if found.keeps_slo:
-        candidate = _trimmed(job.trial, candidate, look)
-    trial = replace(with_candidate(job.trial, candidate), promised=job.rate)
-    return Sized(trial=trial, keeps_slo=found.keeps_slo, num_simulated=int(spent[0]), cpu_s=spent[1])
+        candidate = _trimmed(job.placement, candidate, look)
+    placement = replace(with_candidate(job.placement, candidate), promised=job.rate)
+    return SizedPlacement(placement=placement, keeps_slo=found.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
 
 
 def _role_to_add(candidate: Candidate, found: Estimate) -> Literal["prefill", "decode", "colocated"]:
@@ -129,19 +130,19 @@ def _role_to_add(candidate: Candidate, found: Estimate) -> Literal["prefill", "d
 
 
 def more(
-    trial: Trial, candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1
+    placement: Placement, candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1
 ) -> Candidate:
     """`count` workers of the role more; of whole pairs, where those are repeated."""
-    if trial.copies == 1:
+    if placement.copies == 1:
         return with_one_more(candidate, role, count)
     return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + count) for p in candidate.pools))
 
 
-def _trimmed(trial: Trial, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
+def _trimmed(placement: Placement, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
     """Less of any pool, one worker at a time, as long as the SLO is kept."""
     for pool in candidate.pools:
         while True:
-            less = more(trial, candidate, pool.role, -1)
+            less = more(placement, candidate, pool.role, -1)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
                 break
             candidate = less

@@ -1,0 +1,224 @@
+"""PlanAnswer makes a Plan of what was tried: the best one's interval with the latency model's error, curves to draw,
+the rate asked for, which pool binds, and the sentences about it. What is best is decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from placement.goodput.estimate import Effort, Estimate
+from placement.goodput.search import find_goodput
+from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
+from placement.search.advice import Findings, advise
+from placement.search.clusters import JOINT
+from placement.search.placements import Placement, goodput_problem, system_of
+from placement.search.problem import PlanSearch, WorkerGoodput
+from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_one_more
+from placement.workload.lengths import fit_arrivals
+
+FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
+CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
+CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
+CURVES = 4  # candidates that get them
+BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
+MANY = 100  # requests, whose arrivals say something
+QUESTION_KEYS = (
+    "num_gpus",
+    "rate",
+    "budget_usd_per_hour",
+    "max_pp",
+    "colocated",
+    "algorithm",
+    "burstiness",
+    "thoroughness",
+    "is_replay",
+    "seed",
+    "objective",
+)
+
+
+class PlanAnswer:
+    def __init__(self, search: PlanSearch, placements: Sequence[Placement]) -> None:
+        """`placements`: of all that was tried."""
+        self.search = search
+        self.question = search.question
+        self.problem = search.problem
+        self.placements = {placement.candidate: placement for placement in placements}
+
+    def plan(self, tried: Sequence[Goodput], phases: Mapping[str, Sequence[WorkerGoodput]]) -> Plan:
+        """`tried`: what has a goodput, the best first."""
+        chosen = self._with_error(tried[0])
+        tried = self._with_curves([chosen, *tried[1:]])
+        chosen = tried[0]
+        rate = self.question.rate or chosen.goodput.value
+        at_rate, knee = self._at_rate_and_knee(chosen, rate)
+        binding, relief = self._relieved(chosen, knee)
+        headroom = max(0.0, 1 - rate / chosen.goodput.value)
+        return Plan(
+            asked=self._asked(),
+            slo=self.question.slo,
+            objective=self.question.objective,
+            chosen=chosen,
+            at_rate=at_rate.point,
+            binding=binding,
+            headroom=headroom,
+            tried=tuple(tried),
+            refused=dict(sorted(self.search.log.refused.items())),
+            advice=tuple(advise(self._findings(tried, binding, relief, headroom))),
+            sources=self._sources(chosen),
+            phase_goodput={
+                role: tuple((str(worker.offer.degrees), worker.per_gpu) for worker in workers)
+                for role, workers in phases.items()
+            },
+            num_simulated=self.search.log.num_simulated,
+        )
+
+    def _findings(
+        self, tried: Sequence[Goodput], binding: Pool, relief: Mapping[str, float], headroom: float
+    ) -> Findings:
+        chosen = tried[0]
+        return Findings(
+            chosen=chosen,
+            tried=tried,
+            binding=binding,
+            relief=relief,
+            headroom=headroom,
+            rate=self.question.rate,
+            copies=self._placement_of(chosen.candidate).copies,
+            error=self.search.error_of(chosen.candidate),
+            asked_colocated=self.question.colocated,
+            arrivals=self._arrivals(),
+        )
+
+    # what else is simulated
+
+    def _with_error(self, chosen: Goodput) -> Goodput:
+        """Its interval, searched at times so much longer and shorter as the latency model may be wrong."""
+        error = self.search.error_of(chosen.candidate)
+        if not error:
+            return chosen
+        value = chosen.goodput.value
+        placement = self._placement_of(chosen.candidate)
+        searches = [
+            replace(
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor),
+                top=1.05 * value / factor,
+            )
+            for factor in (1 + error, 1 - min(error, 0.9))
+        ]
+        slow, fast = self.search.runner.map(find_goodput, searches, "with the latency model's error")
+        for knee in (slow, fast):
+            self.search.log.count(knee)
+        low, high = min(value, slow.goodput.low), max(value, fast.goodput.high)
+        return replace(chosen, goodput=Interval(value, low, high))
+
+    def _with_curves(self, tried: Sequence[Goodput]) -> list[Goodput]:
+        """A few more points for each, so that its curve can be drawn from an idle cluster to an overloaded one."""
+        shown = tried[:CURVES]
+        wanted = [(goodput.candidate, share * goodput.goodput.value, 0.0) for goodput in shown for share in CURVE_AT]
+        estimates = iter(self._estimates(wanted, CURVE))
+        curves = [[*goodput.curve, *(next(estimates).point for _ in CURVE_AT)] for goodput in shown]
+        curves += [list(goodput.curve) for goodput in tried[CURVES:]]
+        return [replace(goodput, curve=_falling(curve)) for goodput, curve in zip(tried, curves, strict=True)]
+
+    def _at_rate_and_knee(self, chosen: Goodput, rate: float) -> tuple[Estimate, Estimate]:
+        candidate, value = chosen.candidate, chosen.goodput.value
+        wanted = [(candidate, rate, self.search.error_of(candidate)), (candidate, BEYOND[0] * value, 0.0)]
+        at_rate, knee = self._estimates(wanted, FINAL)
+        for factor in BEYOND[1:]:
+            if knee.keeps_slo:  # what binds shows only where something is late
+                (knee,) = self._estimates([(candidate, factor * value, 0.0)], FINAL)
+        return at_rate, knee
+
+    def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
+        """Which pool binds: where one worker more helps most just above the goodput. Attainment by what was added."""
+        candidate, as_it_is = chosen.candidate, {"": knee.point.attainment.value}
+        if candidate.is_colocated:
+            return "none", as_it_is
+        binding: Pool = binding_pool(knee.point, knee.missed_ttft, knee.missed_tpot)
+        if self._placement_of(candidate).copies > 1:
+            return binding, as_it_is
+        variants = {role: with_one_more(candidate, role) for role in ("prefill", "decode")}
+        estimates = self._estimates([(variant, knee.point.rate, 0.0) for variant in variants.values()], CURVE)
+        relief = {role: at.point.attainment.value for role, at in zip(variants, estimates, strict=True)}
+        if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
+            binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
+        return binding, as_it_is | relief
+
+    def _estimates(self, wanted: Sequence[tuple[Candidate, float, float]], effort: Effort) -> list[Estimate]:
+        """Of each candidate at a rate, with the latency model wrong by so much."""
+        jobs = []
+        for candidate, rate, error in wanted:
+            placement = self._placement_of(candidate)
+            jobs.append(
+                EstimateJob(
+                    system=system_of(placement, self.problem.offer_of),
+                    copies=placement.copies,
+                    traffic=self.problem.traffic,
+                    rate=rate,
+                    targets=self.problem.targets,
+                    effort=effort.times(self.question.thoroughness),
+                    seed=self.problem.seed,
+                    error=error,
+                )
+            )
+        estimates = self.search.runner.map(estimate_job, jobs, "curves")
+        for estimate in estimates:
+            self.search.log.count(estimate)
+        return estimates
+
+    def _placement_of(self, candidate: Candidate) -> Placement:
+        """How it was tried; with one worker more, how its like was."""
+        if candidate in self.placements:
+            return self.placements[candidate]
+        degrees = [pool.degrees for pool in candidate.pools]
+        like = next(
+            placement
+            for tried, placement in self.placements.items()
+            if [pool.degrees for pool in tried.pools] == degrees
+        )
+        return replace(like, candidate=candidate)
+
+    # in words
+
+    def _arrivals(self) -> str:
+        """What drawn arrivals leave out of the trace's own."""
+        source = self.problem.traffic.source
+        if self.question.is_replay or len(source) < MANY or not source.duration_s:
+            return ""
+        return fit_arrivals(source).warning
+
+    def _asked(self) -> dict[str, Any]:
+        catalog, source = self.problem.catalog, self.problem.traffic.source
+        return {
+            "model": catalog.model,
+            "hardware": catalog.hardware,
+            "workload": source.name,
+            "requests": len(source),
+            "slo": self.question.slo,
+            "classes": self.question.classes,
+            **{key: getattr(self.question, key) for key in QUESTION_KEYS},
+        }
+
+    def _sources(self, chosen: Goodput) -> dict[str, str]:
+        offer = self.problem.offer_of(chosen.candidate.pools[0].degrees, True)
+        drawn = f"gamma arrivals of burstiness {self.question.burstiness:g}"
+        arrivals = "its own arrivals" if self.question.is_replay else drawn
+        return {
+            "latency": offer.latency.source,
+            "hardware": self.problem.hardware,
+            "workload": f"{self.problem.traffic.source.name}: lengths drawn from it, {arrivals}",
+        }
+
+
+def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:
+    """By rate, without the points that a run too short to settle has flattered: more of them cannot be in time than at
+    a lower rate."""
+    kept: list[RatePoint] = []
+    for point in sorted(curve, key=lambda point: point.rate):
+        least = min((before.attainment.value for before in kept), default=1.0)
+        if point.is_settled or point.attainment.value <= least + 0.02:
+            kept.append(point)
+    return tuple(kept)

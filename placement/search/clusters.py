@@ -1,0 +1,139 @@
+"""Whole clusters are simulated here: each placement's goodput, and those of its neighbours where they may be better.
+
+For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
+sized until it keeps the SLO there (placement/search/sizing.py). The best are simulated again by longer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from placement.goodput.estimate import Effort
+from placement.goodput.search import Knee, find_goodput, verify_goodput
+from placement.plan import Candidate, Goodput, Interval
+from placement.search.placements import Placement, goodput_problem
+from placement.search.problem import PlanSearch
+from placement.search.sizing import SizingJob, binding_pool, size_for_rate, with_one_more
+
+LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
+JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedCluster:
+    placement: Placement
+    knee: Knee
+    goodput: Goodput
+
+
+def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> list[SimulatedCluster]:
+    """Each one's goodput; then a worker moved from one pool to the other where that may help the best."""
+    clusters = _goodputs(search, placements, "whole clusters")
+    done = {placement.candidate for placement in placements}
+    for _ in range(2):
+        two_pools = [cluster for cluster in clusters if not cluster.placement.candidate.is_colocated]
+        if not two_pools:
+            break
+        best = max(two_pools, key=lambda cluster: search.score(cluster.goodput))
+        moved = _moved(search, best)
+        if moved is None or moved.candidate in done:
+            break
+        done.add(moved.candidate)
+        clusters += _goodputs(search, [moved], "neighbours of the best")
+    return clusters
+
+
+def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[SimulatedCluster]:
+    """Each one sized until it keeps the SLO at the rate, then its goodput."""
+    problem = search.problem
+    jobs = [
+        SizingJob(
+            placement=placement,
+            offers=tuple(problem.offer_of(pool.degrees, placement.within_node) for pool in placement.candidate.pools),
+            rate=rate,
+            traffic=problem.traffic,
+            targets=problem.targets,
+            effort=JOINT.times(search.question.thoroughness),
+            seed=problem.seed,
+            gpus_per_node=problem.catalog.gpus_per_node,
+        )
+        for placement in placements
+    ]
+    by_candidate: dict[Candidate, Placement] = {}
+    for sized in search.runner.map(size_for_rate, jobs, "clusters for the rate"):
+        search.log.count(sized)
+        if sized.keeps_slo:
+            by_candidate.setdefault(sized.placement.candidate, sized.placement)
+    kept = list(by_candidate.values())
+    searches = [
+        replace(goodput_problem(problem, placement, effort=JOINT), bottom=rate, top=1.25 * rate) for placement in kept
+    ]
+    return _clusters(search, kept, search.runner.map(find_goodput, searches, "headroom"))
+
+
+def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[SimulatedCluster]:
+    """The best of two pools and the best colocated one by longer runs, until those that are best are verified."""
+    clusters = list(clusters)
+    done: set[Candidate] = set()
+    while True:
+        best: dict[bool, SimulatedCluster] = {}
+        for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
+            if cluster.goodput.goodput.value:
+                best.setdefault(cluster.placement.candidate.is_colocated, cluster)
+        now = [cluster for cluster in best.values() if cluster.placement.candidate not in done]
+        if not now:
+            return clusters
+        placements = [cluster.placement for cluster in now]
+        searches = [
+            replace(goodput_problem(search.problem, cluster.placement, effort=LONG), earlier=cluster.knee.estimates)
+            for cluster in now
+        ]
+        knees = search.runner.map(verify_goodput, searches, "the best again, longer")
+        done |= {placement.candidate for placement in placements}
+        others = [cluster for cluster in clusters if cluster not in now]
+        clusters = others + _clusters(search, placements, knees)
+
+
+def _goodputs(search: PlanSearch, placements: Sequence[Placement], what: str) -> list[SimulatedCluster]:
+    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
+    return _clusters(search, placements, search.runner.map(find_goodput, searches, what))
+
+
+def _clusters(search: PlanSearch, placements: Sequence[Placement], knees: Sequence[Knee]) -> list[SimulatedCluster]:
+    for knee in knees:
+        search.log.count(knee)
+    return [
+        SimulatedCluster(placement=placement, knee=knee, goodput=_goodput(search, placement.candidate, knee))
+        for placement, knee in zip(placements, knees, strict=True)
+    ]
+
+
+def _goodput(search: PlanSearch, candidate: Candidate, knee: Knee) -> Goodput:
+    cost, error = search.problem.catalog.cost, search.error_of(candidate)
+    value = knee.goodput
+    return Goodput(
+        candidate=candidate,
+        goodput=Interval(value.value, value.low / (1 + error), value.high / (1 - min(error, 0.9))),
+        curve=tuple(estimate.point for estimate in knee.estimates),
+        usd_per_hour=candidate.gpus * cost.usd_per_gpu_hour,
+        watts=candidate.gpus * cost.watts_per_gpu,
+    )
+
+
+def _moved(search: PlanSearch, cluster: SimulatedCluster) -> Placement | None:
+    """One worker more where it binds, one or more less in the other pool, within the GPUs there are."""
+    placement, miss = cluster.placement, cluster.knee.first_miss
+    if placement.candidate.is_colocated or placement.copies > 1 or miss is None:
+        return None
+    binding = binding_pool(miss.point, miss.missed_ttft, miss.missed_tpot)
+    more = with_one_more(placement.candidate, "decode" if binding == "decode" else "prefill")
+    other = 0 if binding == "decode" else 1
+    while more.gpus > search.num_gpus:
+        pool = more.pools[other]
+        if pool.replicas < 2:
+            return None
+        pools = list(more.pools)
+        pools[other] = replace(pool, replicas=pool.replicas - 1)
+        more = replace(more, pools=tuple(pools))
+    return replace(placement, candidate=more)

@@ -1,0 +1,98 @@
+"""PlacementProblem is what all simulations of one plan have in common, PlanSearch the plan under way, SearchLog what it
+has cost, WorkerGoodput what one worker is worth. Nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from placement.build.from_offers import OfferOf
+from placement.catalogs.base import Catalog, Offer
+from placement.goodput.runner import Runner
+from placement.goodput.targets import Targets
+from placement.plan import Candidate, Goodput, Interval
+from placement.search.question import PlanQuestion
+from placement.workload.traffic import Traffic
+
+PhaseRole = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementProblem:
+    """What is planned for, and what there is to buy."""
+
+    catalog: Catalog
+    offer_of: OfferOf
+    traffic: Traffic
+    targets: Targets
+    seed: int = 0
+    max_pp: int = 1
+    thoroughness: float = 1.0  # so many times the requests of a run
+
+    @property
+    def hardware(self) -> str:
+        return self.catalog.hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGoodput:
+    """One worker, simulated alone: a phase of Algorithm 1, or a colocated one. `unit`: the candidate of one worker."""
+
+    offer: Offer
+    goodput: Interval  # requests/s of the worker
+    unit: Candidate | None = None  # colocated
+
+    @property
+    def gpus(self) -> int:
+        return self.offer.degrees.gpus
+
+    @property
+    def per_gpu(self) -> float:
+        return self.goodput.value / self.gpus
+
+
+class Simulated(Protocol):
+    @property
+    def num_simulated(self) -> int: ...
+
+    @property
+    def cpu_s(self) -> float: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchLog:
+    """What a search cost, and what was refused on its way."""
+
+    num_simulated: int = 0
+    cpu_s: float = 0.0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def count(self, simulated: Simulated) -> None:
+        self.num_simulated += simulated.num_simulated
+        self.cpu_s += simulated.cpu_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSearch:
+    """`num_gpus`: at most; for a rate, what a single worker may take."""
+
+    question: PlanQuestion
+    problem: PlacementProblem
+    runner: Runner
+    log: SearchLog
+    num_gpus: int
+
+    def error_of(self, candidate: Candidate) -> float:
+        """How wrong the latency model may be, as a share of every time."""
+        return max(self.problem.offer_of(pool.degrees, True).error for pool in candidate.pools)
+
+    def score(self, goodput: Goodput) -> tuple[float, float]:
+        """By the objective: more is better."""
+        gpus = goodput.candidate.gpus
+        if self.question.rate:
+            return (-gpus if goodput.goodput.value else -math.inf, goodput.goodput.value)
+        if self.question.objective == "goodput":
+            return (goodput.goodput.value, -gpus)
+        return (goodput.per_gpu, goodput.goodput.value)
