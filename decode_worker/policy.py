@@ -92,7 +92,7 @@ class DecodeRequest:
 class DecodeSchedule:
     """A DecodeBatch without entries: who computes a token next, by age."""
 
-    requests: Sequence[DecodeRequest]
+    requests: list[DecodeRequest]
     joined: tuple[str, ...]
     preempted: tuple[str, ...]
 
@@ -191,7 +191,7 @@ class DecodePolicy:
             request.computed_len += 1
             self._drop_if_unused(request)
 
-    def on_steps_done(self, requests: Sequence[DecodeRequest], steps: int) -> None:
+    def on_steps_done(self, requests: list[DecodeRequest], steps: int) -> None:
         """What was scheduled for these requests is computed, and `steps` - 1 more tokens of each, in pages it has."""
         for request in requests:
             request.scheduled_len += steps - 1

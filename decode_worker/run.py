@@ -12,8 +12,6 @@ next one, in the order of the steps. The lengths of the requests lag behind unti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from decode_worker.policy import DecodePolicy, DecodeRequest, DecodeSchedule
 
 
@@ -23,7 +21,7 @@ class DecodeRun:
     def __init__(self, policy: DecodePolicy) -> None:
         self._policy = policy
         self._pool = policy.pool
-        self._requests: Sequence[DecodeRequest] = ()
+        self._requests: list[DecodeRequest] = []
         self._advanced = 0  # steps
         self._needs_page: dict[int, list[DecodeRequest]] = {}  # by the step, modulo the page size, that needs one more
 
@@ -70,5 +68,5 @@ class DecodeRun:
             self._needs_page.setdefault(-request.scheduled_len % self._pool.page_size, []).append(request)
 
     def end(self) -> None:
-        requests, self._requests = self._requests, ()
+        requests, self._requests = self._requests, []
         self._policy.on_steps_done(requests, self._advanced + 1)
