@@ -11,7 +11,7 @@ another attempt may do better, and the pages come back once neither the engine n
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.pages.pool import pages_for
@@ -38,11 +38,12 @@ class PrefillRole:
     services: Mapping[str, AddToServer] = {}
     waits_for_tokens = False
 
-    def __init__(self, host: RoleHost) -> None:
+    def __init__(self, host: RoleHost, make_policy: Callable[..., PrefillPolicy] = PrefillPolicy) -> None:
+        """`make_policy`: called with the worker's page pool and the options of the policy."""
         self._host = host
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
-        self.policy = PrefillPolicy(host.pool, host.options.policy)
+        self.policy = make_policy(host.pool, host.options.policy)
         self.handoffs = Handoffs(host, self.policy)
         self.requests: dict[str, HeldPrompt] = {}
 

@@ -46,7 +46,7 @@ TransferFlags = Annotated[
     Flags(of=TransferSpec, prefix="transfer_", panels=dict.fromkeys(TransferSpec.model_fields, "Transfer")),
 ]
 # What policies go by, and so makes a difference to a simulation.
-POLICY_KEYS = tuple(knob for kind in ROLES.values() for knob in knobs_of(kind.load_options()))
+POLICY_KEYS = tuple(dict.fromkeys(knob for kind in ROLES.values() for knob in knobs_of(kind.load_options())))
 PolicyFlags = Annotated[
     dict[str, Any], Flags(*POLICY_KEYS, of=PoolSpec, panels={key: _panel(key) for key in POLICY_KEYS})
 ]

@@ -12,6 +12,8 @@ from decode_worker.policy import DecodeOptions
 from placement.latency.base import LatencyModel
 from prefill_worker.policy import PrefillOptions
 
+SIMULATED = ("prefill", "decode")  # roles that have a machine on the virtual clock
+
 
 class SetupError(ValueError):
     """A cluster that cannot be simulated: one sentence naming the key, the value and the mend."""
@@ -77,7 +79,12 @@ class SimCluster:
         for name in names:
             if names.count(name) > 1:
                 raise SetupError(f"two workers are named {name}; give each its own name")
-        for role in ("prefill", "decode"):
+        for worker in self.workers:
+            if worker.role not in SIMULATED:
+                raise SetupError(
+                    f"{worker.name} has the role {worker.role}, which is not simulated; give {' or '.join(SIMULATED)}"
+                )
+        for role in SIMULATED:
             if all(worker.role != role for worker in self.workers):
                 raise SetupError(f"no worker has the role {role}; give at least one")
         for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):

@@ -4,20 +4,12 @@ changed. The spec, the command's help, the page of the docs, the workers and the
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = (
-    *("cluster", "configs", "decode_worker", "docs", "engine", "kv_transfer", "kvrelay", "placement"),
-    *("prefill_worker", "worker"),
-)
-BEFORE = "class DecodeOptions:\n"
+from tests.trials.tree import copied, inserted, run
+
 KNOB = '    patience_steps: int = knob(3, "that a made-up knob waits for", unit="steps", ge=1)\n'
 ASKED = """
 import json
@@ -56,22 +48,9 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tree = tmp_path_factory.mktemp("tree")
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    policy = tree / "decode_worker" / "policy.py"
-    source = policy.read_text()
-    assert source.count(BEFORE) == 1
-    policy.write_text(source.replace(BEFORE, BEFORE + KNOB))
+    tree = copied(tmp_path_factory.mktemp("tree"))
+    inserted(tree / "decode_worker" / "policy.py", "class DecodeOptions:\n", KNOB)
     return tree
-
-
-def run(tree: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
-    call = [sys.executable, *command]
-    done = subprocess.run(call, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_a_new_knob_is_one_line_beside_its_policy(changed: Path) -> None:

@@ -1,0 +1,45 @@
+"""A copy of the sources to change, and what a process says that runs in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (
+    *("cluster", "configs", "decode_worker", "docs", "engine", "kv_transfer", "kvrelay", "placement"),
+    *("prefill_worker", "worker"),
+)
+TIMEOUT_S = 240.0
+
+
+def copied(target: Path) -> Path:
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def inserted(path: Path, before: str, text: str) -> None:
+    """`text` right after the one line `before`."""
+    source = path.read_text()
+    assert source.count(before) == 1, f"{path.name} has {before!r} {source.count(before)} times"
+    path.write_text(source.replace(before, before + text))
+
+
+def environment(tree: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "KVRELAY_"))}
+    state = {"XDG_STATE_HOME": str(tree / "state")}
+    return kept | state | {"PYTHONPATH": str(tree), "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(tree: Path, *command: str) -> str:
+    """stdout of `python COMMAND` in the tree."""
+    call = [sys.executable, *command]
+    done = subprocess.run(
+        call, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
