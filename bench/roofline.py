@@ -30,7 +30,8 @@ from bench.common import about, save
 from placement.catalogs.base import Degrees
 from placement.latency.base import decode_s
 from placement.latency.hardware import Hardware, load_hardware
-from placement.latency.model_shape import ModelShape, load_shape
+from placement.latency.model_files import load_shape
+from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import roofline_latency
 from placement.papers.distserve.coefficients import distserve_degrees, distserve_latency
 from placement.papers.splitwise.table import TABLE

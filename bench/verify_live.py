@@ -43,8 +43,9 @@ from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError
 from placement.build.from_profile import sim_cluster
 from placement.checks.verification import Verification
-from placement.latency.profile import Profile, ProfileLatency
+from placement.latency.profile import Profile
 from placement.latency.profile_file import profile_object, write_profile
+from placement.latency.profile_latency import ProfileLatency
 from placement.plan import Slo, to_json
 from placement.simulator.cluster import SimCluster
 from placement.simulator.simulate import simulate

@@ -15,9 +15,7 @@ from kvrelay.calibrate.points import degree_of, profile_of
 from kvrelay.calibrate.probes import Prober
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
-from placement.latency.profile import (
-    Profile,
-)
+from placement.latency.profile import Profile
 
 LEAST_LEN = 128  # tokens that a sequence may have: a prompt and the steps of a window
 

@@ -11,16 +11,8 @@ from typing import Any
 
 from kvrelay.calibrate.measuring import Measuring, Samples
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
-from placement.latency.profile import (
-    DecodePoint,
-    Fault,
-    PoolFacts,
-    PrefillPoint,
-    Profile,
-    ProfileLatency,
-    SlowdownPoint,
-    TransferPoint,
-)
+from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, SlowdownPoint, TransferPoint
+from placement.latency.profile_latency import ProfileLatency
 
 ROLES = ("prefill", "decode")
 ERROR_SHARE = 0.9

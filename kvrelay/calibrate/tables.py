@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 
 from placement.checks.verification import Row, Verification
-from placement.latency.profile import Profile, ProfileLatency
+from placement.latency.profile import Profile
+from placement.latency.profile_latency import ProfileLatency
 from placement.plan import Slo
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}

@@ -8,10 +8,10 @@ from typing import Any
 
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer
+from placement.catalogs.profile import ProfileCatalog
 from placement.catalogs.roofline import open_catalog
 from placement.checks.margin import load_margin
 from placement.latency.hardware import load_hardware
-from placement.latency.profile import ProfileCatalog
 from placement.latency.profile_file import read_profile
 from placement.papers import registry
 

@@ -15,7 +15,7 @@ from kvrelay.plan import cluster_file as cluster
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
-from placement.latency.model_shape import load_shape, loadable_name
+from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.profile_file import read_profile
 from placement.plan import Plan, to_json
 

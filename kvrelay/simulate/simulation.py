@@ -28,7 +28,8 @@ from placement.goodput.estimate import Effort, burst, estimate
 from placement.goodput.targets import Targets
 from placement.latency.base import LatencyError
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import ModelShape, load_shape
+from placement.latency.model_files import load_shape
+from placement.latency.model_shape import ModelShape
 from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError

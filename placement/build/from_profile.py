@@ -12,7 +12,8 @@ from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
 from engine.knobs import read
 from placement.build.worker import RolePolicy, WorkerModel, sim_worker
-from placement.latency.profile import PoolFacts, Profile, ProfileError, ProfileLatency
+from placement.latency.profile import PoolFacts, Profile, ProfileError
+from placement.latency.profile_latency import ProfileLatency
 from placement.simulator.cluster import SharedHost, SimCluster, SimWorker
 from prefill_worker.policy import PrefillOptions
 from worker.options import REPORT_GAP_S

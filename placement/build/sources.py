@@ -15,7 +15,8 @@ from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import Hardware
 from placement.latency.model_shape import ModelShape
-from placement.latency.profile import Profile, ProfileLatency
+from placement.latency.profile import Profile
+from placement.latency.profile_latency import ProfileLatency
 from prefill_worker.policy import PrefillOptions
 
 MESSAGE_S = 0.0005  # one way, between two processes

@@ -14,7 +14,8 @@ from pathlib import Path
 from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer, PlanError
 from placement.latency.base import decode_s
 from placement.latency.hardware import Hardware, load_hardware
-from placement.latency.model_shape import ModelShape, load_shape
+from placement.latency.model_files import load_shape
+from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import RooflineLatency, kv_heads_per_gpu, roofline_latency
 
 __all__ = ["RooflineCatalog", "RooflineLatency", "floor_tpot", "floor_ttft", "open_catalog", "roofline_latency"]

@@ -1,27 +1,17 @@
 """A profile is what was measured of one pair of workers: how long their steps take, what they hold, how sure that is.
 
 `kvrelay calibrate` writes it (JSON), ProfileLatency and ProfileCatalog answer the planner's questions from it, and the
-simulator takes from it what workers on one host cost each other. It measures nothing itself. Times are seconds.
-
-    prefill    steps of chunks, each (tokens computed, tokens before them). The axes are their sum and the tokens that
-               each token attends to on average: for each sum a line in those; between sums, straight. Each prompt
-               beyond a step's first adds the same.
-    decode     steps of a batch: for each batch size a line in the context of a request; between sizes, straight.
-    transfer   a line in the tokens.
-
-The lines are least squares and never fall with the context. Beyond the outermost measured sums and sizes the last two
-lines go on. Points that say `held_out` are in no line: `error` comes from them.
+simulator takes from it what workers on one host cost each other. Values only. Times are seconds. Points that say
+`held_out` are in no line of a latency model: `error` comes from them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.catalogs.base import Degrees, MachineCost, Offer
-from placement.latency.base import DecodeLine, LatencyError
+from placement.latency.base import LatencyError
 
 
 class ProfileError(LatencyError):
@@ -125,186 +115,3 @@ class Profile:
     @property
     def is_shared_host(self) -> bool:
         return bool(self.slowdown)
-
-
-# The latency model
-
-
-class Lines:
-    """Seconds over (x, y): for each measured x a line in y, between them straight, beyond them the last two go on."""
-
-    def __init__(self, points: Sequence[tuple[float, float, float]]) -> None:
-        """Points are (x, y, seconds). A line's slope is never negative; an x with one y has the slope of all others,
-        per unit of x where `x` multiplies the work."""
-        by_x: dict[float, list[tuple[float, float]]] = {}
-        for x, y, seconds in points:
-            by_x.setdefault(x, []).append((y, seconds))
-        self.xs = sorted(by_x)
-        shared = _shared_slope(by_x)
-        self._lines: list[tuple[float, float]] = []  # seconds at y = 0, slope
-        for x in self.xs:
-            slope = _slope(by_x[x])
-            slope = shared * x if slope is None else slope
-            mean_y, mean_s = _means(by_x[x])
-            self._lines.append((mean_s - slope * mean_y, slope))
-
-    def at(self, x: float) -> tuple[float, float]:
-        """The line at x: seconds at y = 0, seconds for each unit of y."""
-        xs, lines = self.xs, self._lines
-        if len(xs) == 1 or x <= xs[0]:
-            return lines[0]
-        i = min(bisect_right(xs, x) - 1, len(xs) - 2)
-        share = (x - xs[i]) / (xs[i + 1] - xs[i])
-        (base, slope), (next_base, next_slope) = lines[i], lines[i + 1]
-        return base + share * (next_base - base), max(0.0, slope + share * (next_slope - slope))
-
-
-def _means(row: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(y for y, _ in row) / len(row), sum(s for _, s in row) / len(row)
-
-
-def _slope(row: Sequence[tuple[float, float]]) -> float | None:
-    """Of the least squares' line, at least 0; None for fewer than two ys."""
-    mean_y, mean_s = _means(row)
-    spread = sum((y - mean_y) ** 2 for y, _ in row)
-    if not spread:
-        return None
-    return max(0.0, sum((y - mean_y) * (s - mean_s) for y, s in row) / spread)
-
-
-def _shared_slope(by_x: Mapping[float, Sequence[tuple[float, float]]]) -> float:
-    """Seconds for each y and each x, over all rows that have a slope: attention's work is their product."""
-    found = [(x, slope) for x, row in by_x.items() if (slope := _slope(row)) is not None]
-    return sum([x * slope for x, slope in found]) / sum([x * x for x, _ in found]) if found else 0.0
-
-
-class ProfileLatency:
-    """One worker as it was measured; a step's time holds what lies between it and the next one.
-
-    `mixed_s`: nothing of kvrelay runs both in one step, so none was measured; it is the sum of what the two would take
-    by themselves, less the step that a prefill of one token has in common with it.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        fit = [point for point in profile.prefill if not point.held_out]
-        alone = [point for point in fit if len(point.chunks) == 1] or fit
-        self._prefill = Lines([(point.tokens, point.attended, point.seconds) for point in alone])
-        self._chunk_s = self._for_each_more([point for point in fit if len(point.chunks) > 1])
-        fit_decode = [point for point in profile.decode if not point.held_out]
-        self._decode = Lines([(p.batch_size, p.context_tokens / p.batch_size, p.seconds) for p in fit_decode])
-        self._least_s = min([*(p.seconds for p in fit), *(p.seconds for p in fit_decode)]) / 2
-        self._transfer = _line([(p.tokens, p.seconds) for p in profile.transfer if not p.held_out])
-
-    @property
-    def source(self) -> str:
-        profile = self.profile
-        cpu = profile.machine.get("cpu", "this machine")
-        return f"measured by kvrelay calibrate on {cpu}, {profile.date[:10]} ({profile.name})"
-
-    @property
-    def stages(self) -> int:
-        return self.profile.pp
-
-    def _for_each_more(self, points: Sequence[PrefillPoint]) -> float:
-        """What each prompt beyond the first adds to a step, beside its tokens."""
-        more = [(p.seconds - self._step_s(p.tokens, p.attended)) / (len(p.chunks) - 1) for p in points]
-        return max(0.0, sum(more) / len(more)) if more else 0.0
-
-    def _step_s(self, tokens: int, attended: float) -> float:
-        base_s, slope_s = self._prefill.at(tokens)
-        return base_s + slope_s * attended
-
-    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        tokens = 0
-        pairs = 0.0
-        for length, start in chunks:
-            tokens += length
-            pairs += length * (start + (length + 1) / 2)
-        if not tokens:
-            return 0.0
-        step_s = self._step_s(tokens, pairs / tokens) + (len(chunks) - 1) * self._chunk_s
-        return max(self._least_s, step_s) + self.profile.prefill_overhead_s
-
-    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        base_s, slope_s = self._decode.at(batch_size)
-        per_token_s = slope_s / batch_size
-        return DecodeLine(max(self._least_s, base_s + per_token_s * context_tokens), per_token_s)
-
-    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
-        if not batch_size:
-            return self.prefill_s(chunks)
-        decode_s = self.decode_line(batch_size, context_tokens).step_s
-        if not chunks:
-            return decode_s
-        return max(decode_s, decode_s + self.prefill_s(chunks) - self.prefill_s([(1, 0)]))
-
-    def transfer_s(self, num_tokens: int) -> float:
-        base_s, slope_s = self._transfer
-        return max(0.0, base_s + slope_s * num_tokens) if num_tokens > 0 else 0.0
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares, never falling, never below 0 at 0."""
-    if not points:
-        return 0.0, 0.0
-    slope = _slope(points)
-    mean_x, mean_s = _means(points)
-    if slope is None:
-        return (0.0, mean_s / mean_x) if mean_x else (mean_s, 0.0)
-    base = mean_s - slope * mean_x
-    return (base, slope) if base >= 0 else (0.0, sum(x * s for x, s in points) / sum(x * x for x, _ in points))
-
-
-# The catalogue
-
-
-class ProfileCatalog:
-    """Implements Catalog. There is one kind of worker, the one that was measured: "GPU" is the share of the machine
-    that it had."""
-
-    def __init__(self, profile: Profile, *, cost: MachineCost | None = None, gpus_per_node: int = 1) -> None:
-        self.profile = profile
-        self._cost = cost or MachineCost(usd_per_gpu_hour=0.0, watts_per_gpu=0.0)
-        self._gpus_per_node = gpus_per_node
-        self._latency = ProfileLatency(profile)
-        self._degrees = Degrees(profile.tp, profile.pp)
-
-    @property
-    def model(self) -> str:
-        return str(self.profile.model.get("name", "model"))
-
-    @property
-    def hardware(self) -> str:
-        machine = self.profile.machine
-        return str(machine.get("cpu") or machine.get("host") or "measured worker")
-
-    @property
-    def gpus_per_node(self) -> int:
-        return max(self._gpus_per_node, self._degrees.tp)
-
-    @property
-    def cost(self) -> MachineCost:
-        return self._cost
-
-    def degrees(self, max_gpus: int) -> Sequence[Degrees]:
-        return (self._degrees,) if self._degrees.gpus <= max_gpus else ()
-
-    def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
-        if degrees != self._degrees:
-            return f"{degrees} was not measured, only {self._degrees}; calibrate a cluster that runs it"
-        prefill, decode = self.profile.prefill_pool, self.profile.decode_pool
-        error, pack_tokens = self.profile.error, prefill.options.get("pack_tokens")
-        return Offer(
-            degrees=degrees,
-            latency=self._latency,
-            num_pages=min(prefill.num_pages, decode.num_pages),
-            page_size=self.profile.page_size,
-            max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
-            pack_tokens=None if pack_tokens in (None, "None") else int(pack_tokens),
-            max_batch_size=int(decode.options.get("max_batch_size", 64)),
-            message_s=self.profile.message_s,
-            handoff_s=self.profile.handoff_s,
-            error=max(error.prefill, error.decode),
-            slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in self.profile.slowdown),
-        )

@@ -16,7 +16,10 @@ from typing import Any
 CATALOGS: Mapping[str, str] = {"distserve": "placement.papers.distserve.coefficients:DistServeCatalog"}
 RULES: Mapping[str, str] = {"splitwise": "placement.papers.splitwise.mixes:SplitwiseRules"}
 COMPILED = (
+    "placement/papers/distserve/groups.py",
     "placement/papers/distserve/rules.py",
+    "placement/papers/splitwise/batch.py",
+    "placement/papers/splitwise/machine.py",
     "placement/papers/splitwise/rules.py",
 )
 PASSED_TO_PROCESSES = (

@@ -12,8 +12,7 @@ memory limit and nobody is preempted. The rules:
 
 A request's TTFT is the end of its prefill, and its TPOT counts output_len decode iterations after that.
 
-Requests that decode together are one _Group: a step costs the same whatever their number, and on a single stage steps
-between events are passed over at once.
+Requests that decode together are one Group, and on a single stage steps between events are passed over at once.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
 from placement.papers.distserve.coefficients import DistServeLatency
+from placement.papers.distserve.groups import Group, Requests, cut, joined
 from placement.simulator.clock import VirtualClock
 from placement.simulator.outcome import Outcome
 from placement.workload.requests import Workload
@@ -82,40 +82,12 @@ def simulate(cluster: DistServeCluster, workload: Workload) -> Outcome:
     return run.outcome()
 
 
-class _Group:
-    """Requests that decode in step. Request i has base[i] + rounds tokens of context and ends when rounds == fin[i]."""
-
-    __slots__ = ("context", "count", "ends", "order", "rounds")
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.count = 0
-        self.context = 0
-        self.order: deque[int] = deque()  # first come first served; may still hold some that have ended
-        self.ends: list[tuple[int, int]] = []
-
-    @property
-    def load(self) -> int:
-        """What the cap counts: sum(context + 1)."""
-        return self.context + self.count
-
-
-class _Run:
-    """One simulation: the columns of the requests and the clock."""
+class _Run(Requests):
+    """One simulation: the requests, the clock and the first stages."""
 
     def __init__(self, workload: Workload) -> None:
-        count = len(workload)
-        self.workload = workload
+        super().__init__(workload)
         self.clock = VirtualClock()
-        self.arrival: list[float] = workload.arrival_s.tolist()
-        self.prompt: list[int] = workload.prompt_len.tolist()
-        self.output: list[int] = workload.output_len.tolist()
-        self.first_token: list[float] = [0.0] * count
-        self.finish: list[float] = [0.0] * count
-        self.is_done: list[bool] = [False] * count
-        self.fin: list[int] = [0] * count
-        self.base: list[int] = [0] * count
-        self.owner: list[_Group | None] = [None] * count  # the group that a request decodes in
         self.prefill_heads: list[_Stage] = []
         self.decode_heads: list[_Stage] = []
 
@@ -150,16 +122,6 @@ class _Run:
             head = min(self.decode_heads, key=lambda stage: stage.num_queued)
         head.add(request)
         head.wake()
-
-    def next_end(self, group: _Group) -> int | None:
-        """The round in which the next of the group ends; drops what stands there of requests that have left it."""
-        ends = group.ends
-        while ends:
-            end, request = ends[0]
-            if self.owner[request] is group and self.fin[request] == end:
-                return end
-            heappop(ends)
-        return None
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -202,8 +164,8 @@ class _Stage:
         self.prompts: deque[int] = deque()  # at the head: requests
         self.passed: deque[list[int]] = deque()  # behind it: batches of the stage before
         self.prefill_load = 0  # requests waiting for or in a prefill step here
-        self.queued: deque[_Group] = deque()  # for decode, the first to go first
-        self.running = _Group()
+        self.queued: deque[Group] = deque()  # for decode, the first to go first
+        self.running = Group()
         self.is_busy = False
         self.begun = 0.0
         self.steps = 0  # of the run of decode steps under way; 0: none
@@ -225,7 +187,7 @@ class _Stage:
         """A newcomer, behind all that is queued."""
         run = self.run
         if not self.queued:
-            self.queued.append(_Group())
+            self.queued.append(Group())
         group = self.queued[-1]
         run.base[request] = run.prompt[request] - group.rounds
         run.fin[request] = group.rounds + run.output[request]
@@ -318,7 +280,7 @@ class _Stage:
             return
         assert self.next is not None
         group, steps, self.steps = self.running, self.steps, 0
-        self.running = _Group()
+        self.running = Group()
         if self.is_last:
             group.rounds += steps
             group.context += steps * group.count
@@ -331,7 +293,7 @@ class _Stage:
                 after.wake()
         self._start()
 
-    def _end_due(self, group: _Group) -> None:
+    def _end_due(self, group: Group) -> None:
         run, now = self.run, self.run.clock.now
         while (end := run.next_end(group)) is not None and end <= group.rounds:
             _, request = heappop(group.ends)
@@ -343,77 +305,19 @@ class _Stage:
         if len(group.order) > 2 * group.count + 16:
             group.order = deque(i for i in group.order if not run.is_done[i])
 
-    def _take_queued(self) -> _Group:
+    def _take_queued(self) -> Group:
         """The longest run from the front that the cap lets in, as one group."""
-        taken, left = _Group(), DECODE_CAP_TOKENS
+        taken, left = Group(), DECODE_CAP_TOKENS
         while self.queued:
             group = self.queued[0]
             if group.load <= left:
                 left -= group.load
-                taken = _joined(taken, self.queued.popleft(), self.run)
+                taken = joined(taken, self.queued.popleft(), self.run)
                 continue
-            front, self.queued[0] = _cut(group, left, self.run)
+            front, self.queued[0] = cut(group, left, self.run)
             if front.count:
-                taken = _joined(taken, front, self.run)
+                taken = joined(taken, front, self.run)
             break
         if not taken.count:
             raise WorkloadError(f"a request has over {DECODE_CAP_TOKENS} tokens of context; DistServe decodes no more")
         return taken
-
-
-def _cut(group: _Group, most: int, run: _Run) -> tuple[_Group, _Group]:
-    """Two groups: the longest run from the front with a load of at most `most`, and the rest. The smaller part is moved
-    into a group of its own; its old places among the ends are found to be stale later."""
-    order, rounds, is_done, base = group.order, group.rounds, run.is_done, run.base
-    moved: deque[int] = deque()
-    over = group.load - most
-    if over < most:
-        while over > 0:
-            if not is_done[request := order.pop()]:
-                over -= base[request] + rounds + 1
-                moved.appendleft(request)
-        rest = _move_out(group, moved, run)
-        return group, rest
-    while True:
-        if is_done[request := order.popleft()]:
-            continue
-        most -= base[request] + rounds + 1
-        if most < 0:
-            order.appendleft(request)
-            return _move_out(group, moved, run), group
-        moved.append(request)
-
-
-def _move_out(group: _Group, moved: deque[int], run: _Run) -> _Group:
-    new = _Group()
-    new.rounds, new.order, new.count = group.rounds, moved, len(moved)
-    for request in moved:
-        run.owner[request] = new
-        new.context += run.base[request] + new.rounds
-    new.ends = [(run.fin[i], i) for i in moved]
-    heapify(new.ends)
-    group.count -= new.count
-    group.context -= new.context
-    return new
-
-
-def _joined(front: _Group, back: _Group, run: _Run) -> _Group:
-    """One group, those of `front` before those of `back`; the smaller one's members are counted anew."""
-    if not front.count:
-        return back
-    keep, move = (front, back) if front.count >= back.count else (back, front)
-    shift = keep.rounds - move.rounds
-    moved = [i for i in move.order if not run.is_done[i]]
-    base, fin, owner, ends = run.base, run.fin, run.owner, keep.ends
-    for request in moved:
-        base[request] -= shift
-        fin[request] += shift
-        owner[request] = keep
-        heappush(ends, (fin[request], request))
-    if keep is front:
-        keep.order.extend(moved)
-    else:
-        keep.order.extendleft(reversed(moved))
-    keep.count += move.count
-    keep.context += move.context
-    return keep

@@ -11,7 +11,8 @@ from placement.latency.base import DecodeLine, LatencyModel
 from placement.mixes.demand import mean_context
 from placement.mixes.designs import Mix
 from placement.mixes.machines import MachineType
-from placement.papers.splitwise.rules import SplitwiseCluster, SplitwiseTimes
+from placement.papers.splitwise.machine import SplitwiseTimes
+from placement.papers.splitwise.rules import SplitwiseCluster
 from placement.papers.splitwise.table import SplitwiseLatency
 from placement.workload.requests import Workload
 

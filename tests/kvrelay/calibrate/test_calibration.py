@@ -10,7 +10,8 @@ from kvrelay.calibrate.calibration import CalibrationError, calibrate
 from kvrelay.calibrate.effort import QUICK, Effort, batch_sizes, prefill_lengths
 from kvrelay.calibrate.points import errors
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
-from placement.latency.profile import DecodePoint, Fault, PrefillPoint, ProfileLatency
+from placement.latency.profile import DecodePoint, Fault, PrefillPoint
+from placement.latency.profile_latency import ProfileLatency
 from tests.kvrelay.calibrate.test_verifying import status
 from tests.placement.latency.test_profile import profile
 

@@ -14,7 +14,7 @@ from placement.build.sources import RooflineWorkers
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape
+from placement.latency.model_files import load_shape
 from placement.plan import Goodput, Interval
 from placement.simulator.systems import LiveSystem
 from prefill_worker.policy import PrefillOptions

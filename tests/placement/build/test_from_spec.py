@@ -17,7 +17,7 @@ from placement.build.from_spec import colocated_cluster, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers
 from placement.catalogs.base import PlanError
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape
+from placement.latency.model_files import load_shape
 from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows

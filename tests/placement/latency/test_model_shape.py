@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from placement.catalogs.base import PlanError
-from placement.latency.model_shape import known_models, load_shape, loadable_name, shape_of
+from placement.latency.model_config import shape_of
+from placement.latency.model_files import known_models, load_shape, loadable_name
 from placement.named_files import CONFIGS
 
 unit = pytest.mark.unit

@@ -13,6 +13,7 @@ import pytest
 from decode_worker.policy import DecodeOptions
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import Degrees
+from placement.catalogs.profile import ProfileCatalog
 from placement.latency.base import decode_run_s
 from placement.latency.profile import (
     DecodePoint,
@@ -20,13 +21,12 @@ from placement.latency.profile import (
     PoolFacts,
     PrefillPoint,
     Profile,
-    ProfileCatalog,
     ProfileError,
-    ProfileLatency,
     SlowdownPoint,
     TransferPoint,
 )
 from placement.latency.profile_file import profile_from, profile_object, read_profile, write_profile
+from placement.latency.profile_latency import ProfileLatency
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
 from prefill_worker.policy import PrefillOptions

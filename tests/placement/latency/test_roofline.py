@@ -13,7 +13,7 @@ from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.roofline import RooflineCatalog, floor_tpot, floor_ttft, open_catalog
 from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape
+from placement.latency.model_files import load_shape
 from placement.latency.roofline import RooflineLatency, roofline_latency
 
 pytestmark = pytest.mark.unit

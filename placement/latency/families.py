@@ -1,0 +1,58 @@
+"""What configs of model families leave unsaid: tables, by `model_type`. Whatever is not in them is as Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW_TYPES = ("sliding_attention", "chunked_attention", "local")
+FULL_EVERY = {  # where a config lists no layer_types: one layer in so many looks at all of its context
+    "gemma2": 2,
+    "gpt_oss": 2,
+    "cohere2": 4,
+    "olmo3": 4,
+    "exaone4": 4,
+    "llama4_text": 4,
+    "gemma3n_text": 5,
+    "gemma3_text": 6,
+}
+WINDOW_IF_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
+PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the first
+    *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
+    *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm"),
+)
+NO_KV_TYPES = (
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "falcon_mamba",
+    "xlstm",
+    "recurrent_gemma",
+    "jamba",
+    "bamba",
+    "zamba",
+    "zamba2",
+)
+STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
+NEW_ERA = {"bias": False, "norm_bias": False, "positions": 0, "embedding_norm": False, "final_norm": True}
+FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the rest are as Llama
+    "opt": {"bias": True, "norm_bias": True, "positions": 2, "tied": True},
+    "gpt2": {"bias": True, "norm_bias": True, "positions": 0, "has_positions": True, "tied": True},
+    "bloom": {"bias": True, "norm_bias": True, "embedding_norm": True, "tied": True},
+    "gpt_neox": {"bias": True, "norm_bias": True},
+    "falcon": {"norm_bias": True, "tied": True},
+    "phi": {"bias": True, "norm_bias": True, "head_bias": True, "norms": 1},
+    "gptj": {"norm_bias": True, "norms": 1, "mlp_bias": True, "head_bias": True},
+    "starcoder2": {"bias": True, "norm_bias": True, "tied": True},
+    "gpt_bigcode": {"bias": True, "norm_bias": True, "has_positions": True, "tied": True, "kv_heads": 1},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {"qkv_bias": True, "shared_gate": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+    "gemma": {"tied": True},
+    "gemma2": {"tied": True, "norms": 4},
+    "gemma3_text": {"tied": True, "norms": 4, "qk_norm": True},
+    "cohere": {"tied": True, "norms": 1},
+    "gpt_oss": {"bias": True, "sinks": True, "expert_bias": True, "router_bias": True},
+    "glm4_moe": {"router_bias": True},
+    "deepseek_v3": {"router_bias": False},
+}

@@ -1,0 +1,66 @@
+"""Model files: a model directory, a config.json, or a name that ships with kvrelay, and the ModelShape it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from placement.catalogs.base import PlanError
+from placement.latency.model_config import shape_of
+from placement.latency.model_shape import ModelShape
+from placement.named_files import CONFIGS, named_file, names_of
+
+
+def load_shape(model: str | Path) -> ModelShape:
+    """Of a model directory, a config.json, or a name under configs/models. Raises PlanError."""
+    path = _find(str(model))
+    name = path.parent.name if path.name == "config.json" else path.stem
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise PlanError(
+            f"model {model} cannot be read: {path}: {why}; give a model directory or a config.json"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{path} is not JSON: line {error.lineno}: {error.msg}; give a Hugging Face config.json"
+        ) from None
+    if not isinstance(config, Mapping):
+        raise PlanError(f"{path} is no object; give a Hugging Face config.json")
+    return shape_of(config, name=name)
+
+
+def known_models() -> list[str]:
+    return names_of("models", ".json")
+
+
+def loadable_name(model: str) -> str:
+    """What a worker can load: a model directory by its full path, the hub id of a name under configs/models; otherwise
+    what was given."""
+    try:
+        path = _find(model)
+    except PlanError:
+        return model
+    if path.name == "config.json":
+        return str(path.parent.resolve())
+    if path.parent != CONFIGS / "models":
+        return model
+    hub_id = json.loads(path.read_text(encoding="utf-8")).get("_name_or_path")
+    return model if hub_id is None or "/" in model else str(hub_id)
+
+
+def _find(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise PlanError(f"model {model} has no config.json; give a Hugging Face model directory")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    shipped = named_file("models", path.name.removesuffix(".json"), ".json")
+    if shipped is not None and not model.startswith((".", "/", "~")) and model.count("/") < 2:  # a name, or a hub id
+        return shipped
+    known = ", ".join(known_models())
+    raise PlanError(f"model is {model!r}, which is no directory and no config.json; give one, or a name of {known}")
