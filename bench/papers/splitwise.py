@@ -27,7 +27,7 @@ from placement.mixes.demand import search_space
 from placement.mixes.designs import Mix, Resource, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit, Space
 from placement.mixes.load import Load, drawn_load
-from placement.mixes.rated import interval, spoken
+from placement.mixes.report.rated import interval, spoken
 from placement.mixes.rules import rules_named
 from placement.mixes.scenario import LoadPoint, PointResult, Scenario
 from placement.mixes.search import cheapest, fastest, headroom

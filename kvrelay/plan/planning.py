@@ -24,7 +24,8 @@ from placement.checks.margin import load_margin
 from placement.goodput.bounds import decode_bound, prefill_bound
 from placement.latency.base import LatencyError
 from placement.mixes.machines import MachineType, capped, machine_of
-from placement.mixes.provision import Provisioning, provision
+from placement.mixes.options import Provisioning
+from placement.mixes.provision import provision
 from placement.plan import Plan, to_json
 from placement.search import planner
 from placement.search.question import PlanQuestion

@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from placement.catalogs.base import PlanError
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
-from placement.goodput.targets import Targets
-from placement.mixes.advice import ByOtherRules
 from placement.mixes.demand import rate_within, search_space
 from placement.mixes.designs import Design, Mix, Resource, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit
-from placement.mixes.load import DRAW_SECONDS, drawn_load
 from placement.mixes.machines import MachineType
-from placement.mixes.rated import RatedMix, spoken
-from placement.mixes.report import plan_of
-from placement.mixes.rules import LIVE, rules_named, rules_to_compare
-from placement.mixes.scenario import Scenario
+from placement.mixes.options import Provisioning, scenario_of
+from placement.mixes.report.advice import ByOtherRules
+from placement.mixes.report.plan import plan_of
+from placement.mixes.report.rated import RatedMix, spoken
+from placement.mixes.rules import rules_to_compare
 from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import DesignSearch, Simulations
-from placement.mixes.slowdowns import SlowdownTargets, unloaded
+from placement.mixes.slowdowns import unloaded
 from placement.plan import Plan
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
@@ -38,37 +36,6 @@ from placement.workload.requests import Workload
 RATE_STEPS = 50  # of the grid of rates, from 0 to the rate looked for
 SAMPLE = 4096  # requests that are looked at alone
 RESOURCES: dict[str, Resource] = {"cost": "usd_per_hour", "power": "power", "goodput": "gpus"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provisioning:
-    """What provisioning wants to know beside a PlanQuestion.
-
-    `designs`: names; all that the machines make when None. `slowdowns`: another kind of SLO, in place of the
-    question's. `budget_power`: watts, or the machines' unit, beside the question's own budget, which may be infinite.
-    `rules`: live, or a name of placement/papers/registry.py. `apart`: draw prompt and output lengths each by itself.
-    `seconds`, `min_requests`: how long a draw is, whichever is more. `seeds`: draws that a mix must hold;
-    `interval_seeds`: draws that its highest rate is looked for on. `rate_step`: of the grid of rates, requests/s; a
-    fiftieth of the rate when None. `compare_rules`: say what the chosen mix does by other rules too.
-    """
-
-    designs: tuple[str, ...] | None = None
-    slowdowns: SlowdownTargets | None = None
-    budget_power: float | None = None
-    rules: str = LIVE.name
-    apart: bool = False
-    seconds: float = DRAW_SECONDS
-    min_requests: int = 2000
-    seeds: int = 2
-    interval_seeds: int = 4
-    rate_step: float | None = None
-    compare_rules: bool = True
-
-    def __post_init__(self) -> None:
-        for key in ("seconds", "min_requests", "seeds", "interval_seeds", "budget_power", "rate_step"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise PlanError(f"{key} is {value:g}; give a number above 0")
 
 
 def provision(
@@ -89,23 +56,10 @@ def provision(
         raise PlanError("classes are given; mixes of machines are judged by one SLO, leave them out")
     began_s = used_cpu_s()
     with open_runner(question.processes) as runner:  # how far it is, is told by the searches
-        simulations = Simulations(_scenario(question, workload, options), runner, on_progress)
+        simulations = Simulations(scenario_of(question, workload, options), runner, on_progress)
         plan = Provisioner(question, machines, options, simulations).plan()
     own_s = used_cpu_s() - began_s
     return replace(plan, cpu_s=own_s + (plan.cpu_s if question.processes != 0 else 0.0))
-
-
-def _scenario(question: PlanQuestion, workload: Workload, options: Provisioning) -> Scenario:
-    load = drawn_load(
-        workload,
-        burstiness=question.burstiness,
-        is_replay=question.is_replay,
-        are_lengths_apart=options.apart,
-        seconds=options.seconds,
-        min_requests=options.min_requests,
-    )
-    targets = options.slowdowns or Targets(slo=question.slo)
-    return Scenario(load=load, targets=targets, rules=rules_named(options.rules))
 
 
 class Provisioner:

@@ -16,7 +16,8 @@ from placement.mixes.designs import Mix, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit, Space, prompts_beside
 from placement.mixes.load import drawn_load
 from placement.mixes.machines import MachineType
-from placement.mixes.provision import Provisioning, provision
+from placement.mixes.options import Provisioning
+from placement.mixes.provision import provision
 from placement.mixes.rules import rules_named
 from placement.mixes.scenario import LoadPoint, MixTargets, Scenario, simulate_point
 from placement.mixes.search import cheapest, fastest, headroom

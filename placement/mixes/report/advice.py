@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.mixes.designs import Resource
-from placement.mixes.rated import Miss, RatedMix
+from placement.mixes.report.rated import Miss, RatedMix
 from placement.mixes.rules import LIVE, MixRules
 from placement.plan import Interval
 

@@ -11,9 +11,9 @@ from itertools import groupby
 from typing import Any
 
 from placement.goodput.stationary import wilson
-from placement.mixes.advice import ByOtherRules, advice
 from placement.mixes.designs import Resource
-from placement.mixes.rated import RatedMix, first_miss, interval, points_of
+from placement.mixes.report.advice import ByOtherRules, advice
+from placement.mixes.report.rated import RatedMix, first_miss, interval, points_of
 from placement.mixes.scenario import PERCENTILES, LoadPoint, PointResult, Scenario
 from placement.mixes.simulations import Simulations
 from placement.plan import Goodput, Interval, Plan, RatePoint

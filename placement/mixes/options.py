@@ -1,0 +1,56 @@
+"""Provisioning is what provisioning wants to know beside a PlanQuestion; together they make a Scenario. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.catalogs.base import PlanError
+from placement.goodput.targets import Targets
+from placement.mixes.load import DRAW_SECONDS, drawn_load
+from placement.mixes.rules import LIVE, rules_named
+from placement.mixes.scenario import Scenario
+from placement.mixes.slowdowns import SlowdownTargets
+from placement.search.question import PlanQuestion
+from placement.workload.requests import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provisioning:
+    """`designs`: names; all that the machines make when None. `slowdowns`: another kind of SLO, in place of the
+    question's. `budget_power`: watts, or the machines' unit, beside the question's own budget, which may be infinite.
+    `rules`: live, or a name of placement/papers/registry.py. `apart`: draw prompt and output lengths each by itself.
+    `seconds`, `min_requests`: how long a draw is, whichever is more. `seeds`: draws that a mix must hold;
+    `interval_seeds`: draws that its highest rate is looked for on. `rate_step`: of the grid of rates, requests/s; a
+    fiftieth of the rate when None. `compare_rules`: say what the chosen mix does by other rules too.
+    """
+
+    designs: tuple[str, ...] | None = None
+    slowdowns: SlowdownTargets | None = None
+    budget_power: float | None = None
+    rules: str = LIVE.name
+    apart: bool = False
+    seconds: float = DRAW_SECONDS
+    min_requests: int = 2000
+    seeds: int = 2
+    interval_seeds: int = 4
+    rate_step: float | None = None
+    compare_rules: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("seconds", "min_requests", "seeds", "interval_seeds", "budget_power", "rate_step"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise PlanError(f"{key} is {value:g}; give a number above 0")
+
+
+def scenario_of(question: PlanQuestion, workload: Workload, options: Provisioning) -> Scenario:
+    load = drawn_load(
+        workload,
+        burstiness=question.burstiness,
+        is_replay=question.is_replay,
+        are_lengths_apart=options.apart,
+        seconds=options.seconds,
+        min_requests=options.min_requests,
+    )
+    targets = options.slowdowns or Targets(slo=question.slo)
+    return Scenario(load=load, targets=targets, rules=rules_named(options.rules))
