@@ -16,9 +16,7 @@ from placement.latency.base import decode_s
 from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
-from placement.latency.roofline import RooflineLatency, kv_heads_per_gpu, roofline_latency
-
-__all__ = ["RooflineCatalog", "RooflineLatency", "floor_tpot", "floor_ttft", "open_catalog", "roofline_latency"]
+from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
 
 MAX_TRIED_PP = 16
 LOGIT_BYTES = 4  # drawn from in float32
@@ -71,8 +69,8 @@ class RooflineCatalog:
         """TP within a node that divides the heads, PP that divides the layers; the smallest first."""
         tps = [tp for tp in range(1, self.gpus_per_node + 1) if self.shape.heads % tp == 0]
         pps = [pp for pp in range(1, self.max_pp + 1) if self.shape.num_layers % pp == 0]
-        found = [Degrees(tp, pp) for tp in tps for pp in pps if tp * pp <= max_gpus]
-        return sorted(found, key=lambda degrees: (degrees.gpus, degrees.pp))
+        fitting = [Degrees(tp, pp) for tp in tps for pp in pps if tp * pp <= max_gpus]
+        return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))
 
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
         refusal = self._refusal(degrees)
@@ -193,8 +191,8 @@ def _least(catalog: Catalog, max_gpus: int | None, of: Callable[[Offer], float])
         if isinstance(offer, str):
             reason = offer
             continue
-        found = (of(offer), degrees)
-        best = found if best is None else min(best, found)
+        timed = (of(offer), degrees)
+        best = timed if best is None else min(best, timed)
     if best is None:
         raise PlanError(reason or f"no worker of {catalog.model} on {catalog.hardware} can be had; give more GPUs")
     return best

@@ -157,9 +157,9 @@ def parse_hardware(data: Any, path: str = "hardware") -> Hardware:
     try:
         return Hardware.model_validate(_numbers(data))
     except ValidationError as error:
-        found = sentences_of(error, Hardware)
-        more = [f"{path}: {len(found) - SHOWN_SENTENCES} more"] if len(found) > SHOWN_SENTENCES else []
-        raise PlanError("\n".join([f"{path}: {s}" for s in found[:SHOWN_SENTENCES]] + more)) from None
+        sentences = sentences_of(error, Hardware)
+        more = [f"{path}: {len(sentences) - SHOWN_SENTENCES} more"] if len(sentences) > SHOWN_SENTENCES else []
+        raise PlanError("\n".join([f"{path}: {s}" for s in sentences[:SHOWN_SENTENCES]] + more)) from None
 
 
 def known_hardware() -> list[str]:

@@ -63,8 +63,8 @@ def _slope(row: Sequence[tuple[float, float]]) -> float | None:
 
 def _shared_slope(by_x: Mapping[float, Sequence[tuple[float, float]]]) -> float:
     """Seconds for each y and each x, over all rows that have a slope: attention's work is their product."""
-    found = [(x, slope) for x, row in by_x.items() if (slope := _slope(row)) is not None]
-    return sum([x * slope for x, slope in found]) / sum([x * x for x, _ in found]) if found else 0.0
+    slopes = [(x, slope) for x, row in by_x.items() if (slope := _slope(row)) is not None]
+    return sum([x * slope for x, slope in slopes]) / sum([x * x for x, _ in slopes]) if slopes else 0.0
 
 
 class ProfileLatency:

@@ -70,7 +70,7 @@ def simulate(cluster: DistServeCluster, workload: Workload) -> Outcome:
             f"{workload.name}: a prompt of {longest} tokens; {cluster.prefill.source} takes "
             f"{cluster.prefill.max_batch_tokens} in a step, so cut the prompts or give it more GPUs"
         )
-    run = _Run(workload)
+    run = _Simulation(workload)
     if cluster.decode is None:
         heads = [run.pipeline(cluster.prefill, cluster.prefill) for _ in range(cluster.num_prefill)]
     else:
@@ -82,7 +82,7 @@ def simulate(cluster: DistServeCluster, workload: Workload) -> Outcome:
     return run.outcome()
 
 
-class _Run(Requests):
+class _Simulation(Requests):
     """One simulation: the requests, the clock and the first stages."""
 
     def __init__(self, workload: Workload) -> None:
@@ -154,7 +154,7 @@ class _Stage:
         "version",
     )
 
-    def __init__(self, run: _Run, latency: DistServeLatency, *, is_head: bool) -> None:
+    def __init__(self, run: _Simulation, latency: DistServeLatency, *, is_head: bool) -> None:
         self.run = run
         self.latency = latency
         self.is_head = is_head

@@ -76,7 +76,7 @@ class SplitwiseCluster:
 def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
     """Same arguments, same outcome. A request may never end: its machine's memory is full of prompts, none of which has
     room for its tokens, or machines wait for each other's memory. It has nan, and is counted as unserved."""
-    run = _Run(cluster, workload)
+    run = _Simulation(cluster, workload)
     run.play()
     unserved = sum(1 for finish_s in run.finish if finish_s != finish_s)
     return Outcome(
@@ -89,7 +89,7 @@ def simulate(cluster: SplitwiseCluster, workload: Workload) -> Outcome:
     )
 
 
-class _Run(Pools):
+class _Simulation(Pools):
     """The pools, which machine a request goes to, and its KV on the way."""
 
     def __init__(self, cluster: SplitwiseCluster, workload: Workload) -> None:
