@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ COMPILED = (
     *registry.COMPILED,
 )
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
+IMPORTED = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
 SHIM = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
 
 logger = logging.getLogger(__name__)
@@ -64,20 +66,34 @@ def compiled_folder(cache: Path | None = None) -> Path | None:
     """The folder of the compiled modules, made now if need be; None, and one warning, where it cannot be made."""
     try:
         return built_once((cache or cache_folder()) / f"simulator-{_key()}", _build)
-    except (CannotCompile, NoCacheFolder, OSError) as error:
+    except (CannotCompile, NoCacheFolder, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("the simulator runs uncompiled, at about a quarter of its speed: %s", error)
         return None
 
 
 def _key() -> str:
     digest = hashlib.sha256(f"{sys.version} {sysconfig.get_platform()}".encode())
-    for name in (*COMPILED, "placement/compiled/build.py", "placement/compiled/constructors.py"):
-        digest.update((ROOT / name).read_bytes())
+    for path in sorted(_read_by_the_compiler()):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
 
+def _read_by_the_compiler() -> set[Path]:
+    """The modules and all of ours that they import: what a name has for a type there is compiled in here."""
+    waiting = [ROOT / name for name in (*COMPILED, "placement/compiled/build.py", "placement/compiled/constructors.py")]
+    known: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path not in known and path.is_file():
+            known.add(path)
+            for module in IMPORTED.findall(path.read_text()):
+                beside = ROOT / module.replace(".", "/")
+                waiting += [beside.with_suffix(".py"), beside / "__init__.py"]
+    return known
+
+
 def _build(target: Path) -> None:
-    """Raises CannotCompile."""
+    """Raises CannotCompile, TimeoutExpired."""
     _check_tools()
     logger.warning("compiling the simulator, once for this version of it; it takes about a minute")
     for name in COMPILED:
@@ -87,6 +103,7 @@ def _build(target: Path) -> None:
         for package in copy.relative_to(target).parents[:-1]:  # the rest of each package is found beside the sources
             (target / package / "__init__.py").write_text(SHIM)
     _run_mypyc(target)
+    _check_that_it_runs(target)
     shutil.rmtree(target / "build", ignore_errors=True)
     shutil.rmtree(target / ".mypy_cache", ignore_errors=True)
 
@@ -105,18 +122,25 @@ def _check_tools() -> None:
 
 def _run_mypyc(target: Path) -> None:
     options = ("--config-file", "", "--follow-imports=silent", "--ignore-missing-imports")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mypyc", *options, *COMPILED],
-            cwd=target,
-            env={**os.environ, "MYPYPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=BUILD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise CannotCompile(f"mypyc took more than {BUILD_TIMEOUT_S:g} s") from None
+    done = subprocess.run(
+        [sys.executable, "-m", "mypyc", *options, *COMPILED],
+        cwd=target,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise CannotCompile(f"mypyc failed: {' '.join(last)[:300]}")
+
+
+def _check_that_it_runs(target: Path) -> None:
+    """A pool whose processes cannot import what it runs would start them again for ever."""
+    modules = [name.removesuffix(".py").replace("/", ".") for name in COMPILED]
+    program = f"import sys; sys.path[:0] = {[str(target), str(ROOT)]}; import {', '.join(modules)}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise CannotCompile(f"what mypyc made cannot be imported: {done.stderr.strip().splitlines()[-1]}")
