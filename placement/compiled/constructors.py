@@ -34,8 +34,8 @@ def _constructor(kind: ast.ClassDef, is_kw_only: bool) -> ast.stmt:
         if not isinstance(line, ast.AnnAssign):
             continue
         name, type_name = ast.unparse(line.target), ast.unparse(line.annotation)
-        value = _default(line.value)
-        default = "" if value is None else f" = {ast.unparse(value)}"
+        line.value = _default(line.value)
+        default = "" if line.value is None else f" = {ast.unparse(line.value)}"
         if "default_factory=" in default:
             assert isinstance(line.value, ast.Call)
             make = ast.unparse(line.value.keywords[0].value)
@@ -51,7 +51,8 @@ def _constructor(kind: ast.ClassDef, is_kw_only: bool) -> ast.stmt:
 
 
 def _default(value: ast.expr | None) -> ast.expr | None:
-    """`knob(64, "...")` stands for its first argument."""
+    """Of `knob(64, "...")` the first argument. The sources have checked the value where it was made; a compiled class
+    could not, because mypyc keeps no more than `type` of the annotation `int | None`."""
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":
         return value.args[0]
     return value
