@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
+from cluster.router.monitoring.status import gauges_of
 from cluster.router.policy import RouterOptions
-from cluster.router.status import gauges_of
 from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 
 from cluster.router.accounts import RequestShape
+from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Retry, Unavailable
 from cluster.router.links import WorkerLinks
 from cluster.router.live_requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
-from cluster.router.metrics import RouterMetrics
-from cluster.router.policy import Assigned, Queued, Rejected, RouterPolicy, Unavailable
-from cluster.router.retry import GiveUp, Retry
+from cluster.router.monitoring.metrics import RouterMetrics
+from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
 from engine.types import FinishReason
 from kvrelay.v1 import worker_pb2 as pb

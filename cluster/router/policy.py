@@ -15,19 +15,17 @@ a report lists the request), and takes away what it knows to have ended. Ties br
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
-from cluster.router.retry import Resend, Retry, retry_failed, retry_preempted
+from cluster.router.decisions import Assigned, Decision, Queued, Rejected, Resend, Retry, Unavailable
+from cluster.router.retry import retry_failed, retry_preempted
+from cluster.router.waiting import WaitingQueue
 from engine.knobs import check, knob
 from engine.pages.pool import pages_for
 from worker.roles import kind_of
-
-RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for retry_after
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,43 +55,13 @@ class RouterOptions:
         check(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
-    request_id: str
-    prefill: str
-    decode: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    reason: str
-    retry_after_s: float | None  # None: it can never be served
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unavailable:
-    reason: str
-    wait_s: float = 0.0  # how long a worker of that role may be waited for
-
-
-Decision = Assigned | Queued | Rejected | Unavailable
-
-
 class RouterPolicy:
     def __init__(self, options: RouterOptions | None = None) -> None:
         self.options = options or RouterOptions()
         self._prefill = PrefillCandidates()
         self._decode = DecodeCandidates(self.options.overcommit)
         self._requests: dict[str, RoutedRequest] = {}
-        self._queue: OrderedDict[str, None] = OrderedDict()  # ids, the next to go first
-        self._queued_tokens = 0
-        self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)  # (when, prompt tokens computed)
+        self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
 
     # what is known of it
 
@@ -103,7 +71,7 @@ class RouterPolicy:
 
     @property
     def queued_tokens(self) -> int:
-        return self._queued_tokens
+        return self._queue.tokens
 
     @property
     def most_free_pages(self) -> int:
@@ -179,25 +147,21 @@ class RouterPolicy:
             why = placed
         else:
             why = f"{len(self._queue)} requests wait before it"
-        if not is_resent and (full := self._is_full(shape)):
-            return Rejected(reason=full, retry_after_s=self._retry_after_s())
+        if not is_resent and (full := self._queue.why_full(shape)):
+            return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        self._queue[shape.id] = None
-        self._queue.move_to_end(shape.id, last=not is_resent)
-        self._queued_tokens += shape.prompt_len
+        self._queue.add(shape, is_resent=is_resent)
         return Queued(reason=why)
 
     def next_assignable(self, now: float) -> Assigned | None:
         """Workers for the first request of the queue, which leaves it; None while it must wait. First come first."""
         if not self._queue:
             return None
-        request_id = next(iter(self._queue))
-        request = self._requests[request_id]
+        request = self._requests[self._queue.first]
         placed = self._place(request)
         if not isinstance(placed, Assigned):
             return None
-        del self._queue[request_id]
-        self._queued_tokens -= request.shape.prompt_len
+        self._queue.drop(request.shape.id)
         return placed
 
     def reassign(self, request_id: str, stalled: str) -> str | None:
@@ -223,7 +187,7 @@ class RouterPolicy:
             return
         request.has_first_token = True
         self._prefill.drop(request)
-        self._rate.append((now, request.work))
+        self._queue.on_computed(now, request.work)
 
     def on_handed_off(self, request_id: str, decode: str) -> Retry | None:
         """`decode` holds its KV. It may be another than was named last: a reassignment can come too late. Returns what
@@ -305,21 +269,6 @@ class RouterPolicy:
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
 
-    def _is_full(self, shape: RequestShape) -> str:
-        options = self.options
-        if len(self._queue) >= options.max_queued_requests:
-            return f"the router's queue is full: {len(self._queue)} requests of {options.max_queued_requests}"
-        if self._queue and self._queued_tokens + shape.prompt_len > options.max_queued_tokens:
-            return f"the router's queue is full: {self._queued_tokens} prompt tokens of {options.max_queued_tokens}"
-        return ""
-
-    def _retry_after_s(self) -> float:
-        """How long the queue takes to empty at the rate at which prompts were computed lately; 1 s if unknown."""
-        if len(self._rate) < 2 or self._rate[-1][0] <= self._rate[0][0]:
-            return 1.0
-        tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
-        return min(max(self._queued_tokens / max(tokens_per_s, 1.0), MIN_RETRY_S), MAX_RETRY_S)
-
     def _retry(self, request: RoutedRequest, reason: str, avoid: frozenset[str]) -> Retry:
         self._forget(request.shape.id)
         return retry_failed(request.shape, reason, avoid, self.options.max_attempts)
@@ -331,18 +280,14 @@ class RouterPolicy:
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        if request_id in self._queue:
-            del self._queue[request_id]
-            self._queued_tokens -= request.shape.prompt_len
+        if request is None or self._queue.drop(request_id):
             return
         self._prefill.drop(request)
         self._decode.drop(request)
 
     def check_invariants(self) -> None:
         """Assert that every request is in exactly one place and that every sum is the sum of its parts."""
-        assert self._queued_tokens == sum(self._requests[i].shape.prompt_len for i in self._queue)
+        assert self._queue.tokens == sum(self._requests[i].shape.prompt_len for i in self._queue)
         for request_id, request in self._requests.items():
             is_assigned = bool(request.prefill and request.decode)
             assert is_assigned != (request_id in self._queue), f"{request_id} is in two places, or in none"

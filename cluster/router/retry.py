@@ -1,5 +1,5 @@
 """What becomes of a request whose attempt ended without its answer: sent again, after how long and past whom, or given
-up. Values and arithmetic: RouterPolicy asks, and whoever drives the policy carries it out, live or simulated.
+up. Arithmetic: RouterPolicy asks, and whoever drives the policy carries it out, live or simulated.
 
     failed    -> Resend at once -> failed -> Resend after 0.1 s, 0.4 s, ... -> failed `max_attempts` times: GiveUp
     preempted -> Resend at once; it is no failure, however often it happens
@@ -7,31 +7,10 @@ up. Values and arithmetic: RouterPolicy asks, and whoever drives the policy carr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cluster.router.accounts import RequestShape
+from cluster.router.decisions import GiveUp, Resend, Retry
 
 BACKOFF_S = (0.0, 0.1, 0.4)  # after the first failure of a request, the second, every later one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resend:
-    """Send the tokens so far again: `assign` them, under a new id, after `after_s`."""
-
-    request_id: str
-    after_s: float
-    avoid: frozenset[str]  # workers that failed it
-    failures: int  # attempts that have failed so far
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    request_id: str
-    reason: str
-
-
-Retry = Resend | GiveUp
 
 
 def retry_failed(shape: RequestShape, reason: str, avoid: frozenset[str], max_attempts: int) -> Retry:

@@ -51,10 +51,6 @@ class Timeline:
             self.finished_s = max(at_s, self.first_token_s or self.arrived_s)
 
     @property
-    def attempts(self) -> int:
-        return sum(1 for phase, _ in self._marks if phase == 0)
-
-    @property
     def e2e_s(self) -> float:
         """Arrival to the end. Asserts that the request has finished."""
         assert self.finished_s is not None, "the request has not finished"

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.router.policy import Assigned, RouterOptions
+from cluster.router.decisions import Assigned
+from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.build.worker import WorkerModel, sim_worker
 from placement.checks.replay import Recording, RecordingError

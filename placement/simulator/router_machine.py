@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 from cluster.router.accounts import RequestShape, WorkerView
-from cluster.router.policy import Assigned, Queued, RouterPolicy, Unavailable
-from cluster.router.retry import GiveUp, Retry
+from cluster.router.decisions import Assigned, GiveUp, Queued, Retry, Unavailable
+from cluster.router.policy import RouterPolicy
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster

@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 
-from cluster.router.metrics import HISTOGRAMS, PREFIX, _Exposed
+from cluster.router.monitoring.metrics import HISTOGRAMS, PREFIX, _Exposed
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec

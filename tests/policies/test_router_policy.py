@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
-from cluster.router.policy import Assigned, Decision, Queued, Rejected, RouterOptions, RouterPolicy, Unavailable
+from cluster.router.decisions import Assigned, Decision, Queued, Rejected, Unavailable
+from cluster.router.policy import RouterOptions, RouterPolicy
 from engine.pages.pool import page_hashes
 from worker.roles import ROLES
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.router.policy import Assigned, Queued, RouterOptions, RouterPolicy, Unavailable
-from cluster.router.retry import GiveUp, Resend
+from cluster.router.decisions import Assigned, GiveUp, Queued, Resend, Unavailable
+from cluster.router.policy import RouterOptions, RouterPolicy
 from tests.policies.test_router_policy import assigned, cluster, shape
 
 pytestmark = pytest.mark.unit

@@ -65,7 +65,6 @@ def test_a_second_attempt_adds_to_the_phases_of_the_first() -> None:
     timeline.enter("prefill", 8.0)
     timeline.finish(9.0)
     assert timeline.phases() == {"route": 2.0, "prefill_queue": 3.0, "prefill": 4.0}
-    assert timeline.attempts == 2
 
 
 def test_first_token_and_end_are_told_once() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.router.accounts import Report, RequestShape, WorkerView
-from cluster.router.policy import Assigned, RouterPolicy
+from cluster.router.decisions import Assigned
+from cluster.router.policy import RouterPolicy
 from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from placement.checks.replay import RecordingError, main, read_recording, replay

@@ -62,10 +62,6 @@ class RouterMetrics:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._exposed: _Exposed | None = None
 
-    @property
-    def is_exposed(self) -> bool:
-        return self._exposed is not None
-
     def expose(
         self, host: str, port: int, *, model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
     ) -> int:

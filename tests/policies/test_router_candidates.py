@@ -13,7 +13,8 @@ from cluster.router.accounts import Report, RequestShape, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.candidates.ranking import Ranking
-from cluster.router.policy import Assigned, Queued, RouterOptions, RouterPolicy
+from cluster.router.decisions import Assigned, Queued
+from cluster.router.policy import RouterOptions, RouterPolicy
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
 
