@@ -6,10 +6,12 @@ UNAUTHENTICATED. Public services (Generate, health, reflection) are open unless 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -21,6 +23,7 @@ from kvrelay.v1 import worker_pb2_grpc
 
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+FIRST_MESSAGE_S = 2.0  # that a caller without the secret is heard
 
 # A stopped peer is noticed by our own heartbeat first; the ping timeout bounds what TCP would hide (facts: 60 s).
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -114,7 +117,11 @@ class _SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._refuse if handler.response_streaming else self._refuse_unary
 
 
-async def _unauthenticated(_: Any, context: grpc.aio.ServicerContext) -> None:
+async def _unauthenticated(requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
+    """After the first message: a caller that still writes when the refusal comes is told of its write instead."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            await anext(requests, None)
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
 
 
