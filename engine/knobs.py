@@ -56,8 +56,10 @@ class Knob:
         """One sentence if the value is out of range; else nothing."""
         if value is None and type(None) in typing.get_args(self.kind):
             return ""
-        keeps_bounds = all(KEEPS[sign](value, bound) for sign, bound in self.bounds.items())
-        if keeps_bounds and (not self.choices or value in self.choices):
+        if self.choices:
+            wanted = ", ".join(self.choices)
+            return "" if value in self.choices else f"{self.name} is {value!r}; give one of {wanted}"
+        if all(KEEPS[sign](value, bound) for sign, bound in self.bounds.items()):
             return ""
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         a_number = "a number " if self.range.startswith("from") else ""
