@@ -30,8 +30,7 @@ def record_calls(policy: Any, directory: str | Path, name: str) -> None:
     """From now on, into `directory`/`name`.jsonl; .1.jsonl and so on where that was written before. The policy is
     fresh: what it was told before is not known to the recording. Raises OSError."""
     header: dict[str, Any] = {"policy": type(policy).__name__, "name": name}
-    options = policy.limits if hasattr(policy, "limits") else policy.options
-    header["limits"] = {f.name: getattr(options, f.name) for f in fields(options)}
+    header["limits"] = {f.name: getattr(policy.options, f.name) for f in fields(policy.options)}
     if hasattr(policy, "pool"):
         header |= {"num_pages": policy.pool.num_pages, "page_size": policy.pool.page_size}
     recorder = _Recorder(_unused(Path(directory), name), header)
