@@ -23,7 +23,7 @@ from typing import Any
 from bench.common import REPO, about, save
 from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
-from placement.compiled.pool import simulation_pool
+from placement.compiled.pool import call, packed, simulation_pool
 from placement.latency.base import LatencyModel
 from placement.papers.distserve import rules as distserve
 from placement.papers.distserve.coefficients import distserve_latency
@@ -64,7 +64,7 @@ class Meter:
         base: float = 0,
     ) -> None:
         """`base`: the other simulator's requests per CPU-second on the same."""
-        compiled = self._pool.apply(timed, (run, cluster, workload))
+        compiled = self._pool.apply(call, (packed(timed, run, cluster, workload),))
         plain = timed(run, cluster, workload) if len(workload) <= 20_000 else 0.0  # a minute and more else
         times = f"{compiled / base:5.0f} times ({plain / base:.0f})" if base else ""
         print(f"  {name:52} {of:14} {compiled:8,.0f} ({plain:6,.0f} uncompiled) requests/CPU-s {times}", flush=True)

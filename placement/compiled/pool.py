@@ -1,7 +1,7 @@
 """A pool of processes that run the simulator compiled: the same sources, the same outcome, several times as fast.
 
     with simulation_pool(2) as pool:
-        outcomes = pool.starmap(simulate, [(cluster, workload), ...])
+        outcomes = pool.map(call, [packed(simulate, cluster, workload), ...])
 
 Where the modules cannot be compiled (placement/compiled/build.py) the pool runs the sources as they are. A process must
 not mix both kinds, so the one that makes the pool keeps what it has imported.
@@ -12,8 +12,9 @@ from __future__ import annotations
 import copyreg
 import gc
 import multiprocessing
+import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -50,6 +51,17 @@ def simulation_pool(processes: int, *, cache: Path | None = None) -> Iterator[Po
         sys.path[:] = before
     with pool:
         yield pool
+
+
+def packed(work: Callable[..., Any], *arguments: Any) -> bytes:
+    """A task for `call`. A pool's process that cannot read a task dies of it, and the pool waits without end; one that
+    reads it inside its work tells what went wrong."""
+    return pickle.dumps((work, arguments))
+
+
+def call(task: bytes) -> Any:
+    work, arguments = pickle.loads(task)
+    return work(*arguments)
 
 
 def _collect_seldom() -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
 
-from placement.compiled.pool import simulation_pool
+from placement.compiled.pool import call, packed, simulation_pool
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -75,7 +75,7 @@ class _ProcessPool:
             self._pool = self._stack.enter_context(simulation_pool(self._processes))
         self._say(what, 0, len(jobs))
         results = []
-        for result in self._pool.imap(work, jobs):
+        for result in self._pool.imap(call, [packed(work, job) for job in jobs]):
             results.append(result)
             self._say(what, len(results), len(jobs))
         return results

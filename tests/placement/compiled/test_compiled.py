@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from placement.compiled.constructors import with_constructors
-from placement.compiled.pool import simulation_pool
+from placement.compiled.pool import call, packed, simulation_pool
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.papers.distserve.rules import simulate as simulate_distserve
@@ -34,9 +34,11 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     workload = requests(rate=10)
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
-            pool.apply(simulate, (short, workload)),
-            pool.apply(simulate_colocated, (both, workload)),
-            pool.apply(simulate_distserve, (DistServeCluster(prefill=latency, decode=latency), workload)),
+            pool.apply(call, (packed(simulate, short, workload),)),
+            pool.apply(call, (packed(simulate_colocated, both, workload),)),
+            pool.apply(
+                call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
+            ),
         ]
         assert not pool.apply(where_the_policies_are).endswith(".py")
     expected = [
@@ -58,7 +60,9 @@ def test_without_a_compiler_the_sources_run_and_a_warning_says_so(
     workload = requests(20)
     for _ in range(2):
         with simulation_pool(1, cache=tmp_path) as pool:
-            outcome: Outcome = pool.apply(simulate, (cluster(workers("prefill"), workers("decode")), workload))
+            outcome: Outcome = pool.apply(
+                call, (packed(simulate, cluster(workers("prefill"), workers("decode")), workload),)
+            )
         assert outcome.served == 20
     assert [record.getMessage() for record in caplog.records] == [
         "the simulator runs uncompiled, at about a quarter of its speed: "
@@ -100,3 +104,15 @@ class Account:
         assert hash(twins[0]) == hash(twins[1])
         made.append(repr(account))
     assert made[0] == made[1]
+
+
+class Unreadable:
+    """Cannot be made again in another process."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return int, ("no number",)
+
+
+def test_a_task_that_a_process_cannot_read_is_told() -> None:
+    with simulation_pool(1) as pool, pytest.raises(ValueError, match="no number"):
+        pool.apply(call, (packed(simulate, Unreadable()),))
