@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 import transformers
 from rich.console import Console
@@ -100,7 +100,12 @@ def ours(engine: Engine, new_tokens: int) -> Contender:
     def decode(batch: int, turn: int) -> float:
         step(prompts(batch, PROMPT_TOKENS, turn), 0)
         last = [[5]] * batch
-        return _seconds(lambda: [step(last, PROMPT_TOKENS + i) for i in range(new_tokens)]) / new_tokens
+
+        def steps() -> None:
+            for i in range(new_tokens):
+                step(last, PROMPT_TOKENS + i)
+
+        return _seconds(steps) / new_tokens
 
     return Contender("kvrelay", lambda tokens, turn: _seconds(lambda: step(prompts(1, tokens, turn), 0)), decode)
 

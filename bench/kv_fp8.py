@@ -13,6 +13,7 @@ whole against float32: what a person accepts already. Runs on a CPU, too, with t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -97,7 +98,7 @@ def main() -> None:
     count = arguments.prompts or (2 if arguments.rehearse else 4)
     tokens = arguments.tokens or (96 if arguments.rehearse else 512)
     directory = arguments.model or str(common.demo_model("tiny" if arguments.rehearse else "125m"))
-    options = {
+    options: dict[str, Any] = {
         "model": directory,
         "num_pages": count * -(-tokens // PAGE_SIZE),
         "page_size": PAGE_SIZE,
@@ -110,7 +111,7 @@ def main() -> None:
     token_bytes: dict[str, float] = {}
     scales: list[list[float]] = []
     for way, (dtype, kv_dtype) in WAYS.items():
-        engine = Engine.load(EngineOptions(**options, dtype=dtype, kv_dtype=kv_dtype))
+        engine = Engine.load(EngineOptions(**options | {"dtype": dtype, "kv_dtype": kv_dtype}))
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, engine.info.vocab_size, (count, tokens), generator=generator).tolist()
         logits[way] = logits_of(engine, prompts)

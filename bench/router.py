@@ -113,8 +113,9 @@ class Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
-        return json.loads(line)
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        value: dict[str, Any] = json.loads(line)
+        return value
 
     def usage(self) -> dict[str, float]:
         assert self._process.stdin is not None

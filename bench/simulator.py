@@ -84,7 +84,7 @@ def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], co
     """The live policies on workers of these latencies."""
 
     def pool(role: str, latency: LatencyModel, num_pages: int, count: int) -> list[SimWorker]:
-        policies = {
+        policies: dict[str, PrefillOptions | DecodeOptions] = {
             "prefill": PrefillOptions(max_batch_tokens=2048, pack_tokens=None),
             "decode": DecodeOptions(max_batch_size=512),
         }

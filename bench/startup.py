@@ -82,7 +82,7 @@ def _one_start(model: Path, state_dir: Path) -> dict[str, Any]:
 
 def _name(process: psutil.Process) -> str:
     """ray::DecodeActor -> DecodeActor; else the program or the script."""
-    words = process.cmdline() or [process.name()]
+    words: list[str] = process.cmdline() or [process.name()]
     if words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0]
     scripts = [Path(word).name for word in words if word.endswith(".py")]

@@ -15,7 +15,7 @@ import torch
 
 class UploadGuard:
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._was_recorded = False
 
     def __enter__(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from rich.console import Console
 
 from kvrelay.bench import metrics, workload

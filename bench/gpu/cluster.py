@@ -216,7 +216,8 @@ def differences(
 def compare(
     wanted: Sequence[Ask], served: Sequence[Sequence[int]], alone: Sequence[Sequence[int]], reference: Any
 ) -> dict[str, Any]:
-    ties, wrong = [], []
+    ties: list[dict[str, Any]] = []
+    wrong: list[dict[str, Any]] = []
     for index, at in differences(wanted, served, alone):
         gap = reference.gap([*wanted[index].prompt, *alone[index][:at]], served[index][at])
         row = {

@@ -226,7 +226,7 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
             what, value = await asyncio.to_thread(_answer, ours, name)
             if what != "ready":
                 raise WrongResult(f"{name} did not start: {value}")
-            endpoints.append(WorkerEndpoint(name=name, role=spec.role, address=value))  # type: ignore[arg-type]
+            endpoints.append(WorkerEndpoint(name=name, role=spec.role, address=value))
         await server.start()
         server.set_workers(endpoints)
         async with asyncio.timeout(30):

@@ -156,7 +156,7 @@ def idle_share(engine: Engine, sizes: Sizes) -> float | None:
     """Of the time between the first and the last kernel of some decode steps; None where there is no GPU to be idle."""
     if engine.device.type != "cuda":
         return None
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     driver = Driver(engine, sizes, sizes.idle_batch)

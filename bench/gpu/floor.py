@@ -65,7 +65,7 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)

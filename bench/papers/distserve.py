@@ -212,7 +212,7 @@ def placements(runner: Runner) -> list[dict[str, Any]]:
             continue
         problem, log = problem_of(model, SLOS[model, dataset], dataset), SearchLog()
         offers = usable_offers(problem, 8, log)
-        tables = {role: screen_phase(problem, runner, role, offers, log) for role in ("prefill", "decode")}  # type: ignore[arg-type]
+        tables = {role: screen_phase(problem, runner, role, offers, log) for role in ("prefill", "decode")}
         pairs = find_pairs(problem, runner, tables["prefill"], tables["decode"], 8, log)
         colocated = screen_colocated(problem, runner, offers, log)
         for role, found in tables.items():

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
 REAP_TIMEOUT_S = 5.0

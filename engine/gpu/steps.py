@@ -134,6 +134,6 @@ class GpuSteps:
         if self._device.type != "cuda":
             return _QueuedStep(plan, drawn, None)
         host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in drawn]
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         done.record()  # a step that draws nothing: its KV is what is waited for
         return _QueuedStep(plan, host, done)

@@ -116,7 +116,7 @@ def _rewrap(result: Any) -> Any:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN has products of this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

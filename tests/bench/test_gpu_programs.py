@@ -128,7 +128,7 @@ def test_the_colocated_engine_computes_what_the_reference_does(tmp_path: Path) -
             made.setdefault(token.request_id, []).append(token.token_id)
         return tokens
 
-    engine.step = watch  # type: ignore[method-assign]
+    engine.step = watch  # type: ignore[method-assign,assignment]
     outcomes, _ = served.play([Arrival(at_s=0.0, prompt=ask.prompt, new_tokens=ask.new_tokens) for ask in asks])
     engine.step = step  # type: ignore[method-assign]
     reference = gpu_cluster.Reference.__new__(gpu_cluster.Reference)

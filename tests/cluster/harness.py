@@ -38,7 +38,8 @@ class Harness:
         return worker
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
-        return await self._cluster.GetStatus(cluster_pb2.GetStatusRequest())
+        status: cluster_pb2.GetStatusResponse = await self._cluster.GetStatus(cluster_pb2.GetStatusRequest())
+        return status
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait for something that the router learns from its workers."""

@@ -165,7 +165,7 @@ def test_ctrl_c_while_it_starts_ends_all_of_it(tmp_path: Path, model: Path) -> N
 
 def _is_ours(process: psutil.Process, state_dir: Path) -> bool:
     try:
-        return process.environ().get("XDG_STATE_HOME") == str(state_dir)
+        return bool(process.environ().get("XDG_STATE_HOME") == str(state_dir))
     except psutil.Error:
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,15 +78,17 @@ def test_the_benchmark_says_what_an_engine_does_without(
 
 
 def counted_replays(engine: Engine) -> list[int]:
-    graphs = engine.steps.graphs  # type: ignore[union-attr]
+    steps: Any = engine.steps
+    graphs = steps.graphs
     replays: list[int] = []
-    original = graphs.replay  # type: ignore[union-attr]
+    original = graphs.replay
 
     def replay(chunks: list[Chunk], known: object) -> torch.Tensor:
         replays.append(len(chunks))
-        return original(chunks, known)  # type: ignore[arg-type]
+        logits: torch.Tensor = original(chunks, known)
+        return logits
 
-    graphs.replay = replay  # type: ignore[union-attr,method-assign,assignment]
+    graphs.replay = replay
     return replays
 
 
@@ -195,12 +198,12 @@ def test_pages_in_fp8_serve_with_scales_that_the_fingerprint_holds(
     directories: dict[str, str], rehearsed: bool
 ) -> None:
     plain = Engine.load(EngineOptions(model=directories["llama"], num_pages=64, dtype="bfloat16"))
-    options = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16", "num_pages": 64}
+    options: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16", "num_pages": 64}
 
     def load() -> Engine:
         if rehearsed:
             return rehearse(directories["llama"], **options)
-        return Engine.load(EngineOptions(model=directories["llama"], **options))  # type: ignore[arg-type]
+        return Engine.load(EngineOptions(model=directories["llama"], **options))
 
     engine = load()
     assert engine.layout.dtype == "float8_e4m3fn"

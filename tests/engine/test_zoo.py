@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load(directory: Path, *, dtype: str = "float32", attention: str = "auto") -> Engine:
+def load(directory: Path, *, dtype: Any = "float32", attention: Any = "auto") -> Engine:
     options = EngineOptions(
         model=str(directory),
         dtype=dtype,

@@ -71,7 +71,7 @@ def gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaGpu]:
         return library
 
     driver.load.cache_clear()
-    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    monkeypatch.setattr("ctypes.CDLL", load)
     made = CudaGpu.__new__(CudaGpu)
     made._device = torch.device("cuda", 3)
     yield made
@@ -115,7 +115,7 @@ def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -
         raise OSError(f"{name}: cannot open shared object file")
 
     driver.load.cache_clear()
-    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    monkeypatch.setattr("ctypes.CDLL", missing)
     with pytest.raises(TransferError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
         driver.load()
 

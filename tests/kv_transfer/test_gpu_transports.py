@@ -262,7 +262,12 @@ def test_buffers_are_kept_until_the_group_was_aborted() -> None:
     pair, kept = NcclPair(), []
     group: Any = pair.receiver._group
     abort = pair.group(1).abort
-    pair.group(1).abort = lambda: (kept.append(len(group._posted)), abort())
+
+    def counting_abort() -> None:
+        kept.append(len(group._posted))
+        abort()
+
+    pair.group(1).abort = counting_abort
     pair.receiver.expect(segment())
     while not group._posted:
         threading.Event().wait(0.001)

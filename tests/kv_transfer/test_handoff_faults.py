@@ -265,7 +265,10 @@ class Soak:
         self.sources: dict[str, list[int]] = {}
         self.queue: list[worker_pb2.RequestState] = []
         decode.host.answer = self.reserve
-        decode.host.on_freed = lambda: asyncio.get_running_loop().call_soon(self.serve_queue)
+        decode.host.on_freed = self.serve_soon
+
+    def serve_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self.serve_queue)
 
     def reserve(self, wanted: worker_pb2.RequestState) -> Granted | Queued:
         if len(self.decode.host.free) < 10 or self.rng.random() < 0.2:

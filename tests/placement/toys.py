@@ -44,7 +44,7 @@ def toy_offer(tp: int = 1, pp: int = 1, *, num_pages: int = 10_000, error: float
     times = {"prompt_s": 0.1, "decode_s": 0.01, "slope_s": 0.0004} | latency
     return Offer(
         degrees=Degrees(tp, pp),
-        latency=Toy(stages=pp, **{key: value / gain for key, value in times.items()}),  # type: ignore[arg-type]
+        latency=Toy(stages=pp, **{key: value / gain for key, value in times.items()}),
         num_pages=num_pages * tp * pp,
         max_batch_tokens=PROMPT,
         error=error,

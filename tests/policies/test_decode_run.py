@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,11 @@ def test_a_run_is_its_single_steps(seed: int) -> None:
                 single.on_batch_done(batch)
                 batch = single.next_batch()
             run.advance(steps)
-            wanted = {"num_tokens": rng.randint(1, 20), "max_new_tokens": rng.randint(2, 30), "hashes": []}
+            wanted: dict[str, Any] = {
+                "num_tokens": rng.randint(1, 20),
+                "max_new_tokens": rng.randint(2, 30),
+                "hashes": [],
+            }
             if rng.random() < 0.2:
                 name = f"{event}.{part}"
                 assert single.reserve(name, **wanted) == many.reserve(name, **wanted)

@@ -23,7 +23,7 @@ def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None)
     policy = RouterPolicy(options)
     for name in names:
         role = "prefill" if name.startswith("p") else "decode"
-        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE), now=0.0)  # type: ignore[arg-type]
+        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE), now=0.0)
     return policy
 
 
@@ -380,7 +380,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
                 else:
                     seqs[name] = 0
                     role = "prefill" if name.startswith("p") else "decode"
-                    view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)  # type: ignore[arg-type]
+                    view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)
                     policy.on_worker_up(view, now)
                     up.add(name)
             case _:

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.deploy.local import LocalCluster
 from engine.types import FinishReason
@@ -125,7 +125,7 @@ class Soak:
                     await client.generate(template.prompt, timeout_s=timeout_s, **template.options), template, number
                 )
             case "invalid":
-                options = GenerateOptions(**{**template.options, **rng.choice(INVALID)})  # type: ignore[typeddict-item]
+                options = GenerateOptions(**{**template.options, **rng.choice(INVALID)})
                 await client.generate(template.prompt, timeout_s=TIMEOUT_S, **options)
                 return "answered"
             case "cancel at once":
@@ -162,9 +162,8 @@ class Soak:
     async def _twice(self, client: AsyncClient, template: Template, number: int) -> str:
         """Two calls with one id at once: one is served, the other refused, unless the first had ended."""
         name = f"twice-{self._seed}-{number}"
-        calls = [
-            client.generate(template.prompt, timeout_s=TIMEOUT_S, request_id=name, **template.options) for _ in range(2)
-        ]
+        options: Any = template.options
+        calls = [client.generate(template.prompt, timeout_s=TIMEOUT_S, request_id=name, **options) for _ in range(2)]
         served = 0
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, Completion):

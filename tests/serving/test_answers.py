@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -59,7 +60,7 @@ async def served(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _greedy(**options: object) -> GenerateOptions:
-    return GenerateOptions(temperature=0.0, **options)  # type: ignore[typeddict-item]
+    return cast(GenerateOptions, {"temperature": 0.0, **options})
 
 
 async def test_it_ends_with_the_end_of_sequence_token(served: Served) -> None:
@@ -172,8 +173,8 @@ async def test_log_probabilities_are_those_of_the_model(served: Served) -> None:
 
 async def test_choice_i_is_what_seed_plus_i_gives(served: Served) -> None:
     options = GenerateOptions(temperature=0.9, max_tokens=12, ignore_eos=True)
-    three = await served.ask(GenerateOptions(**options, n=3, seed=70))  # type: ignore[typeddict-item]
-    alone = [await served.ask(GenerateOptions(**options, seed=70 + i)) for i in range(3)]  # type: ignore[typeddict-item]
+    three = await served.ask(GenerateOptions(**options, n=3, seed=70))
+    alone = [await served.ask(GenerateOptions(**options, seed=70 + i)) for i in range(3)]
     assert [choice.index for choice in three.choices] == [0, 1, 2]
     assert [choice.token_ids for choice in three.choices] == [answer.token_ids for answer in alone]
     assert len({choice.token_ids for choice in three.choices}) == 3

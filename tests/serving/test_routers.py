@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,12 @@ async def test_a_lost_router_takes_only_its_own_requests_with_it(model_dir: Mode
         second = await cluster.add_router()
         kept, lost = AsyncClient(cluster.endpoint), AsyncClient(f"127.0.0.1:{second.port}")
         gate = Gate(cluster.decode[0].engine)
-        ask = {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS, "temperature": 0.0, "timeout_s": WAIT_S}
+        ask: dict[str, Any] = {
+            "max_tokens": NEW_TOKENS,
+            "min_tokens": NEW_TOKENS,
+            "temperature": 0.0,
+            "timeout_s": WAIT_S,
+        }
         goes_on = asyncio.create_task(kept.generate(PROMPTS[0], **ask))
         goes_down = asyncio.create_task(lost.generate(PROMPTS[1], **ask))
         decode = cluster.decode[0]

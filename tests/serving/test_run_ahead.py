@@ -80,7 +80,7 @@ class Clusters:
                 self.counters = dict(counters(cluster))
         return [answer.token_ids for answer in answers]
 
-    async def _ask(self, client: AsyncClient, options: tuple[GenerateOptions, ...], index: int) -> Completion:
+    async def _ask(self, client: AsyncClient, options: tuple[Any, ...], index: int) -> Completion:
         return await client.generate(
             random_prompt(PROMPT_LENS[index], seed=index),
             seed=100 + index,

@@ -6,6 +6,7 @@ mixture of experts.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ PENALISED = GenerateOptions(
     temperature=0.9, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
 )
 NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02)
-OPTIONS = (PLAIN, PENALISED, NARROW)
+OPTIONS: tuple[Any, ...] = (PLAIN, PENALISED, NARROW)
 
 
 async def _run(client: AsyncClient, index: int) -> Completion:

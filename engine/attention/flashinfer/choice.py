@@ -196,7 +196,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
         return 0.0
     times: list[float] = []
     for _ in range(REPEATS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()

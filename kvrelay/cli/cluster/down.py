@@ -68,7 +68,7 @@ def _pick(name: str | None) -> state.ClusterState:
 
 
 def _end_process(cluster: state.ClusterState, timeout_s: float) -> None:
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     try:
         process = psutil.Process(cluster.pid)

@@ -58,7 +58,7 @@ def log_path(name: str) -> Path:
 
 
 def this_process(name: str, mode: Mode) -> ClusterState:
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     return ClusterState(name=name, mode=mode, pid=os.getpid(), pid_created_s=psutil.Process().create_time())
 

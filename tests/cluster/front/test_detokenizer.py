@@ -77,6 +77,12 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    known = tokenizer.token_to_id(token)
+    assert known is not None
+    return known
+
+
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -119,7 +125,7 @@ def test_a_long_run_of_half_characters_is_sent_on_and_ends_right(
 ) -> None:
     tokenizer = byte_level()
     half = [
-        tokenizer.token_to_id(token)
+        id_of(tokenizer, token)
         for token in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("𓀀")[0][0]
     ]
     ids = ids_of(tokenizer, before) + half[:cut] * repeats + ids_of(tokenizer, after)
@@ -136,7 +142,7 @@ def test_byte_fallback_keeps_what_was_sent_and_goes_on_after_bad_bytes(before: s
     first = ids_of(tokenizer, before)
     detokenizer = Detokenizer(tokenizer)
     sent = detokenizer.push(first)
-    detokenizer.push([tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in bad])
+    detokenizer.push([id_of(tokenizer, f"<0x{byte:02X}>") for byte in bad])
     rest = detokenizer.push(ids_of(tokenizer, after)) + detokenizer.finish()
     assert decoded(tokenizer, first).startswith(sent)
     assert rest.endswith("the router")
@@ -165,7 +171,7 @@ def test_plain_text_comes_at_once_with_its_spaces() -> None:
 @every_tokenizer
 def test_special_tokens_are_left_out_and_do_not_eat_the_space_after_them(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    special = tokenizer.token_to_id(SPECIAL)
+    special = id_of(tokenizer, SPECIAL)
     word = ids_of(tokenizer, "the") + [special] * 40 + ids_of(tokenizer, "the the")[1:]
     assert "".join(one_by_one(Detokenizer(tokenizer), word)) == decoded(tokenizer, word)
 

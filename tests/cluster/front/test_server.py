@@ -29,7 +29,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def words() -> TextCodec:
     """A tokenizer whose token 17 is the word w17."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 

@@ -18,7 +18,7 @@ from engine.types import InvalidRequest
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "?": 1, "hello": 2, "world": 3}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from functools import partial
 
 import grpc
 import pytest
@@ -235,8 +236,12 @@ async def test_preemption_is_no_failure_and_may_happen_any_number_of_times() -> 
     async with serving(options=server_options(port=0, max_attempts=2)) as h:
         h.decode().max_steps = 0
         reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=9))))
+
+        def runs_again(attempt: int) -> bool:
+            return len(h.prefill().submits) == attempt and bool(h.decode().running)
+
         for attempt in range(1, 6):
-            await h.until(lambda attempt=attempt: len(h.prefill().submits) == attempt and bool(h.decode().running))
+            await h.until(partial(runs_again, attempt))
             h.decode().preempt(next(iter(h.decode().running)))
         await h.until(lambda: bool(h.decode().running))
         h.decode().resume()

@@ -73,7 +73,7 @@ def _gather(pages: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, la
 class _Planned:
     """What both wrappers share between plan and run."""
 
-    _plan: dict[str, Any] | None = None
+    _plan: Any = None  # a dict, once planned
 
     def _run(
         self, q: torch.Tensor, cache: Any, rows: list[int], k_scale: float, v_scale: float, out: Any, lse: bool
@@ -106,7 +106,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
         paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
         mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         _need(kv_layout == "NHD" and backend in ("fa2", "fa3") and not use_cuda_graph, "prefill wrapper")
         self.backend = backend
 
@@ -118,7 +118,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0,
         max_item_len_ptr=None, seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None,
         max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         _need(causal, "prefill without causal=True sees the future")
         _need(sm_scale is not None and logits_soft_cap is not None, "give the scale and the soft cap to plan")
         if self.backend == "fa3":
@@ -142,7 +142,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         _need(sinks is None and window_left is None, "sinks and window at run are ignored without a word")
         _need(q.shape[0] == sum(self.rows), "q has other rows than were planned")
         return self._run(q, paged_kv_cache, self.rows, k_scale, v_scale, out, return_lse)
@@ -153,7 +153,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
         paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
         backend="auto", jit_args=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         _need(kv_layout == "NHD", "layout")
         self.use_tensor_cores = use_tensor_cores
         self.use_cuda_graph = use_cuda_graph
@@ -166,7 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
         o_data_type=None, data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True,
         block_tables=None, seq_lens=None, fixed_split_size=None, disable_split_kv=False, q_len_per_req=1,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         if self.use_cuda_graph:
             _need(len(last_page_len) == len(self.buffers[2]), "the batch size of a graph's wrapper is fixed")
             for buffer, new in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
@@ -184,7 +184,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
         enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # fmt: skip
         _need(sinks is None and window_left is None, "sinks and window at run are ignored without a word")
         plan = self._plan
         _need(plan is not None and q.shape[0] == len(plan["last_page_len"]), "q has other rows than were planned")
@@ -201,7 +201,7 @@ def fast_decode_plan(
     window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, data_type=None, sm_scale=None,
     rope_scale=None, rope_theta=None, non_blocking=True, fixed_split_size=None, disable_split_kv=False,
     global_override_indptr_cpu=None,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     _need(self._plan is not None, "fast_decode_plan wants a wrapper that was planned once")
     _need(global_override_indptr_cpu is not None, "without the host's indptr it waits for the device")
     _need(len(last_page_len) == len(self.buffers[2]), "the batch size of a graph's wrapper is fixed")
@@ -213,7 +213,7 @@ def xqa_batch_decode_with_kv_cache(
     query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0,
     window_left=-1, out=None, sinks=None, kv_layout="NHD", enable_pdl=None, q_len_per_req=1, o_scale=1.0, mask=None,
     kv_cache_sf=None,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     k_pages, v_pages = kv_cache
     _need(block_tables.dtype == torch.int32 and seq_lens.dtype == torch.uint32, "XQA's tables")
     _need(query.is_contiguous() and out.shape == query.shape and kv_layout == "NHD", "XQA's query")
@@ -235,7 +235,7 @@ def xqa_batch_decode_with_kv_cache(
 def append_paged_kv_cache(
     append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
     kv_layout="NHD",
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     k_pages, v_pages = paged_kv_cache
     _need(append_key.dtype == k_pages.dtype and append_value.dtype == v_pages.dtype, "append casts nothing")
     _need(append_key.stride(-1) == 1 and append_key.shape[0] == len(batch_indices) == len(positions), "append's rows")
@@ -246,33 +246,33 @@ def append_paged_kv_cache(
             pages[page, position % k_pages.shape[1]] = rows[row]
 
 
-def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):  # type: ignore[no-untyped-def]
+def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
     _need(input.dim() in (2, 3) and weight.shape == input.shape[-1:] and weight.dtype == input.dtype, "rmsnorm")
     x = input.float()
     return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(input.dtype)
 
 
-def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):  # type: ignore[no-untyped-def]
+def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
     return rmsnorm(input.float(), 1.0 + weight.float(), eps).to(input.dtype)
 
 
-def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):  # type: ignore[no-untyped-def]
+def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
     _need(input.dim() == 2 and input.is_contiguous() and residual.is_contiguous(), "fused_add_rmsnorm")
     residual.add_(input)
     input.copy_(rmsnorm(residual, weight, eps))
 
 
-def gemma_fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):  # type: ignore[no-untyped-def]
+def gemma_fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
     residual.add_(input)
     input.copy_(gemma_rmsnorm(residual, weight, eps))
 
 
-def silu_and_mul(input, out=None, enable_pdl=None):  # type: ignore[no-untyped-def]
+def silu_and_mul(input, out=None, enable_pdl=None):
     gate, up = input.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
 
 
-def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):  # type: ignore[no-untyped-def]
+def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):
     _need(cos_sin_cache.dtype == torch.float32 and cos_sin_cache.is_contiguous() and is_neox, "rope's cache")
     _need(query.dim() == 2 and key.dim() == 2 and positions.shape == query.shape[:1], "rope's rows")
     cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)

@@ -10,6 +10,7 @@ import inspect
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,11 +155,11 @@ def test_a_layer_is_planned_once_a_step_for_each_shape() -> None:
     rows = [batch._rows(part, {0: range(20), 1: range(90)}, meta) for part in (batch.q, batch.k, batch.v)]
     batch.backend.write(rows[1], rows[2], batch.k_pages, batch.v_pages, meta)
     planned: list[int] = []
-    backend = batch.backend
+    backend: Any = batch.backend
     for window in (0, 12, 0, 12):  # four layers of two kinds, by turns
         call = AttentionCall(0.3, window)
         backend.attend(rows[0], batch.k_pages, batch.v_pages, meta, call)
-        planned.append(sum(len(tables) for _, tables in backend._runners.values()))  # type: ignore[attr-defined]
+        planned.append(sum(len(tables) for _, tables in backend._runners.values()))
     assert planned == [1, 2, 2, 2]
 
 
@@ -170,7 +171,7 @@ def test_candidates_are_those_that_know_every_option_of_the_layer() -> None:
     assert decode_candidates(plain, AMPERE) == ("tensor", "cores")
 
     def but(**changes: object) -> Shape:
-        return Shape(**{**{f: getattr(plain, f) for f in Shape.__dataclass_fields__}, **changes})  # type: ignore[arg-type]
+        return Shape(**{**{f: getattr(plain, f) for f in Shape.__dataclass_fields__}, **changes})
 
     assert decode_candidates(but(softcap=30.0), HOPPER) == ("tensor", "cores")
     assert decode_candidates(but(page_size=5), HOPPER) == ("tensor", "cores")

@@ -163,9 +163,9 @@ async def _abort(context: Any, code: str) -> None:
 
 
 def _part(request: Any, index: int, ids: list[int], text: str, *, last: bool = False) -> Any:
-    part = generate_pb2.GenerateResponse(
-        request_id=request.request_id or "r-1", index=index, text=text, token_ids=ids, finish_reason=2 if last else 0
-    )
+    part = generate_pb2.GenerateResponse(request_id=request.request_id or "r-1", index=index, text=text, token_ids=ids)
+    if last:
+        part.finish_reason = generate_pb2.FINISH_REASON_LENGTH
     if request.sampling.HasField("logprobs"):
         chosen = generate_pb2.TokenLogprob(token_id=ids[0], logprob=-0.5)
         part.logprobs.add().CopyFrom(generate_pb2.PositionLogprobs(chosen=chosen, top=[chosen]))

@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from kvrelay.plan import words as plan_words
 from kvrelay.plan.folder import save
 from kvrelay.plan.reading import build_request
 from kvrelay.plan.tables import tables
-from placement.plan import Interval, Plan, Slo, to_json
+from placement.plan import Interval, Objective, Plan, Slo, to_json
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput
 
 pytestmark = pytest.mark.unit
@@ -72,7 +73,8 @@ def test_a_plan_of_tp_1_is_a_spec_that_up_takes(tmp_path: Path) -> None:
     assert save(SERVED, REQUEST, tmp_path).notes == ()
     spec = load_spec(tmp_path / "cluster.yaml")
     assert [(pool.role, pool.replicas, pool.num_gpus) for pool in spec.pools] == [("prefill", 4, 1), ("decode", 4, 1)]
-    prefill, decode = spec.pools
+    pools: Any = spec.pools  # whose keys are made from the options classes
+    prefill, decode = pools
     assert (prefill.max_batch_tokens, prefill.pack_tokens, decode.max_batch_size) == (2048, 2048, 256)
     assert prefill.kv_memory == 24_000 * 16 * 131_072  # llama-3.1-8b: 32 layers of 8 heads, 128 wide, K and V, 2 bytes
     assert spec.model == "meta-llama/Llama-3.1-8B"
@@ -150,7 +152,7 @@ def test_verdicts() -> None:
     ("objective", "told"),
     [("cost", "The best colocated placement takes $40.00 an hour for it."), ("power", "takes 9 kW for it.")],
 )
-def test_what_is_to_be_cheap_is_compared_by_what_it_takes(objective: str, told: str) -> None:
+def test_what_is_to_be_cheap_is_compared_by_what_it_takes(objective: Objective, told: str) -> None:
     dear = replace(TRIED[6], usd_per_hour=40.0, watts=9000.0)
     assert told in plan_words.verdict(replace(PLAN, objective=objective, tried=(TRIED[0], dear)))
     same = replace(PLAN, objective=objective, tried=(TRIED[0], TRIED[6]))

@@ -164,6 +164,6 @@ def test_several_seeds_are_averaged_and_their_interval_holds_each() -> None:
 
     found = merged([point(0.8), point(0.9)])
     assert found.attainment.value == pytest.approx(0.85)
-    assert (found.attainment.low, found.attainment.high) == (pytest.approx(0.8), pytest.approx(0.9))
+    assert (found.attainment.low, found.attainment.high) == pytest.approx((0.8, 0.9))
     assert found.ttft_s["50"].high == math.inf
     assert found.num_requests == 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -64,5 +65,6 @@ def test_steps_are_packed_as_measured_in_plan_and_spec() -> None:
     expected = PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=128)
     assert system.cluster.workers[0].policy == expected
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
-    prefill, decode = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
+    pools: Any = parse_spec(spec_data(found, "toy", None, has_gpus=False)).pools
+    prefill, decode = pools
     assert (prefill.pack_tokens, "pack_tokens" in decode.model_fields_set) == (128, False)

@@ -22,7 +22,7 @@ def _record_router(folder: Path) -> Path:
     record_calls(policy, folder, "router-0")
     for name in ("p0", "p1", "d0"):
         role = "prefill" if name.startswith("p") else "decode"
-        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=100, page_size=16), 0.1)  # type: ignore[arg-type]
+        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=100, page_size=16), 0.1)
     for i in range(4):
         hashes = page_hashes([1] * 40, 16)
         shape = RequestShape(id=f"r{i}", prompt_len=40, max_tokens=9, page_hashes=hashes, avoid=frozenset({"p1"}))

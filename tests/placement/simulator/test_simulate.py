@@ -11,7 +11,7 @@ import pytest
 
 from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
-from placement.latency.base import DecodeLine
+from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
@@ -44,7 +44,7 @@ class Plain:
         return self.wire_s_per_token * num_tokens
 
 
-def workers(role: Any, count: int = 1, latency: Plain | None = None, **given: Any) -> list[SimWorker]:
+def workers(role: Any, count: int = 1, latency: LatencyModel | None = None, **given: Any) -> list[SimWorker]:
     policies = {
         "prefill": PrefillOptions(max_batch_tokens=256, pack_tokens=None),
         "decode": DecodeOptions(max_batch_size=16),
