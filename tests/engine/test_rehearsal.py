@@ -126,12 +126,12 @@ def overlapped(engine: Engine, prompt: list[int], params: SamplingParams, new_to
         spec = SampleSpec(params=params, position=start + len(ids))
         return Step(chunks=[Chunk(request_id="a", token_ids=ids, start=start, block_table=table, sample=spec)])
 
-    flights = [engine.begin(step(prompt, 0))]
+    begun = [engine.begin(step(prompt, 0))]
     tokens: list[SampledToken] = []
     for position in range(len(prompt), len(prompt) + new_tokens - 1):
-        flights.append(engine.begin(step([PENDING], position)))
-        tokens += flights.pop(0).result()
-    return tokens + flights.pop().result()
+        begun.append(engine.begin(step([PENDING], position)))
+        tokens += begun.pop(0).result()
+    return tokens + begun.pop().result()
 
 
 @pytest.mark.parametrize(

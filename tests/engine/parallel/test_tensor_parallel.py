@@ -220,7 +220,7 @@ def test_a_degree_that_does_not_divide(tmp_path: Path, changes: dict[str, int], 
 
 
 def test_options_that_do_not_go_with_it() -> None:
-    with pytest.raises(ValueError, match=r"^tensor_parallel is 0; give a whole number of 1 or more$"):
+    with pytest.raises(ValueError, match=r"^tensor_parallel is 0; give 1 or more$"):
         load("anything", 0)
     with pytest.raises(ValueError, match=r"^tensor_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two$"):
         load("anything", 2, kv_dtype="fp8_e4m3")
