@@ -8,8 +8,8 @@ that reads it, and nowhere else.
         def __post_init__(self) -> None:
             check(self)
 
-The cluster's spec (cluster/spec/knobs.py), the flags of the command (kvrelay/cli/knob_flags.py), the tables of
-docs/serving.md (docs/fill_knobs.py), what a worker says of itself and the simulator are made from such classes whole.
+The cluster's spec (cluster/spec/knobs.py), the flags of the command (kvrelay/cli/spec_flags.py), the tables of
+docs/serving.md (docs/fill_serving.py), what a worker says of itself and the simulator are made from such classes whole.
 Values only; it imports nothing of this project.
 """
 

@@ -10,8 +10,8 @@ free to be used again, and the caller gives them back to the pool. The life of a
                                                  '--on_stopped / on_peer_dead--> gone: the pages are free
 
 One-sided: the peer writes into our memory by itself, so a lease that ended may still be written to until the peer has
-said that it stopped or is known to be dead. Every lease leaves the table exactly once, by `commit` or in a returned
-`Released`, and its pages with it.
+said that it stopped or is known to be dead. Every lease leaves the table exactly once, and its pages with it: by
+`commit`, or returned by the call that made its pages free.
 """
 
 from __future__ import annotations

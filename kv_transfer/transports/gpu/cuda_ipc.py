@@ -1,6 +1,6 @@
 """cuda_ipc moves KV between two processes of one host, on one GPU or on two: the sender's kernel writes the pages.
 
-One-sided, as shared_memory is (one_sided.py). The receiver exports the allocation that holds its pages as a CUDA IPC
+One-sided, as shared_memory is (../one_sided.py). The receiver exports the allocation that holds its pages as a CUDA IPC
 handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one launch on a stream
 of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
 
