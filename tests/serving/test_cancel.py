@@ -34,7 +34,7 @@ from tests.serving.harness import (
 )
 
 SOON_S = 2.0
-DEADLINE_S = 1.5
+DEADLINE_S = 3.0  # by then a busy machine, too, has computed the prompt
 PROMPT = random_prompt(100, seed=1)
 NEW_TOKENS = 30
 ENDINGS = ("the client closes", "the connection breaks", "the deadline passes")
