@@ -44,7 +44,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     pip("--python", str(environment), "install", "--no-deps", "--no-index", str(wheel))
-    (packages / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # whose own .pth files are not read
+    for path in Path(sysconfig.get_path("purelib")).iterdir():  # side by side, as pip installs them
+        if not path.name.startswith(("kvrelay", "__editable__")) and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
     return environment / "bin"
 
 

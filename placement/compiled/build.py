@@ -52,6 +52,7 @@ COMPILED = (
     "placement/simulator/simulate.py",
     *registry.COMPILED,
 )
+OURS = frozenset(name.partition("/")[0] for name in COMPILED) | {"kv_transfer", "worker"}
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
 IMPORTED = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
 SHIM = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
@@ -89,6 +90,8 @@ def _read_by_the_compiler() -> set[Path]:
         if path not in known and path.is_file():
             known.add(path)
             for module in IMPORTED.findall(path.read_text()):
+                if module.partition(".")[0] not in OURS:  # installed, other people's packages stand beside ours
+                    continue
                 beside = ROOT / module.replace(".", "/")
                 waiting += [beside.with_suffix(".py"), beside / "__init__.py"]
     return known
