@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import Roster
+from worker.roles import kind_of
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0
@@ -60,10 +61,13 @@ class Controller:
         return served_as[0] if served_as is not None else ""
 
     async def stop(self) -> None:
-        """End everything but this actor: routers first, which let running requests end within `drain_s`."""
+        """End everything but this actor: routers first, which let running requests end within `drain_s`; then workers,
+        those that prefill before those that only decode."""
         self._is_stopping = True
         await self._stop_all(self._roster.router_names(), self._drain_s)
-        await self._stop_all(self._roster.worker_names(), 0.0)
+        workers = self._roster.worker_names()
+        workers.sort(key=lambda name: "prefill" not in kind_of(self._roster.member(name).role).phases)
+        await self._stop_all(workers, 0.0)
         if self._placement_group:
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(self._placement_group))

@@ -46,8 +46,8 @@ def check_name(value: str) -> str:
     return value
 
 
-def _some_role(value: str) -> str:
-    if value not in ROLES:
+def _some_role(value: object) -> object:
+    if not isinstance(value, str) or value not in ROLES:
         raise ValueError(f"give {' or '.join(map(repr, ROLES))}")
     return value
 
@@ -169,9 +169,6 @@ def roles_of(name: str) -> list[str]:
     return [role for role, kind in ROLES.items() if name in knobs_of(kind.load_options())] or list(ROLES)
 
 
-GPU_ONLY = ("gpu_memory_utilization", "cuda_graphs")
-
-
 def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transports: Sequence[str]) -> None:
     """Raises ValueError, one sentence, where pools cannot run on `devices` (auto: not known yet) or cannot hand KV
     over to one another."""
@@ -185,7 +182,7 @@ def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transports:
                     f"pools[{index}].{key} is {value!r}, but pools[{named[0][0]}].{key} is {named[0][1]!r}; give both "
                     "the same, for KV is handed over as it is"
                 )
-    known = next((found for found in devices if found != "auto"), None)
+    known = next((device for device in devices if device != "auto"), None)
     if known is not None and not any(known in TRANSPORTS[name] for name in transports):
         able = " or ".join(name for name, moved in TRANSPORTS.items() if known in moved)
         raise ValueError(
@@ -214,8 +211,8 @@ def _check_device(index: int, pool: PoolSpec, device: str) -> None:
 
 
 def check_pool(index: int, pool: PoolSpec) -> None:
-    for name in pool.model_fields_set:
-        if pool.role not in (roles := roles_of(name)):
+    for name in PoolSpec.model_fields:
+        if name in pool.model_fields_set and pool.role not in (roles := roles_of(name)):
             raise ValueError(
                 f"pools[{index}].{name} is for {' and '.join(roles)} pools; take it out of this {pool.role} pool"
             )
