@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from engine.knobs import knobs_of
 
-MARKUP = re.compile(r"[`*]|\[([^\]]*)\]\([^)]*\)")  # of a page
+MARKUP = re.compile(r"`|\*(?=\S)|(?<=\S)\*|\[([^\]]*)\]\([^)]*\)")  # of a page; a product's * stands between blanks
 GO_ON = ("that ", "of ", "in ", "to ", "computed ", "without ")  # how a meaning begins that goes on after its unit
 
 
@@ -115,7 +115,7 @@ class _Field:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def _annotation(self, shown: Flags) -> Any:
-        help_text = shown.help.get(self.name) or _sentence(self.meaning, self.unit)
+        help_text = shown.help.get(self.name) or sentence_of(self.meaning, self.unit)
         is_told = "Default:" in help_text or self.name in shown.defaults
         if shown.of and not is_told and type(self.default) in (int, float):
             help_text += f" Default: {self.default if isinstance(self.default, int) else f'{self.default:g}'}."
@@ -139,12 +139,12 @@ def _fields_of(options: type[Any]) -> Iterator[_Field]:
         yield _Field(name=each.name, kind=hints[each.name], default=each.default, meaning=meaning)
 
 
-def _sentence(meaning: str, unit: str) -> str:
+def sentence_of(meaning: str, unit: str) -> str:
     """Of a table's row, where unit and meaning stand beside each other: requests | that decode at once."""
     text = MARKUP.sub(r"\1", meaning)
     if text.startswith(GO_ON):
         text = f"{'seconds' if unit == 's' else unit} {text}".strip()
-    return text if text[:1].isupper() else f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 def _typed_as(hint: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.spec.errors import SpecError
 from kvrelay.cli.cluster.up import build_spec
+from kvrelay.cli.groups import sentence_of
 from kvrelay.cli.spec_flags import SpecChanges
 
 pytestmark = pytest.mark.unit
@@ -46,3 +47,18 @@ def test_a_flag_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
 def test_a_value_out_of_range_is_told_by_the_spec() -> None:
     with pytest.raises(SpecError, match=r"pools\[1\].watermark is 2.0; give a number below 1"):
         changed(pools={"watermark": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("meaning", "unit", "sentence"),
+    [
+        ("Lengths from len * (1 - R) to len * (1 + R).", "", "Lengths from len * (1 - R) to len * (1 + R)."),
+        (
+            "that Ray sets aside, with `--address` *one* each",
+            "GPUs",
+            "GPUs that Ray sets aside, with --address one each.",
+        ),
+    ],
+)
+def test_the_help_of_a_flag_is_the_meaning_of_its_knob_as_a_sentence(meaning: str, unit: str, sentence: str) -> None:
+    assert sentence_of(meaning, unit) == sentence
