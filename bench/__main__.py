@@ -1,7 +1,7 @@
 """`python -m bench [NAMES...] [--quick]`: run benchmarks one after another, each in a process of its own.
 
-A benchmark is a module of this folder that runs by itself (`python -m bench.NAME`), takes --quick and writes
-bench/results/NAME.json. One that fails does not stop the others; the exit code says how many failed.
+A benchmark is a module under this folder that runs by itself (`python -m bench.NAME`), takes --quick and writes a file
+of bench/results. One that fails does not stop the others; the exit code says how many failed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NAMES = (
     "startup",
     "simulator",
     "roofline",
-    "paper_splitwise",
+    "papers.splitwise",
     "placement_search",
-    "paper_distserve",
+    "papers.distserve",
     "verify_live",
 )
 
