@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalogs.base import PlanError
-from placement.plan import Slo
 
 FORMAT = "kvrelay-margin"
 VERSION = 1
@@ -67,10 +66,6 @@ class Margin:
 
     def with_run(self, run: MarginRun) -> Margin:
         return Margin(runs=(*self.runs, run)[-KEPT_RUNS:])
-
-    def tightened(self, slo: Slo) -> Slo:
-        """Targets that, met in the prediction, are met in life if it is as wrong as before."""
-        return Slo(ttft_s=slo.ttft_s / (1 + self.ttft), tpot_s=slo.tpot_s / (1 + self.tpot), attainment=slo.attainment)
 
 
 def _nine_in_ten(values: list[float]) -> float:

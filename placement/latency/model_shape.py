@@ -97,10 +97,6 @@ class ModelShape:
         params = self.num_layers * self.linear_params + dense + self.num_moe_layers * moe
         return params * self.weight_bits / 8
 
-    def active_weight_bytes(self, num_tokens: float = 1) -> float:
-        """Read in one step of so many tokens: layers and head."""
-        return self.layer_bytes_read(num_tokens) + self.head_bytes
-
     def distinct_experts(self, num_tokens: float) -> float:
         """Expected number of a layer's experts that at least one of the tokens is sent to."""
         if not self.experts:

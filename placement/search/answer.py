@@ -16,7 +16,7 @@ from placement.search.clusters import JOINT
 from placement.search.placements import Placement, goodput_problem, system_of
 from placement.search.problem import PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_one_more
-from placement.workload.lengths import fit_arrivals
+from placement.workload.arrivals import fit_arrivals
 
 FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
 CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)

@@ -49,10 +49,6 @@ class Outcome:
         gaps: Ints = self.workload.output_len + self.tokens_per_tpot
         return np.where(gaps > 0, (self.finish_s - self.first_token_s) / np.maximum(gaps, 1), 0.0)
 
-    def after(self, warmup: int, cooldown: int = 0) -> slice:
-        """The rows between the first `warmup` requests and the last `cooldown`."""
-        return slice(warmup, len(self) - cooldown)
-
     def attained(
         self, ttft_s: float | Floats = np.inf, tpot_s: float | Floats = np.inf
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -70,10 +66,10 @@ def percentiles(values: Floats, at: tuple[float, ...] = (50, 90, 99)) -> list[fl
     """Interpolated linearly; requests that were not served (nan) count as infinitely late."""
     late = np.where(np.isnan(values), np.inf, values)
     ordered = np.sort(late)
-    found = []
+    at_shares = []
     for share in at:
         rank = share / 100 * (len(ordered) - 1)
         low = int(rank)
         below, above = ordered[low], ordered[min(low + 1, len(ordered) - 1)]
-        found.append(float(below if rank == low or below == above else below + (rank - low) * (above - below)))
-    return found
+        at_shares.append(float(below if rank == low or below == above else below + (rank - low) * (above - below)))
+    return at_shares

@@ -102,16 +102,16 @@ def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
 def _columns(header: Sequence[str], name: str) -> dict[str, str]:
     """What each column is called here."""
     called = {column.strip().lower(): column for column in header}
-    found = {
+    columns = {
         what: next(called[alias.lower()] for alias in aliases if alias.lower() in called)
         for what, aliases in COLUMNS.items()
         if any(alias.lower() in called for alias in aliases)
     }
     for what in ("arrival", "prompt", "output"):
-        if what not in found:
+        if what not in columns:
             first, *others = COLUMNS[what]
             raise WorkloadError(f"{name}:1: no column {first} (or {', '.join(others)}); the header must name one")
-    return found
+    return columns
 
 
 def _times(column: str) -> tuple[Callable[[Any], float], str]:

@@ -103,7 +103,7 @@ class Traffic:
 
 def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int) -> Workload:
     """The workload with its class column in the order of `classes`; where it has none, drawn by their shares."""
-    names = tuple(one.name for one in classes)
+    names = tuple(each.name for each in classes)
     if not names:
         return replace(workload, class_of=NO_INTS, class_names=())
     if len(set(names)) < len(names):
@@ -113,7 +113,7 @@ def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int)
             raise WorkloadError(f"{workload.name}: class {unknown[0]} has no targets; give them, or take it out")
         order = np.array([names.index(name) for name in workload.class_names], dtype=np.int64)
         return replace(workload, class_of=order[workload.class_of], class_names=names)
-    shares = np.array([one.share for one in classes], dtype=np.float64)
+    shares = np.array([each.share for each in classes], dtype=np.float64)
     if not (shares > 0).all():
         raise WorkloadError(f"the share of class {names[int(shares.argmin())]} is {shares.min():g}; give one above 0")
     drawn = np.random.default_rng([seed, 2]).choice(len(names), size=len(workload), p=shares / shares.sum())

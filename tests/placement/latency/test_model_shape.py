@@ -84,7 +84,7 @@ def test_experts_cost_memory_by_their_number_and_work_by_their_share() -> None:
     assert shape.flops_per_token == 2 * shape.active_params
     assert shape.distinct_experts(1) == pytest.approx(2)
     assert shape.distinct_experts(2) == pytest.approx(8 * (1 - 0.75**2))
-    read = [shape.active_weight_bytes(tokens) for tokens in (1, 4, 64)]
+    read = [shape.layer_bytes_read(tokens) + shape.head_bytes for tokens in (1, 4, 64)]
     assert read == sorted(read)
     everything = shape.weight_bytes - shape.embedding_params * 2 - shape.num_layers * shape.other_layer_params * 2
     assert read[-1] == pytest.approx(everything, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Workloads: any CSV, classes, fitted lengths and arrivals, traces with gaps, traffic on paired random numbers."""
+"""Workloads: any CSV, classes, fitted arrivals, traces with gaps, traffic on paired random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.workload.lengths import KINDS, fit_arrivals, fit_lengths, log_correlation
+from placement.workload.arrivals import fit_arrivals
 from placement.workload.requests import Workload, from_rows, from_trace
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic, with_classes
@@ -27,41 +27,6 @@ def lognormal(count: int = 4000, correlation: float = 0.6) -> Workload:
         output_len=np.rint(np.exp(5 + 0.5 * second)).astype(np.int64) + 1,
         name="made",
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_of_what_it_assumes_is_near_and_says_so(kind: str) -> None:
-    workload = lognormal(correlation=0.0 if kind == "apart" else 0.6)
-    fit = fit_lengths(workload, kind)  # type: ignore[arg-type]
-    for error in fit.errors().values():
-        assert error.distance < 0.03
-        assert abs(error.mean) < 0.03
-        assert abs(error.p90) < 0.05
-    assert fit.drawn_correlation() == pytest.approx(log_correlation(workload.prompt_len, workload.output_len), abs=0.03)
-    assert f"{kind} lengths after made" in fit.summary()
-
-
-def test_a_fit_of_what_it_does_not_assume_says_how_far_off_it_is() -> None:
-    """Two kinds of prompt, no lognormal; and drawing apart loses the correlation."""
-    rows = [[i, 10 if i % 2 else 4000, 1000 if i % 2 else 5] for i in range(1000)]
-    assert fit_lengths(from_rows(rows), "lognormal").errors()["prompt"].distance > 0.2
-    assert abs(fit_lengths(from_rows(rows), "apart").drawn_correlation()) < 0.05
-    assert fit_lengths(from_rows(rows), "empirical").drawn_correlation() < -0.99
-
-
-def test_a_fit_draws_within_the_trace_and_the_same_for_a_seed() -> None:
-    workload = lognormal()
-    drawn = fit_lengths(workload, "lognormal").workload(5000, seed=7)
-    assert workload.prompt_len.min() <= drawn.prompt_len.min()
-    assert drawn.prompt_len.max() <= workload.prompt_len.max()
-    again, other = (fit_lengths(workload, "lognormal").workload(5000, seed=seed) for seed in (7, 8))
-    assert np.array_equal(drawn.output_len, again.output_len)
-    assert not np.array_equal(drawn.output_len, other.output_len)
-
-
-def test_lengths_that_do_not_vary_can_be_fitted() -> None:
-    fit = fit_lengths(from_rows([[i, 7, 3] for i in range(50)]), "lognormal")
-    assert set(fit.workload(20, seed=0).prompt_len.tolist()) == {7}
 
 
 def test_poisson_arrivals_are_told_from_a_trace_with_silent_minutes() -> None:
