@@ -26,8 +26,8 @@ class SpecError(ValueError):
 
 def sentences_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence for each mistake: not for what only follows from another one."""
-    found = [details for details in error.errors(include_url=False) if not _is_echo(details)]
-    sentences = [_sentence(details, model) for details in found]
+    mistakes = [details for details in error.errors(include_url=False) if not _is_echo(details)]
+    sentences = [_sentence(details, model) for details in mistakes]
     guessed = [f"{s.rpartition('did you mean ')[2].rstrip('?')} is missing" for s in sentences if s.endswith("?")]
     return [sentence for sentence in sentences if not sentence.startswith(tuple(guessed))]
 
@@ -115,9 +115,8 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     for inner in typing.get_args(annotation):
-        found = _nested(inner)
-        if found is not None:
-            return found
+        if (nested := _nested(inner)) is not None:
+            return nested
     return None
 
 

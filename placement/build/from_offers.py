@@ -59,10 +59,10 @@ def offers_of(catalog: Catalog) -> OfferOf:
         key = (degrees, within_node)
         if key not in known:
             known[key] = catalog.offer(degrees, within_node=within_node)
-        found = known[key]
-        if isinstance(found, str):
-            raise PlanError(found)
-        return found
+        offer = known[key]
+        if isinstance(offer, str):
+            raise PlanError(offer)
+        return offer
 
     return offer_of
 

@@ -166,10 +166,10 @@ def main(paths: Sequence[str]) -> int:
         except (OSError, RecordingError) as error:
             print(error, file=sys.stderr)
             return 2
-        found = replay(recording)
-        same = f"{found.decisions} decisions in {found.calls} calls are the same again"
-        print(f"{recording.name}: {same if found.difference is None else f'differs at {found.difference}'}")
-        code |= found.difference is not None
+        replayed = replay(recording)
+        same = f"{replayed.decisions} decisions in {replayed.calls} calls are the same again"
+        print(f"{recording.name}: {same if replayed.difference is None else f'differs at {replayed.difference}'}")
+        code |= replayed.difference is not None
     return code
 
 

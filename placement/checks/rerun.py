@@ -200,11 +200,11 @@ def _least_squares(rows: Any, values: Any) -> list[float]:
     """None below 0: what comes out negative is left out, and the rest fitted again."""
     kept = list(range(rows.shape[1]))
     while True:
-        found = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
-        if (found >= 0).all() or len(kept) == 1:
+        slopes = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
+        if (slopes >= 0).all() or len(kept) == 1:
             break
-        kept = [column for column, value in zip(kept, found, strict=True) if value >= 0] or [0]
+        kept = [column for column, value in zip(kept, slopes, strict=True) if value >= 0] or [0]
     full = [0.0] * rows.shape[1]
-    for column, value in zip(kept, found, strict=True):
+    for column, value in zip(kept, slopes, strict=True):
         full[column] = max(float(value), 1e-6 if column == 0 else 0.0)
     return full

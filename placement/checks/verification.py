@@ -116,11 +116,16 @@ def compare(prediction: Prediction, measured: Seen, slo: Slo) -> Verification:
     rows = []
     for metric in METRICS:
         kept = many if metric == "tpot" else np.ones(len(workload), dtype=bool)
-        found = [percentiles(_values(seen, metric)[kept], PERCENTILES) for seen in (expected, *bounds, measured)]
+        ranks = [percentiles(_values(seen, metric)[kept], PERCENTILES) for seen in (expected, *bounds, measured)]
         for i, percentile in enumerate(PERCENTILES):
-            predicted = [values[i] for values in found[:-1]]
+            predicted = [values[i] for values in ranks[:-1]]
             rows.append(
-                Row(metric=metric, percentile=percentile, predicted=_interval(predicted), measured=float(found[-1][i]))
+                Row(
+                    metric=metric,
+                    percentile=percentile,
+                    predicted=_interval(predicted),
+                    measured=float(ranks[-1][i]),
+                )
             )
     names = list(dict.fromkeys([*expected.phases_s, *measured.phases_s]))
     return Verification(

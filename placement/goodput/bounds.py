@@ -135,7 +135,7 @@ def _step_s(offer: Offer, batch: int, context: float) -> float:
 
 
 def loosest_tpot_s(targets: Targets) -> float:
-    return max((one.slo.tpot_s for one in targets.classes), default=targets.slo.tpot_s)
+    return max((each.slo.tpot_s for each in targets.classes), default=targets.slo.tpot_s)
 
 
 def relaxed(targets: Targets, *, ttft: bool = False, tpot: bool = False) -> Targets:
@@ -148,5 +148,5 @@ def relaxed(targets: Targets, *, ttft: bool = False, tpot: bool = False) -> Targ
             attainment=slo.attainment,
         )
 
-    classes = tuple(type(one)(name=one.name, share=one.share, slo=loose(one.slo)) for one in targets.classes)
+    classes = tuple(type(each)(name=each.name, share=each.share, slo=loose(each.slo)) for each in targets.classes)
     return Targets(slo=loose(targets.slo), classes=classes)

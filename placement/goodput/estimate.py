@@ -96,11 +96,11 @@ def estimate(
         if look.is_enough(effort) or count >= effort.max_requests:
             break
         count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
-    found = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
+    estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
     for factor in (1 + error, 1 - error) if error else ():
         other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
-        found = _widened(found, other.estimate(rate, count, is_settled=True))
-    return replace(found, cpu_s=used_cpu_s() - began_s)
+        estimated = _widened(estimated, other.estimate(rate, count, is_settled=True))
+    return replace(estimated, cpu_s=used_cpu_s() - began_s)
 
 
 def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0) -> RatePoint:
@@ -133,9 +133,9 @@ class _Look:
         return slice(start, max(end, start + 1))
 
     def _share(self, met: Floats) -> Interval:
-        found, correlation = share_interval(met)
+        share, correlation = share_interval(met)
         self.correlation = max(self.correlation, correlation)
-        return found
+        return share
 
     def _slack(self, targets: Targets) -> Interval:
         worst = Interval(math.inf, math.inf, math.inf)
@@ -234,20 +234,20 @@ def _mean(values: Floats) -> float:
     return float(finite.mean()) if len(finite) else 0.0
 
 
-def _widened(found: Estimate, other: Estimate) -> Estimate:
-    point, more = found.point, other.point
+def _widened(estimated: Estimate, other: Estimate) -> Estimate:
+    point, more = estimated.point, other.point
     return replace(
-        found,
+        estimated,
         point=replace(
             point,
             attainment=_hull(point.attainment, more.attainment),
-            ttft_s={at: _hull(found_at, more.ttft_s[at]) for at, found_at in point.ttft_s.items()},
-            tpot_s={at: _hull(found_at, more.tpot_s[at]) for at, found_at in point.tpot_s.items()},
+            ttft_s={at: _hull(interval, more.ttft_s[at]) for at, interval in point.ttft_s.items()},
+            tpot_s={at: _hull(interval, more.tpot_s[at]) for at, interval in point.tpot_s.items()},
         ),
-        slack=_hull(found.slack, other.slack),
-        num_simulated=found.num_simulated + other.num_simulated,
+        slack=_hull(estimated.slack, other.slack),
+        num_simulated=estimated.num_simulated + other.num_simulated,
     )
 
 
-def _hull(found: Interval, other: Interval) -> Interval:
-    return Interval(found.value, min(found.low, other.low), max(found.high, other.high))
+def _hull(interval: Interval, other: Interval) -> Interval:
+    return Interval(interval.value, min(interval.low, other.low), max(interval.high, other.high))

@@ -71,9 +71,9 @@ def mean_interval(values: Floats) -> tuple[Interval, float]:
 
 def share_interval(met: Floats) -> tuple[Interval, float]:
     """The same of a share: within 0 to 1, and never narrower than so many independent requests would give (Wilson)."""
-    found, correlation = mean_interval(met)
-    low, high = wilson(found.value, len(met))
-    return Interval(found.value, max(0.0, min(low, found.low)), min(1.0, max(high, found.high))), correlation
+    interval, correlation = mean_interval(met)
+    low, high = wilson(interval.value, len(met))
+    return Interval(interval.value, max(0.0, min(low, interval.low)), min(1.0, max(high, interval.high))), correlation
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

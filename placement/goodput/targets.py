@@ -40,15 +40,15 @@ class Targets:
     @property
     def most_slack(self) -> float:
         """The attainment less its target where every request meets both, of the class that is asked most of."""
-        return 1 - max((one.slo.attainment for one in self.classes), default=self.slo.attainment)
+        return 1 - max((each.slo.attainment for each in self.classes), default=self.slo.attainment)
 
     def limits_s(self, workload: Workload) -> tuple[Floats, Floats]:
         """The TTFT and TPOT target of each request."""
         if not self.classes:
             whole = np.ones(len(workload))
             return whole * self.slo.ttft_s, whole * self.slo.tpot_s
-        ttft_s = np.array([one.slo.ttft_s for one in self.classes])[workload.class_of]
-        tpot_s = np.array([one.slo.tpot_s for one in self.classes])[workload.class_of]
+        ttft_s = np.array([each.slo.ttft_s for each in self.classes])[workload.class_of]
+        tpot_s = np.array([each.slo.tpot_s for each in self.classes])[workload.class_of]
         return ttft_s, tpot_s
 
     def met(self, outcome: Outcome) -> tuple[Floats, Floats]:
@@ -62,8 +62,8 @@ class Targets:
         if not self.classes:
             return {"": (np.ones(len(workload)), self.slo.attainment)}
         return {
-            one.name: ((workload.class_of == i).astype(np.float64), one.slo.attainment)
-            for i, one in enumerate(self.classes)
+            each.name: ((workload.class_of == i).astype(np.float64), each.slo.attainment)
+            for i, each in enumerate(self.classes)
         }
 
     # as provisioning judges, of requests of one class

@@ -31,33 +31,33 @@ class Findings:
     arrivals: str
 
 
-def advise(found: Findings) -> list[str]:
+def advise(findings: Findings) -> list[str]:
     """The most important first."""
     said = [
-        _on_disaggregation(found),
-        _on_binding(found),
-        _on_copies(found.copies),
-        _on_headroom(found.headroom, found.chosen.goodput) if found.rate else "",
-        _on_error(found.error),
-        _on_settling(found.chosen),
-        f"{found.arrivals[:1].upper()}{found.arrivals[1:]}." if found.arrivals else "",
+        _on_disaggregation(findings),
+        _on_binding(findings),
+        _on_copies(findings.copies),
+        _on_headroom(findings.headroom, findings.chosen.goodput) if findings.rate else "",
+        _on_error(findings.error),
+        _on_settling(findings.chosen),
+        f"{findings.arrivals[:1].upper()}{findings.arrivals[1:]}." if findings.arrivals else "",
     ]
     return [sentence for sentence in said if sentence]
 
 
-def _on_disaggregation(found: Findings) -> str:
-    chosen, is_colocated = found.chosen, found.chosen.candidate.is_colocated
-    other = next((one for one in found.tried if one.candidate.is_colocated != is_colocated), None)
+def _on_disaggregation(findings: Findings) -> str:
+    chosen, is_colocated = findings.chosen, findings.chosen.candidate.is_colocated
+    other = next((goodput for goodput in findings.tried if goodput.candidate.is_colocated != is_colocated), None)
     if other is None and is_colocated:
         return "Do not disaggregate: no two pools keep the targets here."
     if other is None:
-        return "No colocated candidate keeps the targets." if found.asked_colocated else ""
+        return "No colocated candidate keeps the targets." if findings.asked_colocated else ""
     ratio = f"{chosen.per_gpu / other.per_gpu:.2f} times the goodput per GPU of"
-    if found.rate:
-        ratio = f"{chosen.candidate.gpus} GPUs for {found.rate:g} requests/s, against {other.candidate.gpus} of"
+    if findings.rate:
+        ratio = f"{chosen.candidate.gpus} GPUs for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
-    if sure and found.error:
-        sure = f", if the latency model, wrong by up to {found.error:.0%}, is wrong alike for both"
+    if sure and findings.error:
+        sure = f", if the latency model, wrong by up to {findings.error:.0%}, is wrong alike for both"
     if is_colocated:
         return (
             f"Do not disaggregate: {chosen.candidate.label} has {ratio} the best two pools, "
@@ -70,15 +70,15 @@ def _is_surely_better(chosen: Goodput, other: Goodput) -> bool:
     return chosen.goodput.low / chosen.candidate.gpus > other.goodput.high / other.candidate.gpus
 
 
-def _on_binding(found: Findings) -> str:
-    if found.binding == "link":
+def _on_binding(findings: Findings) -> str:
+    if findings.binding == "link":
         return "The link between the workers binds: place them within a node, or give prefill fewer GPUs."
-    if found.binding not in found.relief:
-        return f"The {found.binding} pool binds." if found.binding != "none" else ""
-    before, after = found.relief[""], found.relief[found.binding]
+    if findings.binding not in findings.relief:
+        return f"The {findings.binding} pool binds." if findings.binding != "none" else ""
+    before, after = findings.relief[""], findings.relief[findings.binding]
     return (
-        f"The {found.binding} pool binds: at {OVER * found.chosen.goodput.value:.3g} requests/s one more "
-        f"{found.binding} worker takes the share that meets both targets from {before:.1%} to {after:.1%}."
+        f"The {findings.binding} pool binds: at {OVER * findings.chosen.goodput.value:.3g} requests/s one more "
+        f"{findings.binding} worker takes the share that meets both targets from {before:.1%} to {after:.1%}."
     )
 
 

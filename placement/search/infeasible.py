@@ -49,7 +49,7 @@ def _raise_if_too_slow(problem: PlacementProblem, role: PhaseRole, offers: Seque
     floors = [floors_s(prefill, decode, source) for prefill, decode in pairs]
     times = [float((ttft if is_prefill else tpot).mean()) for ttft, tpot in floors]
     fastest = offers[int(np.argmin(times))]
-    slos = [one.slo for one in problem.targets.classes] or [problem.targets.slo]
+    slos = [kind.slo for kind in problem.targets.classes] or [problem.targets.slo]
     target_s = min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
     sentence = floor_sentence(problem, role, fastest, target_s).replace(" at TP", " even at TP")
     raise PlanError(f"{sentence}; ask for a longer {'TTFT' if is_prefill else 'TPOT'} or faster hardware")
@@ -67,7 +67,7 @@ def why_nothing(
     """Each phase could keep its target when idle, and yet no cluster was found."""
     slo = problem.targets.slo
     if prefills and decodes:
-        least = min(one.gpus for one in prefills) + min(one.gpus for one in decodes)
+        least = min(worker.gpus for worker in prefills) + min(worker.gpus for worker in decodes)
         if least > num_gpus and not colocated:
             return (
                 f"num_gpus is {num_gpus}: the smallest prefill and decode workers that keep the targets take {least}; "
@@ -101,7 +101,7 @@ def idle_reason(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> str
 
 
 def _strictest(targets: Targets, is_prefill: bool) -> float:
-    slos = [one.slo for one in targets.classes] or [targets.slo]
+    slos = [kind.slo for kind in targets.classes] or [targets.slo]
     return min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
 
 

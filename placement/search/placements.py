@@ -103,7 +103,7 @@ def placements_for_rate(
     for prefill in prefills:
         for decode in decodes:
             for rates in (_unlinked(prefill, decode), _linked(problem, prefill, decode)):
-                n, m = (replicas_for(rate, one) for one in rates)
+                n, m = (replicas_for(rate, worth) for worth in rates)
                 placement = _pair_placement(problem, (prefill, n), (decode, m), rate)
                 if placement.within_node:
                     break
@@ -117,7 +117,7 @@ def _unlinked(prefill: WorkerGoodput, decode: WorkerGoodput) -> tuple[float, flo
 
 def _linked(problem: PlacementProblem, prefill: WorkerGoodput, decode: WorkerGoodput) -> tuple[float, float]:
     """What a worker of each can be worth where KV leaves its node."""
-    near, far = (problem.offer_of(one.offer.degrees, False) for one in (prefill, decode))
+    near, far = (problem.offer_of(worker.offer.degrees, False) for worker in (prefill, decode))
     link = link_bound(replace(near, latency=narrowed(near.latency, [far.latency])), problem.traffic.source)
     return min(link, prefill.goodput.value), min(link, decode.goodput.value)
 
@@ -134,12 +134,12 @@ def _pair_placement(
 def colocated_placements(alone: Sequence[WorkerGoodput], count_of: Callable[[WorkerGoodput], int]) -> list[Placement]:
     """Whole colocated clusters; `count_of` says how many workers of each."""
     placements = []
-    for one in alone:
-        count = count_of(one)
-        if count and one.unit is not None:
-            pool = replace(one.unit.pools[0], replicas=count)
-            candidate = replace(one.unit, pools=(pool,))
-            placements.append(Placement(candidate=candidate, promised=count * one.goodput.value, within_node=True))
+    for worker in alone:
+        count = count_of(worker)
+        if count and worker.unit is not None:
+            pool = replace(worker.unit.pools[0], replicas=count)
+            candidate = replace(worker.unit, pools=(pool,))
+            placements.append(Placement(candidate=candidate, promised=count * worker.goodput.value, within_node=True))
     return placements
 
 
@@ -169,7 +169,7 @@ def find_pairs(
         if placement.candidate.gpus <= max_gpus
     ]
     placements.sort(key=lambda placement: -placement.promised / placement.candidate.gpus)
-    found: list[tuple[Placement, Knee]] = []
+    pairs: list[tuple[Placement, Knee]] = []
     best = 0.0
     while placements and placements[0].promised / placements[0].candidate.gpus >= max(best, 1e-12):
         now, placements = placements[:ROUND], placements[ROUND:]
@@ -180,10 +180,10 @@ def find_pairs(
         for placement, result in zip(now, runner.map(find_goodput, searches, "pairs within nodes"), strict=True):
             log.count(result)
             kept = replace(placement, promised=result.goodput.value, within_node=True)
-            found.append((kept, result))
+            pairs.append((kept, result))
             best = max(best, result.goodput.value / placement.candidate.gpus)
-    found = [(placement, result) for placement, result in found if placement.promised]
-    return sorted(found, key=lambda pair: -pair[0].promised / pair[0].candidate.gpus)
+    pairs = [(placement, result) for placement, result in pairs if placement.promised]
+    return sorted(pairs, key=lambda pair: -pair[0].promised / pair[0].candidate.gpus)
 
 
 def _share_a_node(problem: PlacementProblem, prefill: Degrees, decode: Degrees, nodes: int) -> bool:

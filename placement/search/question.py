@@ -41,11 +41,11 @@ class PlanQuestion:
             raise PlanError(f"{' and '.join(given) or 'nothing'} is given; give one of num_gpus, rate and budget")
         if not getattr(self, given[0]) > 0:
             raise PlanError(f"{given[0]} is {getattr(self, given[0]):g}; give a number above 0")
-        for one in (self.slo, *(kind.slo for kind in self.classes)):
-            if not 0 < one.attainment <= 1:
-                raise PlanError(f"attainment is {one.attainment:g}; give a share above 0, at most 1")
-            if not (one.ttft_s > 0 and one.tpot_s > 0):
-                raise PlanError(f"ttft is {one.ttft_s:g} s and tpot {one.tpot_s:g} s; give times above 0")
+        for slo in (self.slo, *(kind.slo for kind in self.classes)):
+            if not 0 < slo.attainment <= 1:
+                raise PlanError(f"attainment is {slo.attainment:g}; give a share above 0, at most 1")
+            if not (slo.ttft_s > 0 and slo.tpot_s > 0):
+                raise PlanError(f"ttft is {slo.ttft_s:g} s and tpot {slo.tpot_s:g} s; give times above 0")
         if not self.thoroughness > 0:
             raise PlanError(f"thoroughness is {self.thoroughness:g}; give a number above 0 (1 is usual)")
         if self.max_pp < 1:

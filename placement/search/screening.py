@@ -147,7 +147,7 @@ class _Contender:
 def _best_first(runner: Runner, contenders: list[_Contender], log: SearchLog, what: str) -> list[WorkerGoodput]:
     """Simulate the contenders that can be worth it, the most promising first."""
     contenders.sort(key=lambda contender: -contender.bound_per_gpu)
-    found: list[WorkerGoodput] = []
+    screened: list[WorkerGoodput] = []
     best = 0.0
     while contenders and contenders[0].bound_per_gpu >= WORTH * best:
         now, contenders = contenders[:ROUND], contenders[ROUND:]
@@ -155,6 +155,6 @@ def _best_first(runner: Runner, contenders: list[_Contender], log: SearchLog, wh
             now, runner.map(find_goodput, [contender.search for contender in now], what), strict=True
         ):
             log.count(result)
-            found.append(WorkerGoodput(offer=contender.offer, goodput=result.goodput, unit=contender.unit))
-            best = max(best, found[-1].per_gpu)
-    return sorted((one for one in found if one.goodput.value), key=lambda one: -one.per_gpu)
+            screened.append(WorkerGoodput(offer=contender.offer, goodput=result.goodput, unit=contender.unit))
+            best = max(best, screened[-1].per_gpu)
+    return sorted((worker for worker in screened if worker.goodput.value), key=lambda worker: -worker.per_gpu)

@@ -97,7 +97,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
 
     def look(candidate: Candidate) -> Estimate:
         placement = with_candidate(job.placement, candidate)
-        found = estimate(
+        estimated = estimate(
             system_of(placement, offer_of),
             job.traffic,
             job.rate,
@@ -106,27 +106,28 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
             seed=job.seed,
             copies=placement.copies,
         )
-        log[0] += found.num_simulated
-        log[1] += found.cpu_s
-        return found
+        log[0] += estimated.num_simulated
+        log[1] += estimated.cpu_s
+        return estimated
 
     candidate = job.placement.candidate
-    found = look(candidate)
+    estimated = look(candidate)
     for _ in range(MOST_ADDED):
-        if found.keeps_slo:
+        if estimated.keeps_slo:
             break
-        candidate = more(job.placement, candidate, _role_to_add(candidate, found))
-        found = look(candidate)
-    if found.keeps_slo:
+        candidate = more(job.placement, candidate, _role_to_add(candidate, estimated))
+        estimated = look(candidate)
+    if estimated.keeps_slo:
         candidate = _trimmed(job.placement, candidate, look)
     placement = replace(with_candidate(job.placement, candidate), promised=job.rate)
-    return SizedPlacement(placement=placement, keeps_slo=found.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
+    return SizedPlacement(placement=placement, keeps_slo=estimated.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
 
 
-def _role_to_add(candidate: Candidate, found: Estimate) -> Literal["prefill", "decode", "colocated"]:
+def _role_to_add(candidate: Candidate, now: Estimate) -> Literal["prefill", "decode", "colocated"]:
     if candidate.is_colocated:
         return "colocated"
-    return "decode" if binding_pool(found.point, found.missed_ttft, found.missed_tpot) == "decode" else "prefill"
+    binding = binding_pool(now.point, now.missed_ttft, now.missed_tpot)
+    return "decode" if binding == "decode" else "prefill"
 
 
 def more(
