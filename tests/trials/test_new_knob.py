@@ -20,7 +20,7 @@ from docs import fill_serving
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape
+from placement.latency.model_files import load_shape
 
 def spec(value, role=1):
     pools = [{"role": "prefill"}, {"role": "decode"}]

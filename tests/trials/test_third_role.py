@@ -57,7 +57,7 @@ from cluster.spec.load import load_spec
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
 from placement.latency.hardware import load_hardware
-from placement.latency.model_shape import load_shape
+from placement.latency.model_files import load_shape
 try:
     sim_cluster(load_spec("spec.yaml"), RooflineWorkers(load_shape("llama-3.1-8b"), load_hardware("h200-sxm")))
 except ValueError as error:
