@@ -23,6 +23,7 @@ from typing import Any
 from bench.common import REPO, about, save
 from cluster.router.policy import RouterOptions
 from decode_worker.policy import DecodeOptions
+from placement.build.worker import WorkerModel, sim_worker
 from placement.compiled.pool import call, packed, simulation_pool
 from placement.latency.base import LatencyModel
 from placement.papers.distserve import rules as distserve
@@ -88,10 +89,8 @@ def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], co
             "prefill": PrefillOptions(max_batch_tokens=2048, pack_tokens=None),
             "decode": DecodeOptions(max_batch_size=512),
         }
-        return [
-            SimWorker(name=f"{role}-{i}", role=role, latency=latency, num_pages=num_pages, policy=policies[role])
-            for i in range(count)
-        ]
+        model = WorkerModel(latency=latency, num_pages=num_pages, page_size=16)
+        return [sim_worker(f"{role}-{i}", role, model, policies[role]) for i in range(count)]
 
     workers = pool("prefill", prefill, pages[0], counts[0]) + pool("decode", decode, pages[1], counts[1])
     return SimCluster(workers=tuple(workers), router=ROOMY)
