@@ -144,7 +144,8 @@ def sentence_of(meaning: str, unit: str) -> str:
     text = MARKUP.sub(r"\1", meaning)
     if text.startswith(GO_ON):
         text = f"{'seconds' if unit == 's' else unit} {text}".strip()
-    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+    begin = text[:1] if meaning.startswith("`") else text[:1].upper()  # a value is written as it is given
+    return f"{begin}{text[1:].removesuffix('.')}."
 
 
 def _typed_as(hint: Any) -> Any:

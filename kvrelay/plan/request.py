@@ -71,12 +71,12 @@ class PlanRequest(Spec):
         (), "Requests with targets of their own, NAME:SHARE:TTFT:TPOT. May be repeated."
     )
     objective: Literal["goodput", "cost", "power"] | None = setting(
-        None, "goodput, cost or power. Default: cost with --rate, else goodput."
+        None, "`goodput`, `cost` or `power`. Default: cost with --rate, else goodput."
     )
 
     latency: str = setting(
         "auto",
-        f"roofline, profile or {', '.join(registry.CATALOGS)} (its own figures). Default: by what is given.",
+        f"`roofline`, `profile` or {', '.join(registry.CATALOGS)} (its own figures). Default: by what is given.",
     )  # one of LATENCIES
     profile: Path | None = setting(None, "What kvrelay calibrate measured, instead of a roofline.")
     margin: Path | None = setting(None, "What kvrelay verify found; it widens the intervals.")
