@@ -76,6 +76,7 @@ def test_every_command_works_where_nothing_but_the_wheel_is(installed: Path, tmp
     finally:
         run(state, folder, kvrelay, "down")
     run(state, folder, kvrelay, "plan", *PLAN, *TARGETS)
+    assert [path for path in (state / "kvrelay").glob("simulator-*") if path.is_dir()]  # it was compiled from there
     assert {"cluster.yaml", "plan.json", "report.html"} <= {path.name for path in (folder / "plan").iterdir()}
 
 
@@ -89,7 +90,9 @@ def pip(*arguments: str) -> None:
 
 def run(state: Path, folder: Path, *command: str | Path) -> str:
     """Its stdout. Nothing of this checkout or of a cluster of one's own is in its environment."""
-    clean = {key: value for key, value in environment(state).items() if key != "PYTHONPATH"}
+    clean = {key: value for key, value in environment(state).items() if key != "PYTHONPATH"} | {
+        "XDG_CACHE_HOME": str(state)
+    }
     done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout

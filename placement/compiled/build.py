@@ -107,7 +107,8 @@ def _build(target: Path) -> None:
         copy.write_text(with_constructors((ROOT / name).read_text()))
         for package in copy.relative_to(target).parents[:-1]:  # the rest of each package is found beside the sources
             (target / package / "__init__.py").write_text(SHIM)
-    _run_mypyc(target)
+    _run_mypyc(target, _copied_for_types(target / "read"))
+    shutil.rmtree(target / "read")
     _check_that_it_runs(target)
     shutil.rmtree(target / "build", ignore_errors=True)
     shutil.rmtree(target / ".mypy_cache", ignore_errors=True)
@@ -125,12 +126,23 @@ def _check_tools() -> None:
         raise CannotCompile(f"there is no {header}; install Python's headers (python3-dev on Debian)")
 
 
-def _run_mypyc(target: Path) -> None:
+def _copied_for_types(folder: Path) -> Path:
+    """What the compiled modules import, where mypy may look: it refuses the folder that pip installs to."""
+    for path in _read_by_the_compiler():
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+        for package in copy.relative_to(folder).parents[:-1]:
+            (folder / package / "__init__.py").touch()
+    return folder
+
+
+def _run_mypyc(target: Path, types: Path) -> None:
     options = ("--config-file", "", "--follow-imports=silent", "--ignore-missing-imports")
     done = subprocess.run(
         [sys.executable, "-m", "mypyc", *options, *COMPILED],
         cwd=target,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
+        env={**os.environ, "MYPYPATH": str(types)},
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,
