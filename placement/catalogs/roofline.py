@@ -1,18 +1,16 @@
 """RooflineCatalog: what workers of a model can be had on a kind of GPU, by first principles; and why some cannot.
 
 Memory of a GPU: its share of the weights, what a step needs besides (activations and logits of the largest step), and
-the rest of `memory_share` for KV pages. It measures nothing. `floor_tpot` and `floor_ttft` say what no placement can
-beat, for the sentence that tells why a target is impossible.
+the rest of `memory_share` for KV pages. It measures nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer, PlanError
-from placement.latency.base import decode_s
+from placement.catalogs.base import Degrees, MachineCost, Offer
 from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
@@ -164,38 +162,6 @@ class RooflineCatalog:
 def open_catalog(model: str | Path, hardware: str | Path, **options: object) -> RooflineCatalog:
     """From the names or paths of a model and a hardware file; options as RooflineCatalog's. Raises PlanError."""
     return RooflineCatalog(load_shape(model), load_hardware(hardware), **options)  # type: ignore[arg-type]
-
-
-def floor_tpot(catalog: Catalog, max_gpus: int | None = None, *, context_tokens: int = 1) -> tuple[float, Degrees]:
-    """The least seconds in which any worker makes one request's next token, all stages counted, and its degrees."""
-    return _least(catalog, max_gpus, lambda offer: decode_s(offer.latency, 1, context_tokens) * offer.latency.stages)
-
-
-def floor_ttft(catalog: Catalog, prompt_len: int, max_gpus: int | None = None) -> tuple[float, Degrees]:
-    """The least seconds in which any idle worker computes a prompt of so many tokens, and its degrees."""
-
-    def prompt_s(offer: Offer) -> float:
-        chunks = range(0, prompt_len, offer.max_batch_tokens)
-        steps = [(min(offer.max_batch_tokens, prompt_len - start), start) for start in chunks]
-        times = [offer.latency.prefill_s([step]) + offer.step_overhead_s for step in steps]
-        return sum(times) + max(times) * (offer.latency.stages - 1)
-
-    return _least(catalog, max_gpus, prompt_s)
-
-
-def _least(catalog: Catalog, max_gpus: int | None, of: Callable[[Offer], float]) -> tuple[float, Degrees]:
-    reason = ""
-    best: tuple[float, Degrees] | None = None
-    for degrees in catalog.degrees(max_gpus or catalog.gpus_per_node):
-        offer = catalog.offer(degrees)
-        if isinstance(offer, str):
-            reason = offer
-            continue
-        timed = (of(offer), degrees)
-        best = timed if best is None else min(best, timed)
-    if best is None:
-        raise PlanError(reason or f"no worker of {catalog.model} on {catalog.hardware} can be had; give more GPUs")
-    return best
 
 
 def _either(values: Sequence[int]) -> str:

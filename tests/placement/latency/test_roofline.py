@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bench.roofline import SOURCES, errors
-from placement.catalogs.base import Degrees, PlanError
-from placement.catalogs.roofline import RooflineCatalog, floor_tpot, floor_ttft, open_catalog
+from placement.catalogs.base import Degrees
+from placement.catalogs.roofline import RooflineCatalog, open_catalog
 from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
@@ -193,18 +193,3 @@ def test_degrees_divide_heads_and_layers_and_stay_in_a_node() -> None:
     assert {degrees.pp for degrees in found} == {1, 2, 4}
     assert all(degrees.gpus <= 8 for degrees in found)
     assert list(found) == sorted(found, key=lambda degrees: (degrees.gpus, degrees.pp))
-
-
-def test_floors_are_below_every_offer() -> None:
-    catalog = open_catalog("llama-3.1-70b", "h200-sxm")
-    tpot_s, best = floor_tpot(catalog)
-    ttft_s, _ = floor_ttft(catalog, 2000)
-    assert best.tp == 8
-    for degrees in catalog.degrees(8):
-        offer = catalog.offer(degrees)
-        if not isinstance(offer, str):
-            assert decode_s(offer.latency, 1, 100) >= tpot_s
-            assert offer.latency.prefill_s([(2000, 0)]) >= ttft_s
-    assert floor_ttft(catalog, 8000)[0] > 3 * ttft_s
-    with pytest.raises(PlanError, match="does not fit"):
-        floor_tpot(catalog, max_gpus=1)

@@ -119,9 +119,9 @@ def test_the_largest_rate_at_equal_power(name: str, code_requests: list[list[flo
     design, counts = name.split(" ")
     prompt, token = [*json.loads(counts.replace("(", "[").replace(")", "]")), 0][:2]
     placed = cluster(design, prompt, token)
-    grid = [rate for rate in range(30, 120, 10) if rate <= 110]
-    met = [rate for rate in grid if not violations(simulate(placed, at_rate(code_requests, rate)), machine("A"))]
-    assert max(met) == CASES["iso_power_max_rate_code_req_s"][name]
+    largest = CASES["iso_power_max_rate_code_req_s"][name]  # on a grid of ten; bench.papers.splitwise plays all of it
+    assert not violations(simulate(placed, at_rate(code_requests, largest)), machine("A"))
+    assert largest == 110 or violations(simulate(placed, at_rate(code_requests, largest + 10)), machine("A"))
 
 
 def test_decode_slows_with_the_batch_when_the_table_is_read_rightly() -> None:
