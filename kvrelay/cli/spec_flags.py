@@ -88,9 +88,17 @@ class SpecChanges:
 def _read(part: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
     """What was typed as text for a key that is more than text, as the file would have it: 2, [0, 1], {a: b}."""
     return {
-        key: yaml.safe_load(value) if isinstance(value, str) and not _is_text(part, key) else value
+        key: _parsed(value) if isinstance(value, str) and not _is_text(part, key) else value
         for key, value in given.items()
     }
+
+
+def _parsed(text: str) -> Any:
+    """Text that is no YAML stays text: the spec refuses it in a sentence."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _is_text(part: type[BaseModel], key: str) -> bool:

@@ -62,3 +62,8 @@ def test_a_value_out_of_range_is_told_by_the_spec() -> None:
 )
 def test_the_help_of_a_flag_is_the_meaning_of_its_knob_as_a_sentence(meaning: str, unit: str, sentence: str) -> None:
     assert sentence_of(meaning, unit) == sentence
+
+
+def test_text_that_cannot_be_read_is_told_by_the_spec() -> None:
+    with pytest.raises(SpecError, match=r"pools\[0\].cpus is '\[0, '; give auto, null, or a list of cores such as"):
+        changed(pools={"cpus": "[0, "})
