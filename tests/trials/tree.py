@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.deploy.running import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
@@ -29,17 +30,18 @@ def inserted(path: Path, before: str, text: str) -> None:
     path.write_text(source.replace(before, before + text))
 
 
-def environment(tree: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "KVRELAY_"))}
-    state = {"XDG_STATE_HOME": str(tree / "state")}
-    return kept | state | {"PYTHONPATH": str(tree), "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
-
-
 def run(tree: Path, *command: str) -> str:
     """stdout of `python COMMAND` in the tree."""
     call = [sys.executable, *command]
+    shown = {"PYTHONPATH": str(tree), "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
-        call, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        call,
+        cwd=tree,
+        env=environment(tree / "state") | shown,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
