@@ -20,6 +20,14 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_FAILED: _ClassVar[EventKind]
     EVENT_KIND_CANCELLED: _ClassVar[EventKind]
     EVENT_KIND_HANDED_OFF: _ClassVar[EventKind]
+
+class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_CAUSE_UNSPECIFIED: _ClassVar[FailureCause]
+    FAILURE_CAUSE_STEP: _ClassVar[FailureCause]
+    FAILURE_CAUSE_PEER: _ClassVar[FailureCause]
+    FAILURE_CAUSE_ROOM: _ClassVar[FailureCause]
+    FAILURE_CAUSE_REQUEST: _ClassVar[FailureCause]
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_PREFILL_STARTED: EventKind
 EVENT_KIND_FIRST_TOKEN: EventKind
@@ -30,22 +38,29 @@ EVENT_KIND_PREEMPTED: EventKind
 EVENT_KIND_FAILED: EventKind
 EVENT_KIND_CANCELLED: EventKind
 EVENT_KIND_HANDED_OFF: EventKind
+FAILURE_CAUSE_UNSPECIFIED: FailureCause
+FAILURE_CAUSE_STEP: FailureCause
+FAILURE_CAUSE_PEER: FailureCause
+FAILURE_CAUSE_ROOM: FailureCause
+FAILURE_CAUSE_REQUEST: FailureCause
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generate_pb2.SamplingParams
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("name", "address", "incarnation")
@@ -173,7 +188,7 @@ class TokenOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens", "decode_worker")
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens", "decode_worker", "cause", "peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +198,8 @@ class RequestEvent(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     kind: EventKind
@@ -192,7 +209,9 @@ class RequestEvent(_message.Message):
     receipt: _generate_pb2.HandoffReceipt
     cached_tokens: int
     decode_worker: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ...) -> None: ...
+    cause: FailureCause
+    peer: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("tokens", "events")
@@ -203,7 +222,7 @@ class Outputs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids")
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +242,11 @@ class WorkerReport(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    FENCED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_MS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     made_ns: int
     last_submit_seq: int
     num_waiting: int
@@ -235,7 +259,26 @@ class WorkerReport(_message.Message):
     counters: _containers.ScalarMap[str, int]
     draining: bool
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    fenced_pages: int
+    quarantined_pages: int
+    step_age_ms: int
+    loop_lag_ms: int
+    peers: _containers.RepeatedCompositeFieldContainer[PeerHealth]
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ...) -> None: ...
+
+class PeerHealth(_message.Message):
+    __slots__ = ("name", "incarnation", "failures", "reason", "age_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    failures: int
+    reason: str
+    age_ms: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., failures: _Optional[int] = ..., reason: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class PrefillMessage(_message.Message):
     __slots__ = ("hello", "reserve", "announce", "commit", "abort", "stopped")
