@@ -39,7 +39,7 @@ class Peers:
                 me=host.address,
                 model_fingerprint=host.engine.info.fingerprint,
                 memory=host.engine.memory,
-                dial=handoff_dial(host.options.secret),
+                dial=handoff_dial(host.options.secret, host.options.tls),
                 options=host.options.transfer,
                 host=host.options.host,
                 faults=host.faults,

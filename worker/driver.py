@@ -79,7 +79,7 @@ class Worker(Generic[RoleT]):
 
     async def start(self) -> pb.WorkerAddress:
         """Listen and run. Raises OSError when the port is taken."""
-        port = bind(self._server, self.options.host, self.options.port)
+        port = bind(self._server, self.options.host, self.options.port, self.options.tls)
         self.address.address = f"{self.options.host}:{port}"
         await self._server.start()
         self.streams.start()

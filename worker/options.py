@@ -11,6 +11,7 @@ from typing import Any
 from engine.knobs import as_text, knob, knobs_of, read
 from kv_transfer.options import TransferOptions
 from worker.roles import ROLES, kind_of
+from worker.tls import TlsFiles
 
 REPORT_GAP_S = 0.05  # a worker that changes reports no more often: worker and router spend half a millisecond on each
 
@@ -24,6 +25,7 @@ class WorkerOptions:
     host: str = "127.0.0.1"  # the address that others reach it at, and that it binds
     port: int = 0  # 0: any free one
     secret: str = ""
+    tls: TlsFiles | None = None  # between the processes of the cluster; None: plain text
     incarnation: str = ""  # empty: drawn at start
     prefix_cache: bool = knob(True, "keep full pages of ended requests, for prompts that begin alike")
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it

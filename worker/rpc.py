@@ -20,6 +20,8 @@ import grpc.aio
 from kv_transfer.handshake import PROTOCOL_VERSION as PROTOCOL_VERSION
 from kv_transfer.prefill_side.stream import ControlStream, Dial
 from kvrelay.v1 import worker_pb2_grpc
+from worker.credentials import channel_credentials, server_credentials
+from worker.tls import TlsFiles
 
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
@@ -49,19 +51,27 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """In plain text without `tls`. Reads its files anew. Raises TlsError."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=channel_options(tls))
+
+
+def channel_options(tls: TlsFiles | None) -> list[tuple[str, Any]]:
+    named = tls is not None and tls.server_name
+    return [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", named)] if named else [*CHANNEL_OPTIONS]
 
 
 def secret_metadata(secret: str) -> tuple[tuple[str, str], ...]:
     return ((SECRET_KEY, secret),) if secret else ()
 
 
-def handoff_dial(secret: str) -> Dial:
+def handoff_dial(secret: str, tls: TlsFiles | None = None) -> Dial:
     """Opens the stream of a pair to a decode worker, with the secret in it."""
 
     def dial(address: str) -> ControlStream:
-        channel = open_channel(address)
+        channel = open_channel(address, tls)
         stub: Any = worker_pb2_grpc.HandoffStub  # grpc generates no types
         return ControlStream(channel, stub(channel).Connect(metadata=secret_metadata(secret)))
 
@@ -74,11 +84,12 @@ def make_server(secret: str = "", protected: Sequence[str] = ()) -> grpc.aio.Ser
     return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Listen on host:port (0: any). Raises OSError with one sentence when the port is taken."""
-    where = f"[{host}]" if ":" in host else host
+def bind(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
+    """Listen on host:port (0: any), in plain text without `tls`. Raises OSError with one sentence when the port is
+    taken, TlsError."""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{where}:{port}")
+        bound = server.add_secure_port(where, server_credentials(tls)) if tls else server.add_insecure_port(where)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {_why_not(host, port)}") from error
     if bound == 0:

@@ -1,0 +1,107 @@
+"""TLS between two of our processes (worker/tls.py, worker/credentials.py): who is let in, and what new files change."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tests.certificates import write_tls
+from worker import rpc
+from worker.tls import TlsError, TlsFiles
+
+pytestmark = pytest.mark.unit
+
+AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
+
+
+@asynccontextmanager
+async def listening(tls: TlsFiles | None) -> AsyncIterator[str]:
+    server = rpc.make_server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = rpc.bind(server, "127.0.0.1", 0, tls)
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def answer(address: str, tls: TlsFiles | None) -> grpc.StatusCode:
+    """What a caller with these files is told."""
+    stub: Any = health_pb2_grpc.HealthStub  # grpc generates no types
+    async with rpc.open_channel(address, tls) as channel:
+        try:
+            await stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_members_know_each_other_and_let_nobody_else_in(tmp_path: Path) -> None:
+    member = write_tls(tmp_path, AUTHORITY)
+    others = {
+        "plain text": None,
+        "no certificate": replace(member, cert="", key=""),
+        "a stranger's certificate": write_tls(tmp_path, STRANGER, ca=AUTHORITY, stem="stranger"),
+    }
+    async with listening(member) as address:
+        assert await answer(address, member) is grpc.StatusCode.OK
+        told = {who: await answer(address, files) for who, files in others.items()}
+    assert told == dict.fromkeys(others, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_a_member_calls_nobody_who_only_says_to_be_one(tmp_path: Path) -> None:
+    """Neither a stranger, nor a client of the cluster, whose certificate is of the same authority."""
+    member = write_tls(tmp_path, AUTHORITY)
+    impostors = (
+        write_tls(tmp_path, STRANGER, ca=AUTHORITY, stem="stranger"),
+        write_tls(tmp_path, AUTHORITY, "some-client", stem="client"),
+        None,
+    )
+    for files in impostors:
+        async with listening(files) as address:
+            assert await answer(address, member) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_path: Path) -> None:
+    old = write_tls(tmp_path, AUTHORITY)
+    async with listening(old) as address:
+        assert await answer(address, old) is grpc.StatusCode.OK
+        (tmp_path / "member.pem").write_text("half written")
+        (tmp_path / "member-ca.pem").write_bytes(STRANGER.cert_pem.bytes())
+        assert await answer(address, write_tls(tmp_path, AUTHORITY, stem="other")) is grpc.StatusCode.OK
+        renewed = write_tls(tmp_path, STRANGER)
+        assert await answer(address, renewed) is grpc.StatusCode.OK
+        assert await answer(address, replace(renewed, ca=str(tmp_path / "other-ca.pem"))) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_files_that_cannot_be_used_are_told_in_a_sentence(tmp_path: Path) -> None:
+    good, other = write_tls(tmp_path, AUTHORITY), write_tls(tmp_path, AUTHORITY, stem="other")
+    with pytest.raises(TlsError, match="belong together"):
+        replace(good, key=other.key).server_context()
+    with pytest.raises(TlsError, match=r"nowhere.* no such file"):
+        replace(good, key="nowhere").client_context()
+    with pytest.raises(TlsError, match="the key '' cannot be read"):
+        replace(good, key="").server_context()
+    with pytest.raises(TlsError, match="authorities"):
+        replace(good, ca=good.key).client_context()
+    with pytest.raises(TlsError, match=r"tls\.cert is missing"):
+        TlsFiles(ca=good.ca).server_context()
+    Path(other.key).chmod(0o644)
+    with pytest.raises(TlsError, match=r"mode 0644\); chmod 600"):
+        other.server_context()
+
+
+def test_sockets_of_our_own_ask_for_the_peers_certificate_too(tmp_path: Path) -> None:
+    member = write_tls(tmp_path, AUTHORITY)
+    assert member.server_context().verify_mode is ssl.CERT_REQUIRED
+    dialling = member.client_context()
+    assert (dialling.verify_mode, dialling.check_hostname) == (ssl.CERT_REQUIRED, True)

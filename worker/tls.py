@@ -1,0 +1,80 @@
+"""TlsFiles names the certificate, key and authorities by which one side of a connection is known and knows the other.
+
+Values, and what Python's own ssl makes of them; worker/rpc.py makes gRPC's credentials. Files are read when a
+connection is opened, or a listener made: a renewed certificate needs no restart. Nothing here opens a socket.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MEMBER_NAME = "kvrelay"  # the DNS name in the certificate of every process of a cluster: they move from host to host
+OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP
+
+
+class TlsError(ValueError):
+    """Certificates that cannot be used: one sentence that names the file and the mend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Paths, PEM. A side that listens needs cert and key; with `ca` it also asks its peers for a certificate of one of
+    these authorities. A side that dials checks its peer by `ca` (empty: those that the system trusts), and shows cert
+    and key if it has them. `server_name`: the name that a dialled peer's certificate must have (empty: its address)."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    server_name: str = ""
+
+    def server_context(self) -> ssl.SSLContext:
+        """Of a socket that listens. Raises TlsError."""
+        if not self.cert:
+            raise TlsError("tls.cert is missing; a side that listens needs a certificate and its key")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        context.verify_mode = ssl.CERT_REQUIRED if self.ca else ssl.CERT_NONE
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Of a socket that dials: wrap it with server_hostname=files.server_name or the address. Raises TlsError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._load(context)
+        if not self.ca:
+            context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.cert or self.key:
+            check_private(self.key)
+            pair = f"certificate {self.cert!r} with the key {self.key!r}"
+            _loaded(pair, context.load_cert_chain, self.cert, self.key, "")  # no password: nobody is asked for one
+        if self.ca:
+            _loaded(f"authorities {self.ca!r}", context.load_verify_locations, self.ca)
+
+
+def check_private(path: str) -> None:
+    """A key that is read by more than its owner and group, or written by more than its owner, is no secret. Raises
+    TlsError."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)  # Path("") is a folder
+    except (OSError, ValueError) as error:
+        raise TlsError(f"the key {path!r} cannot be read: {_why(error)}; give the path of a PEM file") from None
+    if mode & OPEN_TO_OTHERS:
+        raise TlsError(f"the key {path!r} is open to others (mode {mode:04o}); chmod 600 it, or 640")
+
+
+def _loaded(what: str, load: Callable[..., object], *arguments: str) -> None:
+    try:
+        load(*arguments)
+    except (OSError, ValueError) as error:
+        raise TlsError(f"the {what} cannot be used: {_why(error)}; give PEM files that belong together") from None
+
+
+def _why(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
