@@ -33,8 +33,9 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-docs: $(STAMP)  ## the tables of docs/serving.md, from the options classes
+docs: $(STAMP)  ## the tables of docs/serving.md and docs/reliability.md, from what the code goes by
 	$(BIN)/python docs/fill_serving.py
+	$(BIN)/python docs/fill_reliability.py
 
 bench: $(STAMP)  ## every benchmark, results in bench/results (an hour and a half)
 	$(BIN)/python -m bench

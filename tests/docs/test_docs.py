@@ -18,6 +18,7 @@ from cluster.router.monitoring.metrics import HISTOGRAMS, PREFIX, _Exposed
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec
+from kvrelay.chaos.bounds import BOUNDS, MEASURES, names_in, seconds
 from kvrelay.cli import main as cli
 from kvrelay.v1 import generate_pb2
 
@@ -66,6 +67,25 @@ def fill(name: str) -> Any:
 
 def test_the_tables_of_keys_say_what_the_options_classes_say() -> None:
     assert fill("fill_serving").filled(SERVING) == SERVING, "run python docs/fill_serving.py"
+
+
+def test_the_bounds_are_those_that_chaos_holds_a_cluster_against() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert fill("fill_reliability").filled(page) == page, "run python docs/fill_reliability.py"
+
+
+def test_every_bound_is_made_of_settings_that_exist() -> None:
+    settings = {name for part in (ClusterSpec, RouterSpec, TransferSpec, PoolSpec) for name in part.model_fields}
+    for bound in BOUNDS:
+        for time in (bound.noticed, bound.next_token, bound.pages):
+            assert names_in(time) <= settings | MEASURES.keys(), f"{bound.fault}: {time}"
+            assert seconds(time, dict.fromkeys(names_in(time), 1.0)) >= len(names_in(time)), "each term counts"
+
+
+def test_the_page_on_failing_names_no_setting_that_is_not_there() -> None:
+    settings = {name for part in (ClusterSpec, RouterSpec, TransferSpec, PoolSpec) for name in part.model_fields}
+    named = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", (ROOT / "docs" / "reliability.md").read_text())
+    assert set(named) <= settings | MEASURES.keys() | {"max_tokens", "request_id"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,107 @@
+"""BOUNDS is what kvrelay promises for each fault: how long until it is noticed, until the request has its next token,
+and until the pages are free. One home: docs/reliability.md shows these rows (docs/fill_reliability.py), and the fault
+suite holds what it measures against them.
+
+A time is a sum of settings, of the measures below and of seconds: `dead_after_s + start_s`, `2 * step_s + 0.5`. It is
+meant for a machine that has a core for each process; a busier one adds `busy_s` to each. A cluster's settings make it a
+number (`seconds`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TERM = re.compile(r"(?:(?P<times>[\d.]+) \* )?(?P<name>[a-z_]+)|(?P<number>[\d.]+)")
+
+MEASURES = {
+    "step_s": "one step of the engine, with the largest batch that the pool takes",
+    "start_s": "from a process's end until its successor is ready: Ray's part and the load of the model",
+    "prefill_s": "of the request's prompt and the tokens so far",
+    "busy_s": "0 on a machine with a core for each process",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`noticed`, `next_token` and `pages` count from the fault. Empty: nothing to wait for."""
+
+    fault: str  # the name that cells of kvrelay/chaos/cells.py go by
+    what: str
+    phases: str
+    noticed: str = ""
+    next_token: str = ""  # or, where no other worker is free, the documented code
+    pages: str = ""
+    how: str = ""  # and what the client sees
+
+
+BOUNDS: tuple[Bound, ...] = (
+    Bound(
+        fault="worker-killed",
+        what="a worker's process dies",
+        phases="all",
+        noticed="0.5",
+        next_token="0.5 + prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="its streams break; its requests go on elsewhere with the tokens so far",
+    ),
+    Bound(
+        fault="worker-stopped",
+        what="a worker's process says nothing (stopped, swapped out, its cable cut)",
+        phases="all",
+        noticed="dead_after_s + 0.5",
+        next_token="dead_after_s + 0.5 + prefill_s + 2 * step_s + 1",
+        pages="lease_ttl_s + 1",
+        how="silence, then as if it had died",
+    ),
+    Bound(
+        fault="segment",
+        what="a segment of KV is damaged, lost, doubled or late",
+        phases="mid-transfer",
+        noticed="timeout_s + 1",
+        next_token="timeout_s + prefill_s + 2 * step_s + 1",
+        pages="lease_ttl_s + 1",
+        how="the receipt names it; sent again `max_resends` times, then another attempt",
+    ),
+    Bound(
+        fault="client",
+        what="the client leaves, cancels, or its deadline is over",
+        phases="all",
+        noticed="0.5",
+        pages="0.5 + 2 * step_s",
+        how="CANCELLED or DEADLINE_EXCEEDED",
+    ),
+    Bound(
+        fault="controller-killed",
+        what="the controller dies",
+        phases="all",
+        how="nothing: it carries no request. Ray starts it again",
+    ),
+    Bound(
+        fault="router-killed",
+        what="a router's process dies",
+        phases="all",
+        noticed="0.5",
+        pages="1 + 2 * step_s",
+        how="UNAVAILABLE to its clients; workers drop its requests; Ray starts it on the same port",
+    ),
+)
+
+
+def seconds(time: str, values: Mapping[str, float]) -> float:
+    """What a time of a Bound is with these settings and measures. Raises KeyError for one that is not there."""
+    total = 0.0
+    for term in filter(None, time.split(" + ")):
+        match = TERM.fullmatch(term)
+        assert match is not None, f"{term!r} of {time!r} is no number, setting or multiple of one"
+        if match["number"]:
+            total += float(match["number"])
+        else:
+            total += float(match["times"] or 1) * values[match["name"]]
+    return total
+
+
+def names_in(time: str) -> set[str]:
+    """The settings and measures that a time is made of."""
+    return {match["name"] for match in TERM.finditer(time) if match["name"]}
