@@ -66,6 +66,8 @@ class RouterLink:
         *,
         reason: str = "",
         retryable: bool = False,
+        cause: pb.FailureCause = pb.FAILURE_CAUSE_UNSPECIFIED,
+        peer: str = "",
         receipt: generate_pb2.HandoffReceipt | None = None,
         cached_tokens: int = 0,
         decode_worker: str = "",
@@ -79,6 +81,8 @@ class RouterLink:
                 at_ns=at_ns or time.monotonic_ns(),
                 reason=reason,
                 retryable=retryable,
+                cause=cause,
+                peer=peer,
                 receipt=receipt,
                 cached_tokens=cached_tokens,
                 decode_worker=decode_worker,
@@ -109,12 +113,15 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         kind: pb.EventKind,
         *,
         reason: str = "",
+        retryable: bool = False,
+        cause: pb.FailureCause = pb.FAILURE_CAUSE_UNSPECIFIED,
+        peer: str = "",
         receipt: generate_pb2.HandoffReceipt | None = None,
     ) -> None:
         """Gather it for the request's router, if that is still there."""
         link = self._links.get(request.router_id)
         if link is not None:
-            link.event(request, kind, reason=reason, receipt=receipt)
+            link.event(request, kind, reason=reason, retryable=retryable, cause=cause, peer=peer, receipt=receipt)
 
     def start(self) -> None:
         self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
