@@ -24,7 +24,7 @@ class WorkerOptions:
     transfer: TransferOptions = field(default_factory=TransferOptions)
     host: str = "127.0.0.1"  # the address that others reach it at, and that it binds
     port: int = 0  # 0: any free one
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     tls: TlsFiles | None = None  # between the processes of the cluster; None: plain text
     incarnation: str = ""  # empty: drawn at start
     prefix_cache: bool = knob(True, "keep full pages of ended requests, for prompts that begin alike")

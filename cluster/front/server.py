@@ -36,8 +36,8 @@ class ServerOptions:
     name: str = "router-0"  # unique among the routers of a cluster
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
-    secret: str = ""  # shared with the workers
-    client_secret: str = ""  # what clients must send; empty: the public services are open
+    secret: str = field(default="", repr=False)  # shared with the workers
+    client_secret: str = field(default="", repr=False)  # what clients must send; empty: the public services are open
     model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
     model_name: str = ""  # the name that requests give; empty: as the workers say
     metrics_port: int | None = None  # None: not exposed; 0: any free one

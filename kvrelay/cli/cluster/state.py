@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ class ClusterState:
     address: str = ""  # joined: of the Ray
     endpoints: tuple[str, ...] = ()  # empty until ready
     model: str = ""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
 
     @property
     def is_alive(self) -> bool:
