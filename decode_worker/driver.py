@@ -69,12 +69,14 @@ class DecodeRole:
         self._host.streams.flush()
 
     def report(self) -> pb.WorkerReport:
-        handoffs = self.reservations.handoffs
+        handoffs, leases = self.reservations.handoffs, self.reservations.handoffs.leases
         return pb.WorkerReport(
             num_waiting=self.policy.num_waiting,
             num_running=self.policy.num_running,
             available_pages=self.policy.spare_pages,
-            leased_pages=handoffs.leases.leased_pages,
+            leased_pages=leases.leased_pages,
+            fenced_pages=leases.fenced_pages,
+            quarantined_pages=leases.quarantined_pages,
             counters={**handoffs.counters, "preemptions": self.policy.preemptions},
             request_ids=self.policy.request_ids,
         )

@@ -65,6 +65,10 @@ class ReceiveEnd(Protocol):
     def sender_closed(self) -> bool:
         """One-sided: whether the sender has called `close`: the fence when its stream is broken."""
 
+    @property
+    def mapped_inode(self) -> int:
+        """One-sided between processes: of a file that the sender has mapped for as long as it may write. 0: none."""
+
     def open(self, timeout_s: float) -> None:
         """Meet the sender (two-sided), in the receiver's thread. Raises TransferError."""
 

@@ -6,12 +6,18 @@ free to be used again, and the caller gives them back to the pool. The life of a
     grant --> GRANTED --commit--------------------------> gone: the pages belong to the running request
                  |  touch: the end moves away
                  |--end / expire, two-sided-------------> gone: the pages are free (only we write into them)
-                 '--end / expire, one-sided--> FENCING
-                                                 '--on_stopped / on_peer_dead--> gone: the pages are free
+                 '--end / expire, one-sided--> FENCING --on_stopped / on_peer_dead--> gone: the pages are free
+                                                 '--quarantine_overdue--> QUARANTINED
+                                                                               '--on_stopped / on_peer_dead--> gone
 
 One-sided: the peer writes into our memory by itself, so a lease that ended may still be written to until the peer has
-said that it stopped or is known to be dead. Every lease leaves the table exactly once, and its pages with it: by
-`commit`, or returned by the call that made its pages free.
+said that it stopped or is known to be dead. A fence that lasts longer than `fence_timeout_s` tells of a peer that
+hangs: its pages are counted apart, and the caller does what it can to end the peer (decode_side/process_watch.py). No
+clock frees them: a stopped process goes on in the middle of its write when it is woken.
+
+Every lease leaves the table exactly once, and its pages with it: by `commit`, or returned by the call that made its
+pages free. GRANTED ends within ttl_s of the last progress and FENCING within fence_timeout_s; only QUARANTINED lasts as
+long as the peer does.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ class Denied:
 class LeaseState(StrEnum):
     GRANTED = "granted"
     FENCING = "fencing"  # over, but the peer may still be writing
+    QUARANTINED = "quarantined"  # over for so long that the peer must hang: out of use until that is dead or awake
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +67,7 @@ class Lease(Generic[LeaseKey]):
     pages: tuple[int, ...]
     one_sided: bool
     ttl_s: float
-    expires_s: float
+    due_s: float  # when its state is over, if nothing happens: GRANTED ends, FENCING is quarantined
     state: LeaseState = LeaseState.GRANTED
     reason: str = ""  # why it ended
 
@@ -75,6 +82,7 @@ class Ended(Generic[LeaseKey]):
 
 @dataclass(slots=True)
 class LeaseTable(Generic[LeaseKey]):
+    fence_timeout_s: float
     _leases: dict[LeaseKey, Lease[LeaseKey]] = field(default_factory=dict)
     _page_of: dict[int, LeaseKey] = field(default_factory=dict)
 
@@ -86,13 +94,17 @@ class LeaseTable(Generic[LeaseKey]):
 
     @property
     def leased_pages(self) -> int:
-        """Pages under a lease, fenced ones counted."""
+        """Pages under a lease, whatever its state."""
         return len(self._page_of)
 
+    def pages_in(self, state: LeaseState) -> int:
+        return sum(len(lease.pages) for lease in self._leases.values() if lease.state is state)
+
     @property
-    def next_expiry_s(self) -> float | None:
-        """When `expire` will next find something; None: nothing is granted."""
-        return min((x.expires_s for x in self._leases.values() if x.state is LeaseState.GRANTED), default=None)
+    def next_due_s(self) -> float | None:
+        """When `expire` or `quarantine_overdue` will next find something; None: never, as it stands."""
+        timed = (x.due_s for x in self._leases.values() if x.state is not LeaseState.QUARANTINED)
+        return min(timed, default=None)
 
     def grant(
         self,
@@ -117,7 +129,7 @@ class LeaseTable(Generic[LeaseKey]):
             pages=pages,
             one_sided=one_sided,
             ttl_s=ttl_s,
-            expires_s=now + ttl_s,
+            due_s=now + ttl_s,
         )
         self._page_of.update(dict.fromkeys(pages, key))
 
@@ -125,7 +137,7 @@ class LeaseTable(Generic[LeaseKey]):
         """Progress: the lease lasts another ttl from now. Nothing for a lease that is over."""
         lease = self._leases.get(key)
         if lease is not None and lease.state is LeaseState.GRANTED:
-            lease.expires_s = now + lease.ttl_s
+            lease.due_s = now + lease.ttl_s
 
     def commit(self, key: LeaseKey) -> tuple[int, ...]:
         """The pages pass to the request."""
@@ -133,15 +145,15 @@ class LeaseTable(Generic[LeaseKey]):
         assert lease.state is LeaseState.GRANTED, f"lease {key} is committed but is {lease.state}: {lease.reason}"
         return self._remove(lease).pages
 
-    def end(self, key: LeaseKey, reason: str) -> Ended[LeaseKey] | None:
+    def end(self, key: LeaseKey, reason: str, now: float) -> Ended[LeaseKey] | None:
         """The lease is over. None if it was already."""
         lease = self._leases.get(key)
-        if lease is None or lease.state is LeaseState.FENCING:
+        if lease is None or lease.state is not LeaseState.GRANTED:
             return None
         lease.reason = reason
         if not lease.one_sided:
             return Ended(lease=self._remove(lease), released=True)
-        lease.state = LeaseState.FENCING
+        lease.state, lease.due_s = LeaseState.FENCING, now + self.fence_timeout_s
         return Ended(lease=lease, released=False)
 
     def on_stopped(self, key: LeaseKey, reason: str = "") -> Lease[LeaseKey] | None:
@@ -162,9 +174,19 @@ class LeaseTable(Generic[LeaseKey]):
 
     def expire(self, now: float) -> list[Ended[LeaseKey]]:
         """End every lease whose time is over."""
-        due = [x.key for x in self._leases.values() if x.state is LeaseState.GRANTED and x.expires_s <= now]
-        ended = [self.end(key, f"no progress for {self._leases[key].ttl_s:g} s") for key in due]
+        due = self._due(LeaseState.GRANTED, now)
+        ended = [self.end(lease.key, f"no progress for {lease.ttl_s:g} s", now) for lease in due]
         return [entry for entry in ended if entry is not None]
+
+    def quarantine_overdue(self, now: float) -> list[Lease[LeaseKey]]:
+        """Those whose peer has not stopped for fence_timeout_s since they ended, each told once."""
+        overdue = self._due(LeaseState.FENCING, now)
+        for lease in overdue:
+            lease.state = LeaseState.QUARANTINED
+        return overdue
+
+    def _due(self, state: LeaseState, now: float) -> list[Lease[LeaseKey]]:
+        return [lease for lease in self._leases.values() if lease.state is state and lease.due_s <= now]
 
     def _remove(self, lease: Lease[LeaseKey]) -> Lease[LeaseKey]:
         del self._leases[lease.key]

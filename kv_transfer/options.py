@@ -22,6 +22,14 @@ class TransferOptions:
     lease_ttl_s: float = knob(
         30.0, "without progress, after which a lease ends and its pages come back", unit="s", gt=0, le=86_400
     )
+    fence_timeout_s: float = knob(
+        10.0,
+        "that a prefill worker on this host may take to stop writing into pages whose lease is over; then its process "
+        "is killed, or the pages are quarantined",
+        unit="s",
+        gt=0,
+        le=86_400,
+    )
     timeout_s: float = knob(5.0, "that a transport waits for a peer that moves nothing", unit="s", gt=0, le=86_400)
     max_resends: int = knob(
         2, "a segment with a bad checksum is sent again before the handoff fails", unit="times", ge=0

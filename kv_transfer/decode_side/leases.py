@@ -9,7 +9,8 @@ Who may have pages is the ReservationHost's decision. A reservation's life:
 
 Every reservation that was granted or queued ends with exactly one call of the host: on_committed, or
 on_lease_released (not for what the host itself denied). One-sided transports write into the pages by themselves, so
-there the second waits until the peer has said that it stopped, has closed its end, or is known to be dead.
+there the second waits until the peer has said that it stopped, has closed its end, or is known to be dead. One that
+does neither for `fence_timeout_s` hangs: its pair is told to end it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Protocol
 
 from kv_transfer.decode_side.reservation import Attempt, IncomingKv, LeaseKey, Reservation, ReservingPair
 from kv_transfer.lease import Denied, Ended, Granted, LeaseState, LeaseTable, Queued
+from kv_transfer.options import TransferOptions
 from kvrelay.v1 import generate_pb2, worker_pb2
 
 
@@ -46,25 +48,33 @@ class LeaseKeeper:
     """Used in the event loop."""
 
     def __init__(
-        self, host: ReservationHost, *, name: str, num_layers: int, lease_ttl_s: float, counters: Counter[str]
+        self, host: ReservationHost, *, name: str, num_layers: int, options: TransferOptions, counters: Counter[str]
     ) -> None:
         self._host = host
         self._name = name
         self._num_layers = num_layers
-        self._lease_ttl_s = lease_ttl_s
+        self._lease_ttl_s = options.lease_ttl_s
         self._counters = counters
-        self._table: LeaseTable[LeaseKey] = LeaseTable()
+        self._table: LeaseTable[LeaseKey] = LeaseTable(options.fence_timeout_s)
         self._reservations: dict[LeaseKey, Reservation] = {}
         self._by_attempt: dict[Attempt, Reservation] = {}
-        self._expiry: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     # --- for the host ---
 
     @property
     def leased_pages(self) -> int:
-        """Pages under a lease, those that wait for a fence counted."""
+        """Pages under a lease, those that wait for a fence or are quarantined counted."""
         return self._table.leased_pages
+
+    @property
+    def fenced_pages(self) -> int:
+        return self._table.pages_in(LeaseState.FENCING)
+
+    @property
+    def quarantined_pages(self) -> int:
+        return self._table.pages_in(LeaseState.QUARANTINED)
 
     def grant(self, request_id: str, attempt: int, granted: Granted) -> None:
         """A queued reservation's turn has come."""
@@ -92,8 +102,8 @@ class LeaseKeeper:
 
     def close(self) -> None:
         self._is_closed = True
-        if self._expiry is not None:
-            self._expiry.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     # --- for the pairs ---
 
@@ -172,7 +182,7 @@ class LeaseKeeper:
             one_sided=reservation.pair.one_sided,
         )
         self._counters["leases_granted"] += 1
-        self._arm_expiry()
+        self._arm_timer()
         told = worker_pb2.LeaseGranted(
             lease_id=reservation.lease_id, pages=granted.pages, cached_pages=granted.cached_pages
         )
@@ -188,7 +198,7 @@ class LeaseKeeper:
             self._deny(reservation, reason, retryable=False)
             self._host.on_lease_released(reservation.request, reason)
             return
-        ended = self._table.end(reservation.key, reason)
+        ended = self._table.end(reservation.key, reason, asyncio.get_running_loop().time())
         if ended is not None:
             self._on_ended(reservation, reservation.incoming, ended)
 
@@ -199,6 +209,8 @@ class LeaseKeeper:
         reservation.pair.write(ended=worker_pb2.LeaseEnded(lease_id=reservation.lease_id, reason=ended.lease.reason))
         if ended.released:
             self._release(reservation, ended.lease.reason)
+        else:
+            self._arm_timer()
 
     def _release(self, reservation: Reservation, reason: str) -> None:
         self._drop(reservation)
@@ -208,17 +220,25 @@ class LeaseKeeper:
         del self._reservations[reservation.key]
         del self._by_attempt[reservation.attempt]
 
-    def _arm_expiry(self) -> None:
-        """One timer, only while something is granted. Progress moves a lease's end, so the timer may find nothing."""
-        due_s = self._table.next_expiry_s
-        if self._expiry is None and due_s is not None and not self._is_closed:
-            self._expiry = asyncio.get_running_loop().call_at(due_s, self._expire)
+    def _arm_timer(self) -> None:
+        """One timer, only while something has a bound. Progress moves a lease's end, so it may find nothing."""
+        due_s = self._table.next_due_s
+        if due_s is None or self._is_closed or (self._timer is not None and self._timer.when() <= due_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due_s, self._on_due)
 
-    def _expire(self) -> None:
-        self._expiry = None
-        for ended in self._table.expire(asyncio.get_running_loop().time()):
+    def _on_due(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for ended in self._table.expire(now):
             self._counters["leases_expired"] += 1
             reservation = self._reservations[ended.lease.key]
             assert reservation.incoming is not None, f"{ended.lease.key} has a lease and no pages"
             self._on_ended(reservation, reservation.incoming, ended)
-        self._arm_expiry()
+        overdue = self._table.quarantine_overdue(now)
+        self._counters["leases_quarantined"] += len(overdue)
+        for pair in {self._reservations[lease.key].pair for lease in overdue}:
+            pair.end_peer(f"it has not stopped writing for {self._table.fence_timeout_s:g} s")
+        self._arm_timer()

@@ -7,6 +7,7 @@ and when they are free again, is LeaseKeeper's (leases.py), which it tells.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,6 +28,8 @@ from kv_transfer.event_loop import call_in_loop
 from kv_transfer.handshake import host_id
 from kv_transfer.options import TransferOptions
 from kvrelay.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
 
 _SegmentName = tuple[Reservation, IncomingKv, int]  # the last: its number among the reservation's
 
@@ -119,6 +122,15 @@ class DecodePair:
     def peer_has_stopped(self) -> bool:
         """One-sided: whether the peer closed its end or is dead, so that nothing is written any more."""
         return self._end.sender_closed or (self._peer_process is not None and self._peer_process.has_exited)
+
+    def end_peer(self, reason: str) -> None:
+        """Kill the peer's process if it is one that has our memory mapped and can be killed, and end the pair."""
+        watch, inode = self._peer_process, self._end.mapped_inode
+        why_not = watch.kill(inode) if watch is not None else "its process is not known here"
+        what = f"its pages are quarantined: {why_not}" if why_not else "its process was killed"
+        log.warning("%s: %s; %s", self.name, reason, what)
+        self._counters["peers_killed"] += not why_not
+        self.fail(f"{self.name}: {reason}")
 
     async def _write(self, send: Callable[[worker_pb2.DecodeMessage], Awaitable[None]]) -> None:
         with suppress(ConnectionError):

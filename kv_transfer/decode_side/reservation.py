@@ -33,6 +33,9 @@ class ReservingPair(Protocol):
     def revoke(self, permit: WritePermit) -> None:
         """We put nothing into the permit's pages after this returns."""
 
+    def end_peer(self, reason: str) -> None:
+        """The peer hangs, and may write into pages when it is woken: it is of no more use."""
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:

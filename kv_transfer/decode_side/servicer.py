@@ -48,7 +48,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             host,
             name=me.name,
             num_layers=memory.layout.num_layers,
-            lease_ttl_s=options.lease_ttl_s,
+            options=options,
             counters=self.counters,
         )
         self._memory = memory

@@ -18,6 +18,7 @@ _offers: WeakValueDictionary[str, LoopbackReceiveEnd] = WeakValueDictionary()  #
 
 class LoopbackReceiveEnd:
     one_sided = True
+    mapped_inode = 0
 
     def __init__(self, memory: KvMemory) -> None:
         self.rows = PageRows(memory.layout, memory.bytes.numpy())

@@ -40,6 +40,10 @@ class OneSidedReceiveEnd:
     def sender_closed(self) -> bool:
         return self._pair_file.sender_closed
 
+    @property
+    def mapped_inode(self) -> int:
+        return self._pair_file.inode
+
     def open(self, timeout_s: float) -> None:
         pass
 

@@ -28,6 +28,7 @@ class DecodePairFile:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._fd = os.memfd_create("kvrelay-pair", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, FILE_BYTES)
+        self.inode = os.fstat(self._fd).st_ino
         self._map = mmap.mmap(self._fd, FILE_BYTES)
         self._map[:NONCE_BYTES] = self.nonce
 

@@ -110,6 +110,7 @@ class ProcessGroupSendEnd:
 class ProcessGroupReceiveEnd:
     one_sided = False
     sender_closed = False
+    mapped_inode = 0
 
     def __init__(self, memory: KvMemory, backend: Backend, peer: str, host: str, timeout_s: float) -> None:
         self._layout = memory.layout

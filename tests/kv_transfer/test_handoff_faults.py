@@ -8,9 +8,13 @@ import multiprocessing
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
+from subprocess import PIPE
 from typing import Any
 
 import grpc
@@ -87,7 +91,8 @@ class RawPeer:
     async def say(self, **kind: Any) -> None:
         await self._call.write(worker_pb2.PrefillMessage(**kind))
 
-    async def hello(self, decode: DecodeSide) -> None:
+    async def hello(self, decode: DecodeSide, transport: str = "loopback", pid: int = 0) -> dict[str, str]:
+        """What the decode side says of how its pages are reached."""
         await self.say(
             hello=worker_pb2.HandoffHello(
                 worker=worker_pb2.WorkerAddress(name="prefill-9", incarnation="x"),
@@ -96,11 +101,14 @@ class RawPeer:
                 layout=decode.memory.layout.signature,
                 tensor_parallel=1,
                 pipeline_parallel=1,
-                transports=["loopback"],
+                transports=[transport],
                 host_id=host_id(),
+                pid=pid,
             )
         )
-        assert (await self.hear()).WhichOneof("kind") == "welcome"
+        answer = await self.hear()
+        assert answer.WhichOneof("kind") == "welcome"
+        return dict(answer.welcome.transport_params)
 
     async def hear(self) -> worker_pb2.DecodeMessage:
         message: worker_pb2.DecodeMessage = await asyncio.wait_for(self._call.read(), 10)
@@ -202,6 +210,54 @@ async def test_a_sender_that_cannot_be_watched_keeps_its_pages_until_it_has_stop
     assert decode.servicer.leases.leased_pages == 2
     pair._end.sender_closed = True  # type: ignore[misc]
     await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
+
+
+MAP_AND_WAIT = """
+import mmap, os, sys
+pid, fd = sys.stdin.readline().split()
+file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+mapped = mmap.mmap(file, 4096)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_sender() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-Sc", MAP_AND_WAIT], stdin=PIPE, stdout=PIPE, text=True)
+
+
+def have_it_map(sender: subprocess.Popen[str], params: dict[str, str]) -> None:
+    assert sender.stdin is not None
+    assert sender.stdout is not None
+    print(params["pid"], params["fence_fd"], file=sender.stdin, flush=True)
+    assert sender.stdout.readline() == "mapped\n"
+
+
+@pytest.mark.parametrize("is_the_sender", [True, False])
+async def test_a_stopped_sender_is_killed_or_its_pages_are_quarantined(is_the_sender: bool) -> None:
+    """SIGSTOP in the middle of a write: nobody answers the end of the lease, and when woken it would write on.
+    A process that a peer only says it is, and that has nothing of ours mapped, is not killed for it."""
+    options = TransferOptions(transports=("shared_memory",), fence_timeout_s=0.1)
+    async with decode_side(options) as decode:
+        sender, raw = start_sender(), RawPeer(decode)
+        params = await raw.hello(decode, "shared_memory", sender.pid)
+        if is_the_sender:
+            await asyncio.to_thread(have_it_map, sender, params)
+        await raw.say(reserve=worker_pb2.Reserve(lease_id=1, request=request("a", 8)))
+        assert len((await raw.hear()).granted.pages) == 2
+        sender.send_signal(signal.SIGSTOP)
+        decode.servicer.leases.end("a", "cancelled")
+        leases = decode.servicer.leases
+        assert (leases.fenced_pages, leases.quarantined_pages) == (2, 0)
+        assert (await raw.refusal())[1] == "prefill-9: it has not stopped writing for 0.1 s"
+        if not is_the_sender:
+            assert sender.poll() is None
+            assert (leases.fenced_pages, leases.quarantined_pages) == (0, 2)
+            sender.kill()
+        await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)
+        assert await asyncio.to_thread(sender.wait) == -signal.SIGKILL
+        assert (leases.leased_pages, decode.servicer.counters["peers_killed"]) == (0, int(is_the_sender))
+        await raw.close()
 
 
 async def test_announcing_or_committing_a_queued_lease_ends_the_pair(decode: DecodeSide) -> None:
