@@ -3,7 +3,7 @@
     lengths (8 bytes) | JSON: kind, fields, arrays' names, dtypes and shapes | the arrays' bytes, one after another
 
 One socket pair for each rank, inherited at its start. Every length is checked before anything is read for it. A frame
-may carry open files, such as that of the KV pages.
+may carry open files, such as that of the KV pages and the ends of a rank's sockets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 LENGTHS = struct.Struct("<II")  # of the JSON and of the arrays, in bytes
 MAX_JSON_BYTES = 1 << 20
 MAX_ARRAY_BYTES = 1 << 30
-MAX_FILES = 1
+MAX_FILES = 253  # the kernel's, for one message
 DTYPES = ("int32", "int64")
 
 

@@ -1,7 +1,7 @@
 """The other ranks of a tensor-parallel worker, as its leader sees them.
 
     StartedRanks   one process for each rank, with one end of a socket pair -> each loads and cuts the model for itself
-          .join    all have loaded -> the private process group -> projections meet -> Ranks
+          .join    all have loaded -> each has its seat (collectives.py) -> projections meet -> Ranks
     Ranks.run      the step's arrays go to every rank, and all run it at once
 
 Only the leader has a policy, a driver and a sampler. The other ranks run the steps that it sends and keep nothing but
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
+import os
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from engine.attention.probe import Probe
 from engine.options import EngineOptions
 from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel import sharding
-from engine.parallel.collectives import Collectives, make_store, named
+from engine.parallel.collectives import Collectives, make_seats
 from engine.parallel.frames import Frame
 from engine.parallel.meetings import Cut, connect
 from engine.parallel.messages import memory_frame, step_frame
@@ -73,16 +72,21 @@ class StartedRanks:
     def join(self, cuts: list[Cut]) -> Ranks:
         """Wait for every rank, and let the prepared projections meet. Raises UnsupportedModel, EngineBroken."""
         self._processes.wait_loaded(LOAD_TIMEOUT_S)
-        store, port = make_store(MEET_TIMEOUT_S)
-        name = f"ranks-{secrets.token_hex(8)}"
-        self._processes.send(Frame("group", {"port": port, "name": name, "timeout_s": MEET_TIMEOUT_S}))
-        with self._processes.in_step():
-            collectives = Collectives(named(name, store), self._shard, MEET_TIMEOUT_S)
-        ranks = Ranks(self._processes, self._shard, store)
+        collectives = Collectives(self._hand_out_seats(), self._shard, MEET_TIMEOUT_S)
+        ranks = Ranks(self._processes, self._shard, collectives)
         connect(cuts, collectives, ranks.on_met)
         pids = ", ".join(map(str, ranks.pids))
         logger.info("tensor parallel over %d processes: this one and %s", self._shard.size, pids)
         return ranks
+
+    def _hand_out_seats(self) -> list[int]:
+        """The leader's own. The others' ends are open in their processes only: one that dies is noticed by that."""
+        ours, *theirs = make_seats(self._shard.size)
+        for rank, seat in enumerate(theirs, 1):
+            self._processes.send_to(rank, Frame("seat", {"timeout_s": MEET_TIMEOUT_S}, files=seat))
+            for file in seat:
+                os.close(file)
+        return ours
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
@@ -90,10 +94,10 @@ class StartedRanks:
 
 
 class Ranks:
-    def __init__(self, processes: Processes, shard: Shard, store: Any) -> None:
+    def __init__(self, processes: Processes, shard: Shard, collectives: Collectives) -> None:
         self._processes = processes
         self._shard = shard
-        self._store = store  # the ranks' group meets there, as long as it lives
+        self._collectives = collectives
         self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
         self._mapped: tuple[KvMemory, HeadSlice] | None = None  # what the ranks have mapped, and this rank's of it
         self._on_layer: Callable[[int], None] | None = None  # of the step that runs
@@ -126,6 +130,7 @@ class Ranks:
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         self._finalizer()
+        self._collectives.close()
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -80,11 +80,15 @@ class Processes:
 
     def send(self, frame: Frame) -> None:
         """To every rank. Raises EngineBroken."""
-        for rank, channel in self._channels.items():
-            try:
-                channel.send(frame)
-            except OSError as error:
-                raise self.broke(f"rank {rank} takes no step: {error.strerror or error}") from error
+        for rank in self._channels:
+            self.send_to(rank, frame)
+
+    def send_to(self, rank: int, frame: Frame) -> None:
+        """Raises EngineBroken."""
+        try:
+            self._channels[rank].send(frame)
+        except OSError as error:
+            raise self.broke(f"rank {rank} takes no step: {error.strerror or error}") from error
 
     def wait_loaded(self, timeout_s: float) -> None:
         """Raises UnsupportedModel for what a rank refuses, EngineBroken when one is lost or late."""

@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel worker, other than its leader: `python -m engine.parallel.rank FD PARENT`.
 
-    begin (options, rank) -> load, cut, prepare -> loaded | refused -> group -> [memory, step ...] until the leader ends
+    begin (options, rank) -> load, cut, prepare -> loaded | refused -> seat -> [memory, step ...] until the leader ends
 
 It decides nothing and keeps no queue: it runs the steps that the leader sends, over the leader's KV pages. It ends with
 the leader: by the kernel's signal when that dies, by the end of its socket otherwise.
@@ -24,7 +24,7 @@ from engine.loading.cpu import CpuPlatform
 from engine.options import EngineOptions
 from engine.paged_model import PagedModel
 from engine.parallel import sharding
-from engine.parallel.collectives import Collectives, join_store, named
+from engine.parallel.collectives import Collectives
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.meetings import Cut, connect
 from engine.parallel.messages import memory_of, step_of
@@ -78,12 +78,9 @@ class Rank:
                 self._step(frame)
             elif frame.kind == "memory":
                 self._map(frame)
-            elif frame.kind == "group":
-                self._meet(**frame.fields)
-
-    def _meet(self, port: int, name: str, timeout_s: float) -> None:
-        store = named(name, join_store(port, timeout_s))
-        connect(self._part.cuts, Collectives(store, self._shard, timeout_s), _nobody)
+            elif frame.kind == "seat":
+                collectives = Collectives(frame.files, self._shard, float(frame.fields["timeout_s"]))
+                connect(self._part.cuts, collectives, _nobody)
 
     def _map(self, frame: Frame) -> None:
         memory = memory_of(frame)
@@ -135,6 +132,4 @@ def _options(fields: dict[str, Any]) -> EngineOptions:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stderr.flush()
-    os._exit(code)  # the process group's threads may wait for ranks that are gone
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -102,6 +103,12 @@ def test_two_processes_give_the_tokens_of_one(pair: tuple[Engine, Engine], param
     wanted = tokens_of(one, params, chunk=512)
     assert tokens_of(two, params, chunk=512) == wanted
     assert tokens_of(two, params, chunk=16) == wanted
+
+
+def test_nothing_of_it_can_be_connected_to(pair: tuple[Engine, Engine]) -> None:
+    _, two = pair
+    ranks = two.model.ranks.pids  # type: ignore[union-attr]
+    assert [end for pid in (os.getpid(), *ranks) for end in psutil.Process(pid).net_connections()] == []
 
 
 def test_logits_are_the_same_bits_in_any_batch_and_chunking(pair: tuple[Engine, Engine]) -> None:
