@@ -105,12 +105,6 @@ def test_two_processes_give_the_tokens_of_one(pair: tuple[Engine, Engine], param
     assert tokens_of(two, params, chunk=16) == wanted
 
 
-def test_nothing_of_it_can_be_connected_to(pair: tuple[Engine, Engine]) -> None:
-    _, two = pair
-    ranks = two.model.ranks.pids  # type: ignore[union-attr]
-    assert [end for pid in (os.getpid(), *ranks) for end in psutil.Process(pid).net_connections()] == []
-
-
 def test_logits_are_the_same_bits_in_any_batch_and_chunking(pair: tuple[Engine, Engine]) -> None:
     _, two = pair
     wanted = all_logits(two, prompts(), chunk=512, together=False)
@@ -161,7 +155,7 @@ def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(dire
         four.close()
 
 
-def test_processes_end_with_their_engine_and_with_its_process(directories: dict[str, str]) -> None:
+def test_processes_have_no_port_and_end_with_their_engine_and_with_its_process(directories: dict[str, str]) -> None:
     script = (
         "import sys, time; from engine.engine import Engine; from engine.options import EngineOptions\n"
         "engine = Engine.load(EngineOptions(model=sys.argv[1], num_pages=8, threads=1, tensor_parallel=2,"
@@ -175,6 +169,7 @@ def test_processes_end_with_their_engine_and_with_its_process(directories: dict[
         pids = tuple(map(int, leader.stdout.readline().split()))
         assert len(pids) == 1
         assert not any(is_gone(pid) for pid in pids)
+        assert [end for pid in (leader.pid, *pids) for end in psutil.Process(pid).net_connections()] == []
     finally:
         leader.kill()
         leader.wait()
