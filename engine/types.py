@@ -93,14 +93,19 @@ def _check_int(key: str, value: int, low: int, high: int | None) -> None:
     raise InvalidRequest(f"{key} is {value}; give a whole number of {low} {upto}")
 
 
+def check_stop_counts(num_strings: int, num_token_ids: int) -> None:
+    """Raise InvalidRequest for too many; to be asked before a list is made of them."""
+    if num_strings > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {num_strings} strings; give at most {MAX_STOP_STRINGS}")
+    if num_token_ids > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids has {num_token_ids} ids; give at most {MAX_STOP_TOKEN_IDS}")
+
+
 def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], vocab_size: int) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stop)} strings; give at most {MAX_STOP_STRINGS}")
+    check_stop_counts(len(stop), len(stop_token_ids))
     for text in stop:
         if not text or len(text) > MAX_STOP_STRING_CHARS:
             raise InvalidRequest(f"stop has a string of {len(text)} characters; give 1 to {MAX_STOP_STRING_CHARS}")
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids has {len(stop_token_ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
     for token_id in stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"stop_token_ids has {token_id}; the model's ids go from 0 to {vocab_size - 1}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from cluster.front.options import FrontOptions
 from cluster.router.policy import RouterOptions
 from cluster.spec.model import ClusterSpec
 from engine.process import set_thread_counts
@@ -68,6 +69,7 @@ class _RouterService:
                 model_name=spec.model_name,
                 metrics_port=router.metrics_port + index if router.metrics_port else router.metrics_port,
                 router=router.options(RouterOptions),
+                front=router.options(FrontOptions),
             )
         )
 

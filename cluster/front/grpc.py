@@ -89,7 +89,7 @@ class GenerateService:
         self, request: generate_pb2.TokenizeRequest | None, context: Any
     ) -> generate_pb2.TokenizeResponse:
         try:
-            model = self._checked_model(request)
+            model = self._open_model(request)
             assert request is not None, "an unreadable request was refused"
             return generate_pb2.TokenizeResponse(ids=await encode(request.text, model, self._codec))
         except (RequestFailed, InvalidRequest) as error:
@@ -140,9 +140,7 @@ class GenerateService:
 
     async def _check(self, request: generate_pb2.GenerateRequest | None, context: Any) -> CheckedRequest:
         arrived_s = self._clock()
-        if self.is_draining:
-            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another")
-        model = self._checked_model(request)
+        model = self._open_model(request)
         assert request is not None, "an unreadable request was refused"
         left_s = context.time_remaining()
         return await check_request(
@@ -150,9 +148,16 @@ class GenerateService:
             model=model,
             served_name=self.model_name,
             codec=self._codec,
+            admit=self._router.admit,
             arrived_s=arrived_s,
             deadline_s=arrived_s + left_s if left_s is not None and left_s < NO_DEADLINE_S else None,
         )
+
+    def _open_model(self, request: Any) -> generate_pb2.GetModelInfoResponse:
+        """For what costs something: a router that is stopping refuses it."""
+        if self.is_draining:
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another")
+        return self._checked_model(request)
 
     def _checked_model(self, request: Any) -> generate_pb2.GetModelInfoResponse:
         if request is None:

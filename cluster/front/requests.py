@@ -7,14 +7,14 @@ Everything that a client can get wrong is refused here, before it costs a worker
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 
 from cluster.front.tokenizer import TextCodec
 from cluster.router.live_requests import NewRequest, RequestFailed
-from engine.types import SEED_BITS, InvalidRequest, SamplingParams
+from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_stop_counts
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
 
@@ -33,16 +33,22 @@ async def check_request(
     model: generate_pb2.GetModelInfoResponse,
     served_name: str,
     codec: TextCodec | None,
+    admit: Callable[[str], None],
     arrived_s: float,
     deadline_s: float | None,
 ) -> CheckedRequest:
-    """Everything checked, the prompt tokenised, an id and a seed given where the client gave none."""
+    """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
+
+    `admit` is asked with the id before the prompt is tokenised, and raises RequestFailed when nobody is taken now.
+    """
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
+    check_stop_counts(len(request.sampling.stop), len(request.sampling.stop_token_ids))
     params = sampling_from_proto(request.sampling)
     params.validate(model.vocab_size)
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
+    admit(request_id)
     prompt_ids = await _prompt_ids(request, model, codec)
     room = model.max_model_len - len(prompt_ids)
     params = replace(
@@ -102,8 +108,7 @@ async def encode(text: str, model: generate_pb2.GetModelInfoResponse, codec: Tex
         raise InvalidRequest("the prompt is text but no tokenizer is loaded; give token_ids")
     if not text:
         raise InvalidRequest("the prompt is empty; give text with at least one token")
-    codec.check_length(text, model.max_model_len)
-    return await codec.encode(text)
+    return await codec.encode(text, model.max_model_len)
 
 
 def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
+from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import gauges_of
@@ -42,14 +43,16 @@ class ServerOptions:
     model_name: str = ""  # the name that requests give; empty: as the workers say
     metrics_port: int | None = None  # None: not exposed; 0: any free one
     router: RouterOptions = field(default_factory=RouterOptions)
+    front: FrontOptions = field(default_factory=FrontOptions)
     record: str = ""  # a folder to write the policy's calls into, for placement/checks/replay.py; empty: none is
 
 
 def server_options(**settings: Any) -> ServerOptions:
-    """A server's options from settings by name, knobs of the router among them. Raises ValueError for one out of
-    range."""
-    own = {key: value for key, value in settings.items() if key not in knobs_of(RouterOptions)}
-    return ServerOptions(router=read(RouterOptions, settings), **own)
+    """A server's options from settings by name, knobs of the router and of the front among them. Raises ValueError for
+    one out of range."""
+    knobs = {*knobs_of(RouterOptions), *knobs_of(FrontOptions)}
+    own = {key: value for key, value in settings.items() if key not in knobs}
+    return ServerOptions(router=read(RouterOptions, settings), front=read(FrontOptions, settings), **own)
 
 
 class RouterServer:
@@ -75,7 +78,9 @@ class RouterServer:
         """Listen; returns the port. Raises OSError when it is taken, TokenizerError when the tokenizer cannot load."""
         options = self.options
         if self._codec is None and options.model:
-            self._codec = await asyncio.to_thread(load_codec, options.model)
+            self._codec = await asyncio.to_thread(
+                load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
+            )
         self._generate = GenerateService(self.router, codec=self._codec, model_name=options.model_name)
         self._server = make_server(options.client_secret, [GENERATE_SERVICE, CLUSTER_SERVICE])
         self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))

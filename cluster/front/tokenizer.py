@@ -1,5 +1,10 @@
 """TextCodec turns a prompt into token ids, once, in the router; cluster/front/detokenizer.py makes text of the answer.
 
+A long text is tokenised in a thread by `encode_batch_fast`, which lets go of the interpreter lock (`encode` holds it):
+4 MB of text take seconds there, and the event loop is held up for 20 ms at most, by copies. What may wait is bounded in
+bytes. A text that is long for the tokens that the model takes is counted in pieces first and refused when the model's
+length is passed: neither time nor memory (170 bytes a token) is spent on what could not be served.
+
 Loaded without torch where the model directory allows it: importing transformers' AutoTokenizer costs a second and
 200 MB more, and is needed only for tokenizers that are a class of their own.
 """
@@ -8,15 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
+
+from cluster.front.options import FrontOptions
+from cluster.router.live_requests import RequestFailed
 from engine.types import InvalidRequest
 
+T = TypeVar("T")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what tokenizer.json says is all there is
-INLINE_BYTES = 1024  # a longer text is tokenised in a thread, so that the event loop does not wait for it
+INLINE_CHARS = 1024  # 0.4 ms; a longer text is tokenised in a thread, so that the event loop does not wait for it
+THREADS = 2
+PIECE_CHARS = 65_536  # that are counted at once; others' texts take their turn in between
+USUAL_CHARS = 4  # a token's; a text with more for each token that the model takes is counted first
+SURELY_TOO_LONG = 2  # times the model's length, counted in pieces: more than pieces' ends can add
+RETRY_AFTER_S = 1.0
+MAX_WAITING_BYTES = FrontOptions().max_tokenizing_bytes
 
 
 class TokenizerError(ValueError):
@@ -24,7 +41,7 @@ class TokenizerError(ValueError):
 
 
 class TextCodec:
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         """`tokenizer` is a fast tokenizer of transformers. Raises TokenizerError for one that is not."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -33,37 +50,98 @@ class TextCodec:
         backend.no_padding()
         self.backend = backend
         self.longest_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.max_waiting_bytes = max_waiting_bytes
+        self.waiting_bytes = 0  # of texts that are tokenised in threads, or wait for one
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._slots = asyncio.Semaphore(THREADS)  # so that what waits is here, and can leave
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids with the special tokens that the tokenizer adds to a prompt."""
-        if len(text) <= INLINE_BYTES:
-            return self._encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+    async def encode(self, text: str, max_model_len: int) -> list[int]:
+        """Token ids with the special tokens that the tokenizer adds to a prompt.
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text).ids)
+        Raises InvalidRequest where no output would fit behind them, RequestFailed (RESOURCE_EXHAUSTED) when too much
+        waits.
+        """
+        num_bytes = self._checked_bytes(text, max_model_len)
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text, max_model_len)
+        with self._waiting(num_bytes):
+            if len(text) > USUAL_CHARS * max_model_len:
+                await self._check_pieces(text, max_model_len)
+            return await self._in_thread(lambda: self._encode(text, max_model_len))
 
-    def check_length(self, text: str, max_model_len: int) -> None:
-        """Refuse, before it is tokenised, a text that has more bytes than so many of the longest token."""
+    def _checked_bytes(self, text: str, max_model_len: int) -> int:
+        """How many the text has. Refuses, before it is tokenised, one with more than so many of the longest token."""
         limit = max_model_len * self.longest_token_bytes
-        if len(text) > limit or len(text.encode()) > limit:
+        num_bytes = len(text.encode())
+        if num_bytes > limit:
             raise InvalidRequest(
-                f"the prompt is {len(text.encode())} bytes; the model takes {max_model_len} tokens, "
+                f"the prompt is {num_bytes} bytes; the model takes {max_model_len} tokens, "
                 f"which are {limit} bytes at most, so give a shorter one"
             )
+        return num_bytes
+
+    @contextmanager
+    def _waiting(self, num_bytes: int) -> Iterator[None]:
+        """A text may always wait alone."""
+        if self.waiting_bytes and self.waiting_bytes + num_bytes > self.max_waiting_bytes:
+            raise RequestFailed(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.waiting_bytes} bytes of text wait to be tokenised, of {self.max_waiting_bytes}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.waiting_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.waiting_bytes -= num_bytes
+
+    async def _check_pieces(self, text: str, max_model_len: int) -> None:
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            num_tokens += await self._in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
+            if num_tokens > SURELY_TOO_LONG * max_model_len:
+                raise _too_long(f"more than {num_tokens // SURELY_TOO_LONG}", max_model_len)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any more."""
+        await self._slots.acquire()
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(lambda _: self._slots.release())
+        return await asyncio.shield(future)
+
+    def _encode(self, text: str, max_model_len: int) -> list[int]:
+        encoding = self._tokenise(text)
+        if len(encoding) >= max_model_len:  # before a list is made of them, which holds the interpreter lock
+            raise _too_long(str(len(encoding)), max_model_len)
+        return list(encoding.ids)
+
+    def _tokenise(self, text: str) -> Any:
+        try:
+            return self.backend.encode_batch_fast([text])[0]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise InvalidRequest(f"the tokenizer cannot read this text: {str(error)[:200]}") from error
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def load_codec(model: str) -> TextCodec:
+def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt is {num_tokens} tokens; the model takes {max_model_len} with the output, "
+        f"so give at most {max_model_len - 1}"
+    )
+
+
+def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> TextCodec:
     """The tokenizer of a model directory or of a name on the hub. Raises TokenizerError."""
     config = _tokenizer_config(Path(model))
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")
     try:
-        return TextCodec(_load(model, config))
+        return TextCodec(_load(model, config), max_waiting_bytes=max_waiting_bytes)
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:  # what transformers raises for a bad one
         if isinstance(error, TokenizerError):
             raise

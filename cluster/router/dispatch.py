@@ -72,6 +72,13 @@ class Dispatcher:
 
     # routing
 
+    def admit(self) -> None:
+        """Raises RequestFailed, counted, when no new request is taken now."""
+        if refusal := self._policy.refusal():
+            counter, error = _told(refusal)
+            self._metrics.counts.update(["requests", counter])
+            raise error
+
     def start(self, submission: Submission) -> None:
         """Route each choice, up to one that is refused: then the submission has failed."""
         self._submissions[submission.id] = submission
@@ -145,10 +152,8 @@ class Dispatcher:
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)
 
     def _refuse(self, live: LiveRequest, rejected: Rejected) -> None:
-        can_retry = rejected.retry_after_s is not None
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED if can_retry else grpc.StatusCode.INVALID_ARGUMENT
-        error = RequestFailed(code, rejected.reason, retry_after_s=rejected.retry_after_s)
-        self.fail(self.submission_of(live), error, counter="rejected" if can_retry else "failed")
+        counter, error = _told(rejected)
+        self.fail(self.submission_of(live), error, counter=counter)
 
     def _park(self, live: LiveRequest, reason: str, wait_s: float) -> None:
         """A role has no worker: fail at once, or wait so long for one."""
@@ -248,3 +253,13 @@ class Dispatcher:
             assert live.finish is None, f"{wire_id} has ended and is still here"
         under_way = {id(live) for submission in self._submissions.values() for live in submission.choices}
         assert {id(live) for live in self._live.values()} <= under_way, "a request belongs to no call"
+
+
+def _told(refusal: Rejected | Unavailable) -> tuple[str, RequestFailed]:
+    """What counts it, and what the client is told."""
+    if isinstance(refusal, Unavailable):
+        return "failed", RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{refusal.reason}; try again later")
+    if refusal.retry_after_s is None:
+        return "failed", RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
+    error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal.reason, retry_after_s=refusal.retry_after_s)
+    return "rejected", error

@@ -81,12 +81,21 @@ class Router:
         await asyncio.sleep(0)  # cancels leave before the streams end
         await self._links.close()
 
+    def admit(self, request_id: str) -> None:
+        """Raises RequestFailed when a request of this id would be refused now, whatever is in it: asked before anything
+        is spent on it."""
+        self._check_id(request_id)
+        self._dispatcher.admit()
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._dispatcher.submissions:
+            raise RequestFailed(
+                grpc.StatusCode.ALREADY_EXISTS, f"request_id {request_id!r} is in use; give another, or none"
+            )
+
     def submit(self, request: NewRequest) -> Submission:
         """Take a request in. Raises RequestFailed when it is refused; nothing is kept then."""
-        if request.id in self._dispatcher.submissions:
-            raise RequestFailed(
-                grpc.StatusCode.ALREADY_EXISTS, f"request_id {request.id!r} is in use; give another, or none"
-            )
+        self._check_id(request.id)
         self.metrics.counts["requests"] += 1
         submission = Submission.of(request, self.router_id, next(self._serials))
         self._dispatcher.start(submission)

@@ -128,6 +128,13 @@ class RouterPolicy:
 
     # requests
 
+    def refusal(self) -> Rejected | Unavailable | None:
+        """Why no new request is taken now, whatever its shape, so that nothing is spent on it; None if one may be."""
+        if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
+            return Unavailable(reason=f"no {phase} worker is ready")
+        full = self._queue.why_full(RequestShape(id="", prompt_len=0, max_tokens=0))
+        return Rejected(reason=full, retry_after_s=self._queue.retry_after_s()) if full else None
+
     def assign(self, shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
         """Workers for a new request, a place in the queue, or why not.
 

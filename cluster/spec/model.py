@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.front.options import FrontOptions
 from cluster.router.policy import RouterOptions
 from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
@@ -29,7 +30,7 @@ Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-@with_knobs(RouterOptions)
+@with_knobs(RouterOptions, FrontOptions)
 class RouterSpec(Spec):
     replicas: int = setting(1, "how many", unit="routers", ge=1, le=64)
     host: str = setting("auto", "address to listen on; auto: 127.0.0.1, or with `--address` this node's own")

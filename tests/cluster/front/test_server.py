@@ -241,14 +241,16 @@ async def test_a_request_that_no_worker_can_ever_hold_is_invalid() -> None:
         )
 
 
-async def test_a_full_queue_says_when_to_come_again() -> None:
+async def test_a_full_queue_says_when_to_come_again_and_tokenises_nothing() -> None:
     options = server_options(port=0, max_backlog_tokens=10, max_queued_requests=1)
-    async with serving(options=options) as h:
+    codec = words()
+    async with serving(options=options, codec=codec) as h:
         h.prefill().is_holding = True
         calls = [h.generate.GenerateOnce(request([5] * 9)) for _ in range(2)]
         await h.until(lambda: h.router.policy.num_queued == 1 and bool(h.prefill().held))
+        codec.backend = None  # nobody may ask it
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await h.generate.GenerateOnce(request())
+            await h.generate.GenerateOnce(said("w5 w6"))
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.value.details() == "the router's queue is full: 1 requests of 1"
         assert int(dict(error.value.trailing_metadata())["retry-after-ms"]) > 0

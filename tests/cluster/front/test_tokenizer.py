@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.front.tokenizer import TextCodec, TokenizerError, load_codec
+from cluster.router.live_requests import RequestFailed
 from engine.types import InvalidRequest
 
 
@@ -28,7 +33,8 @@ def directory(tmp_path: Path) -> Path:
 async def test_ids_are_those_of_transformers(directory: Path) -> None:
     codec = load_codec(str(directory))
     text = "hello world and more"
-    assert await codec.encode(text) == AutoTokenizer.from_pretrained(directory)(text)["input_ids"] == [0, 2, 3, 1, 1]
+    wanted = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    assert await codec.encode(text, 512) == wanted == [0, 2, 3, 1, 1]
 
 
 async def test_a_long_text_is_not_cut_by_settings_of_the_file(directory: Path) -> None:
@@ -36,7 +42,7 @@ async def test_a_long_text_is_not_cut_by_settings_of_the_file(directory: Path) -
     saved["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     (directory / "tokenizer.json").write_text(json.dumps(saved))
     codec = load_codec(str(directory))
-    assert len(await codec.encode("hello " * 1000)) == 1001
+    assert len(await codec.encode("hello " * 1000, 2000)) == 1001
 
 
 def test_a_generic_tokenizer_is_loaded_without_torch(directory: Path) -> None:
@@ -46,14 +52,99 @@ def test_a_generic_tokenizer_is_loaded_without_torch(directory: Path) -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_a_text_with_more_bytes_than_the_model_could_take_is_refused_before_it_is_tokenised(directory: Path) -> None:
+async def test_a_text_with_more_bytes_than_the_model_could_take_is_refused_untokenised(directory: Path) -> None:
     codec = load_codec(str(directory))
     assert codec.longest_token_bytes == 5
-    codec.check_length("x" * 50, max_model_len=10)
+    assert await codec.encode("x" * 50, 10) == [0, 1]
     with pytest.raises(InvalidRequest, match="the prompt is 51 bytes; the model takes 10 tokens"):
-        codec.check_length("x" * 51, max_model_len=10)
+        await codec.encode("x" * 51, 10)
     with pytest.raises(InvalidRequest, match="the prompt is 52 bytes"):
-        codec.check_length("é" * 26, max_model_len=10)
+        await codec.encode("é" * 26, 10)
+
+
+class Encoded(list[int]):
+    @property
+    def ids(self) -> list[int]:
+        return self
+
+
+class StuckBackend:
+    """A tokenizer that is at work until it is told to end, and calls each character a token."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.go_on = threading.Event()
+
+    def no_truncation(self) -> None: ...
+
+    def no_padding(self) -> None: ...
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"x" * 100: 0}
+
+    def encode_batch_fast(self, texts: list[str]) -> list[Encoded]:
+        self.texts += texts
+        assert self.go_on.wait(20)
+        return [Encoded([0] * len(text)) for text in texts]
+
+
+def stuck_codec(max_waiting_bytes: int = 100_000) -> tuple[StuckBackend, TextCodec]:
+    backend = StuckBackend()
+    return backend, TextCodec(SimpleNamespace(backend_tokenizer=backend), max_waiting_bytes=max_waiting_bytes)
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(directory: Path) -> None:
+    """`encode` of the tokenizer holds the interpreter lock: three ticks came."""
+    codec = load_codec(str(directory))
+    text = "hello " * 150_000
+    encoding = asyncio.ensure_future(codec.encode(text, 200_000))
+    ticks = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        ticks += 1
+    assert len(await encoding) == 150_001
+    assert ticks > 10
+
+
+async def test_texts_that_wait_are_bounded_in_bytes_and_leave_with_their_client() -> None:
+    backend, codec = stuck_codec()
+    waiting = [asyncio.ensure_future(codec.encode("x" * 30_000, 100_000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestFailed, match="90000 bytes of text wait to be tokenised, of 100000") as refused:
+        await codec.encode("x" * 20_000, 100_000)
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.retry_after_s
+    for each in waiting[1:]:
+        each.cancel()
+    await asyncio.wait(waiting[1:])
+    assert codec.waiting_bytes == 30_000
+    backend.go_on.set()
+    assert len(await waiting[0]) == 30_000
+    assert len(backend.texts) < 3, "a text whose client had left was tokenised"
+    assert codec.waiting_bytes == 0
+
+
+async def test_a_text_that_is_far_too_long_is_never_tokenised_whole() -> None:
+    backend, codec = stuck_codec(10_000_000)
+    backend.go_on.set()
+    with pytest.raises(InvalidRequest, match="the model takes 50000 with the output"):
+        await codec.encode("x" * 4_000_000, 50_000)
+    assert sum(map(len, backend.texts)) <= 3 * 65_536
+
+
+async def test_a_panic_of_the_tokenizer_refuses_the_text_that_caused_it() -> None:
+    class Panic(BaseException):
+        pass
+
+    backend, codec = stuck_codec()
+
+    def panic(texts: list[str]) -> list[Encoded]:
+        raise Panic("index out of bounds")
+
+    backend.encode_batch_fast = panic  # type: ignore[method-assign]
+    for text in ("x", "x" * 5000):
+        with pytest.raises(InvalidRequest, match="the tokenizer cannot read this text: index out of bounds"):
+            await codec.encode(text, 10_000)
 
 
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
