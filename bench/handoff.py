@@ -253,11 +253,11 @@ def decode_process(pipe: Connection, layout: KvLayout, options: TransferOptions)
 async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOptions) -> None:
     from kv_transfer.decode_side.servicer import HandoffServicer
     from kvrelay.v1 import worker_pb2, worker_pb2_grpc
-    from worker.rpc import bind, make_server
+    from worker.rpc import bind, make_server, secret_door
 
     memory = KvMemory(layout)
     memory.bytes.zero_()
-    server = make_server(SECRET, ["kvrelay.v1.Handoff"])
+    server = make_server(secret_door(SECRET))
     address = worker_pb2.WorkerAddress(name="decode-0", address=f"{HOST}:{bind(server, HOST, 0)}", incarnation="1")
     servicer = HandoffServicer(
         FreeHost(layout.num_pages),

@@ -20,7 +20,7 @@ from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
-from worker.rpc import bind, make_server
+from worker.rpc import bind, make_server, secret_door
 
 VOCAB = 1000
 EOS = 2
@@ -65,7 +65,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.changed = asyncio.Condition()
 
     async def start(self) -> WorkerEndpoint:
-        self._server = make_server(self.secret, ["kvrelay.v1.Worker"])
+        self._server = make_server(secret_door(self.secret))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.port = bind(self._server, "127.0.0.1", self.port)
         await self._server.start()

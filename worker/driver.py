@@ -29,7 +29,7 @@ from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.roles import kind_of
 from worker.router_streams import RouterLink, RouterStreams
-from worker.rpc import bind, make_server
+from worker.rpc import bind, make_server, secret_door
 from worker.run_ahead import BegunBatch, RunAhead
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Worker(Generic[RoleT]):
         if options.record:
             record_calls(self.role.policy, options.record, options.name)
         self._steps: RunAhead[Any] = RunAhead(engine, self.role.step_of)
-        self._server = make_server(options.secret, [SERVICE, *self.role.services])
+        self._server = make_server(secret_door(options.secret))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
         for add_to_server in self.role.services.values():
             add_to_server(self._server)

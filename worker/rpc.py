@@ -1,17 +1,14 @@
 """How kvrelay's processes call each other over gRPC: channel and server options, and the cluster's secret.
 
 Every call between processes of a cluster carries the secret in its metadata; a call without it is refused with
-UNAUTHENTICATED. Public services (Generate, health, reflection) are open unless the front says otherwise.
+UNAUTHENTICATED (worker/door.py). What clients show instead is the front's (cluster/front/authentication.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -21,11 +18,11 @@ from kv_transfer.handshake import PROTOCOL_VERSION as PROTOCOL_VERSION
 from kv_transfer.prefill_side.stream import ControlStream, Dial
 from kvrelay.v1 import worker_pb2_grpc
 from worker.credentials import channel_credentials, server_credentials
+from worker.door import Door, Metadata, single
 from worker.tls import TlsFiles
 
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
-FIRST_MESSAGE_S = 2.0  # that a caller without the secret is heard
 
 # A stopped peer is noticed by our own heartbeat first; the ping timeout bounds what TCP would hide (facts: 60 s).
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -78,10 +75,19 @@ def handoff_dial(secret: str, tls: TlsFiles | None = None) -> Dial:
     return dial
 
 
-def make_server(secret: str = "", protected: Sequence[str] = ()) -> grpc.aio.Server:
-    """A server whose services named in `protected` want the secret (all of them open when it is empty)."""
-    interceptors = [_SecretInterceptor(secret, tuple(protected))] if secret else []
-    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+def make_server(door: Door | None = None) -> grpc.aio.Server:
+    """Without a door everybody may call it."""
+    return grpc.aio.server(interceptors=[door] if door else [], options=SERVER_OPTIONS)
+
+
+def secret_door(secret: str) -> Door | None:
+    """Every call must carry the secret; with none (workers of a test, in one process) there is no door."""
+    expected = secret.encode()
+
+    def caller_of(metadata: Metadata) -> str | None:
+        return "" if hmac.compare_digest(single(metadata, SECRET_KEY), expected) else None
+
+    return Door(caller_of, "the cluster's secret is missing or wrong") if secret else None
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
@@ -105,36 +111,3 @@ def _why_not(host: str, port: int) -> str:
     except OSError as error:
         return f"{os.strerror(error.errno or 0).lower()}; give another port, or 0 for any free one"
     return "gRPC could not bind it"
-
-
-class _SecretInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    def __init__(self, secret: str, protected: tuple[str, ...]) -> None:
-        self._secret = secret
-        self._prefixes = tuple(f"/{service}/" for service in protected)
-        self._refuse = grpc.stream_stream_rpc_method_handler(_unauthenticated)
-        self._refuse_unary = grpc.unary_unary_rpc_method_handler(_unauthenticated_unary)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefixes):
-            return handler
-        given = dict(handler_call_details.invocation_metadata or ()).get(SECRET_KEY, "")
-        if hmac.compare_digest(str(given), self._secret):
-            return handler
-        return self._refuse if handler.response_streaming else self._refuse_unary
-
-
-async def _unauthenticated(requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
-    """After the first message: a caller that still writes when the refusal comes is told of its write instead."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            await anext(requests, None)
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")
-
-
-async def _unauthenticated_unary(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong")

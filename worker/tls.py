@@ -6,14 +6,14 @@ connection is opened, or a listener made: a renewed certificate needs no restart
 
 from __future__ import annotations
 
-import os
+import ipaddress
 import ssl
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from worker.private_files import PrivateFileError, read_private
+
 MEMBER_NAME = "kvrelay"  # the DNS name in the certificate of every process of a cluster: they move from host to host
-OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 
 
 class TlsError(ValueError):
@@ -51,22 +51,26 @@ class TlsFiles:
     def _load(self, context: ssl.SSLContext) -> None:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.cert or self.key:
-            check_private(self.key)
+            _check_private(self.key)
             pair = f"certificate {self.cert!r} with the key {self.key!r}"
             _loaded(pair, context.load_cert_chain, self.cert, self.key, "")  # no password: nobody is asked for one
         if self.ca:
             _loaded(f"authorities {self.ca!r}", context.load_verify_locations, self.ca)
 
 
-def check_private(path: str) -> None:
-    """A key that is read by more than its owner and group, or written by more than its owner, is no secret. Raises
-    TlsError."""
+def _check_private(key: str) -> None:
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)  # Path("") is a folder
-    except (OSError, ValueError) as error:
-        raise TlsError(f"the key {path!r} cannot be read: {_why(error)}; give the path of a PEM file") from None
-    if mode & OPEN_TO_OTHERS:
-        raise TlsError(f"the key {path!r} is open to others (mode {mode:04o}); chmod 600 it, or 640")
+        read_private(key, "the key")
+    except PrivateFileError as error:
+        raise TlsError(str(error)) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody outside this host can reach, or overhear, who listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _loaded(what: str, load: Callable[..., object], *arguments: str) -> None:

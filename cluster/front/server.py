@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.front.authentication import check_door, client_door
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
@@ -26,6 +27,8 @@ from cluster.router.policy import RouterOptions
 from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server
+from worker.tls import TlsFiles
+from worker.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,12 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
     secret: str = field(default="", repr=False)  # shared with the workers
-    client_secret: str = field(default="", repr=False)  # what clients must send; empty: the public services are open
+    auth: bool = False  # clients must send one of the tokens: those of `tokens` (worker/tokens.py), and of the file
+    tokens: str = field(default="", repr=False)
+    tokens_file: str = ""
+    tls: TlsFiles | None = None  # for clients; None: plain text
+    worker_tls: TlsFiles | None = None  # between the processes of the cluster
+    reflection: bool = True
     model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
     model_name: str = ""  # the name that requests give; empty: as the workers say
     metrics_port: int | None = None  # None: not exposed; 0: any free one
@@ -58,11 +66,14 @@ def server_options(**settings: Any) -> ServerOptions:
 class RouterServer:
     def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None) -> None:
         """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise."""
+        check_door(options.host, auth=options.auth, tls=options.tls)
         self.options = options
+        self._keyring = Keyring(text=options.tokens, path=options.tokens_file) if options.auth else None
         self.router = Router(
             options.name,
             options.router,
             secret=options.secret,
+            tls=options.worker_tls,
             record=options.record,
             on_readiness=self._on_readiness,
         )
@@ -82,12 +93,13 @@ class RouterServer:
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
         self._generate = GenerateService(self.router, codec=self._codec, model_name=options.model_name)
-        self._server = make_server(options.client_secret, [GENERATE_SERVICE, CLUSTER_SERVICE])
+        self._server = make_server(client_door(self._keyring) if self._keyring else None)
         self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (GENERATE_SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self.port = bind(self._server, options.host, options.port)
+        if options.reflection:
+            names = (GENERATE_SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        self.port = bind(self._server, options.host, options.port, options.tls)
         if options.metrics_port is not None:
             self.metrics_port = self._expose(options.host, options.metrics_port)
         await self._set_health(is_serving=False)

@@ -33,6 +33,7 @@ from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import FINISH_REASON_FROM_PROTO
 from worker.recording import record_calls
+from worker.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Router:
         options: RouterOptions,
         *,
         secret: str = "",
+        tls: TlsFiles | None = None,
         record: str = "",
         clock: Callable[[], float] = time.monotonic,
         on_readiness: Callable[[bool], None] | None = None,
@@ -62,7 +64,9 @@ class Router:
         self._was_ready = False
         self._serials = itertools.count(1)
         self._served = ServedModel()
-        self._links = WorkerLinks(self, router_id=self.router_id, secret=secret, dead_after_s=options.dead_after_s)
+        self._links = WorkerLinks(
+            self, router_id=self.router_id, secret=secret, tls=tls, dead_after_s=options.dead_after_s
+        )
         self._dispatcher = Dispatcher(
             self.policy, self._links, self._served, self.metrics, router_id=self.router_id, clock=clock
         )

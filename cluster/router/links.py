@@ -11,13 +11,17 @@ from collections.abc import Iterable
 
 from cluster.router.worker_link import LinkHost, LinkState, WorkerEndpoint, WorkerLink
 from kvrelay.v1 import worker_pb2 as pb
+from worker.tls import TlsFiles
 
 
 class WorkerLinks:
-    def __init__(self, host: LinkHost, *, router_id: str, secret: str, dead_after_s: float) -> None:
+    def __init__(
+        self, host: LinkHost, *, router_id: str, secret: str, tls: TlsFiles | None, dead_after_s: float
+    ) -> None:
         self._host = host
         self._router_id = router_id
         self._secret = secret
+        self._tls = tls
         self._dead_after_s = dead_after_s
         self._links: dict[str, WorkerLink] = {}
         self._reports: dict[str, tuple[pb.WorkerReport, float]] = {}  # the last one, and when it came
@@ -45,7 +49,12 @@ class WorkerLinks:
 
     def _open(self, worker: WorkerEndpoint) -> WorkerLink:
         link = WorkerLink(
-            worker, self._host, router_id=self._router_id, secret=self._secret, dead_after_s=self._dead_after_s
+            worker,
+            self._host,
+            router_id=self._router_id,
+            secret=self._secret,
+            tls=self._tls,
+            dead_after_s=self._dead_after_s,
         )
         link.start()
         return link

@@ -27,6 +27,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.roles import Phase, kind_of
 from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
+from worker.tls import TlsError, TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class WorkerLink:
         *,
         router_id: str,
         secret: str = "",
+        tls: TlsFiles | None = None,
         dead_after_s: float = 2.0,
         ping_interval_s: float = 0.2,
     ) -> None:
@@ -91,6 +93,7 @@ class WorkerLink:
         self._host = host
         self._router_id = router_id
         self._secret = secret
+        self._tls = tls
         self._dead_after_s = dead_after_s
         self._ping_interval_s = min(ping_interval_s, dead_after_s / 4)
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
@@ -145,18 +148,22 @@ class WorkerLink:
 
     async def _run(self) -> None:
         while True:
-            channel = open_channel(self.worker.address)
             try:
-                await self._serve(channel)
-            except (grpc.aio.AioRpcError, WorkerRefused, TimeoutError) as error:
+                await self._serve_once()
+            except (grpc.aio.AioRpcError, WorkerRefused, TlsError, TimeoutError) as error:
                 self._lose(_sentence(error))
             except Exception as error:  # our bug: it must neither end the link nor stay unseen
                 log.exception("the link to %s failed", self.name)
                 self._lose(f"{type(error).__name__}: {error}")
-            finally:
-                await channel.close()
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _serve_once(self) -> None:
+        channel = open_channel(self.worker.address, self._tls)
+        try:
+            await self._serve(channel)
+        finally:
+            await channel.close()
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         """One stream from hello to its end, which is always an exception."""

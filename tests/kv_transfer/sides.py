@@ -22,7 +22,7 @@ from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
-from worker.rpc import bind, handoff_dial, make_server
+from worker.rpc import bind, handoff_dial, make_server, secret_door
 
 SECRET = "open sesame"
 PAGE_SIZE = 4
@@ -132,7 +132,7 @@ async def decode_side(
 ) -> AsyncIterator[DecodeSide]:
     memory = memory or random_memory(37, seed=2)
     host = PageHost(memory.layout.num_pages, cached_pages=cached_pages)
-    server = make_server(SECRET, ["kvrelay.v1.Handoff"])
+    server = make_server(secret_door(SECRET))
     port = bind(server, "127.0.0.1", 0)
     address = worker_pb2.WorkerAddress(name="decode-0", address=f"127.0.0.1:{port}", incarnation="d1")
     servicer = HandoffServicer(

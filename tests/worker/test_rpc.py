@@ -9,14 +9,14 @@ import grpc.aio
 import pytest
 
 from kvrelay.v1 import worker_pb2_grpc
-from worker import rpc
+from worker import door, rpc
 
 pytestmark = pytest.mark.unit
 
 
 async def test_who_says_nothing_and_has_no_secret_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "FIRST_MESSAGE_S", 0.05)
-    server = rpc.make_server("right", ["kvrelay.v1.Handoff"])
+    monkeypatch.setattr(door, "FIRST_MESSAGE_S", 0.05)
+    server = rpc.make_server(rpc.secret_door("right"))
     worker_pb2_grpc.add_HandoffServicer_to_server(worker_pb2_grpc.HandoffServicer(), server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()

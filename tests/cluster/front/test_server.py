@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.front.server import RouterServer, server_options
 from cluster.front.tokenizer import TextCodec
-from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2
+from kvrelay.v1 import generate_pb2
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
 from tests.fakes import EOS, VOCAB, scripted_tokens
 from worker.convert import sampling_from_proto
@@ -298,17 +298,6 @@ async def test_reflection_lists_the_services() -> None:
         names = {service.name for service in answer.list_services_response.service}
         assert {"kvrelay.v1.Generate", "kvrelay.v1.Cluster", "grpc.health.v1.Health"} <= names
         call.cancel()
-
-
-async def test_a_client_secret_closes_the_public_services() -> None:
-    async with serving(options=server_options(port=0, client_secret="open sesame")) as h:
-        for call in (h.generate.GenerateOnce(request()), collect(h.generate.Generate(request())), h.status()):
-            code, _ = await refusal(call)
-            assert code is grpc.StatusCode.UNAUTHENTICATED
-        key = (("kvrelay-secret", "open sesame"),)
-        assert (await h.generate.GenerateOnce(request(max_tokens=2), metadata=key)).usage.completion_tokens == 2
-        status = await cluster_pb2_grpc.ClusterStub(h.channel).GetStatus(cluster_pb2.GetStatusRequest(), metadata=key)
-        assert status.model == "fake"
 
 
 async def test_status_counts_what_happened_and_shows_what_workers_hold() -> None:

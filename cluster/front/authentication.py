@@ -1,0 +1,43 @@
+"""Who may call a router: clients with a token of the cluster's, or everyone where no tokens are asked for.
+
+Health is open, for load balancers and probes. Everything else (Generate, Cluster, reflection, and over HTTP /metrics)
+wants `authorization: Bearer TOKEN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grpc_health.v1 import health
+
+from worker.door import Door, Metadata, single
+from worker.tls import TlsFiles, is_loopback
+from worker.tokens import Keyring
+
+HEADER = "authorization"
+REFUSAL = "the token is missing or wrong; send `authorization: Bearer TOKEN`, or set KVRELAY_TOKEN for kvrelay's client"
+SCHEME = b"bearer"
+
+
+def client_door(keyring: Keyring) -> Door:
+    return Door(_caller_of(keyring), REFUSAL, open_services=(health.SERVICE_NAME,))
+
+
+def _caller_of(keyring: Keyring) -> Callable[[Metadata], str | None]:
+    return lambda metadata: owner_of(single(metadata, HEADER), keyring)
+
+
+def owner_of(authorization: bytes, keyring: Keyring) -> str | None:
+    """The name of the token in such a header; None where there is no token that is known."""
+    scheme, _, token = authorization.partition(b" ")
+    return keyring.name_of(token.strip()) if scheme.lower() == SCHEME else None
+
+
+def check_door(host: str, *, auth: bool, tls: TlsFiles | None) -> None:
+    """Raises ValueError where strangers could come in: anybody on the network."""
+    if auth or is_loopback(host) or (tls is not None and tls.ca):
+        return
+    raise ValueError(
+        f"auth is false and the router's host is {host}: anybody on the network could call it; "
+        "keep auth, or give tls.client_ca, or the host 127.0.0.1"
+    )

@@ -1,0 +1,87 @@
+"""Door lets calls into a gRPC server, or refuses them: all services but those that it is told are open to everyone.
+
+Whoever is refused gets UNAUTHENTICATED and one sentence, the same whatever was wrong, after its first message or
+FIRST_MESSAGE_S; it costs no more than a comparison, and the log has one line for many. Who comes in is CALLER to the
+handler of its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+
+import grpc
+import grpc.aio
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_S = 2.0  # that a caller is heard who is to be refused
+LOG_GAP_S = 10.0
+logging.getLogger("grpc._cython.cygrpc").addFilter(  # else anybody fills the log, or a mistyped token stands in it
+    lambda record: not str(record.msg).startswith("Invalid encoding on")
+)
+Metadata = Sequence[tuple[str, str | bytes]]
+CALLER: ContextVar[str] = ContextVar("CALLER", default="")  # the name that the caller is known by; empty: it has none
+
+
+def single(metadata: Metadata, key: str) -> bytes:
+    """The value of a key that is there once; else nothing: of two values nobody knows which one others looked at."""
+    values = [value for name, value in metadata if name == key]
+    if len(values) != 1:
+        return b""
+    return values[0] if isinstance(values[0], bytes) else values[0].encode(errors="surrogateescape")
+
+
+class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """`caller_of`: a call's metadata -> the caller's name, None for one who is refused with `sentence`."""
+
+    def __init__(
+        self,
+        caller_of: Callable[[Metadata], str | None],
+        sentence: str,
+        *,
+        open_services: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_refused = 0
+        self._caller_of = caller_of
+        self._sentence = sentence
+        self._open = frozenset(f"/{service}" for service in open_services)
+        self._clock = clock
+        self._told = 0  # of num_refused
+        self._tell_s = float("-inf")  # not before
+        self._refuse = grpc.stream_stream_rpc_method_handler(self._refused)  # bounds how long a unary call is open, too
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.rpartition("/")[0] in self._open:
+            return handler
+        caller = self._caller_of(handler_call_details.invocation_metadata or ())
+        if caller is None:
+            return self._refuse
+        CALLER.set(caller)
+        return handler
+
+    async def _refused(self, requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
+        """After the first message: a caller that still writes when the refusal comes is told of its write instead."""
+        self._count(context.peer())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                await anext(requests, None)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence)
+
+    def _count(self, peer: str) -> None:
+        self.num_refused += 1
+        now = self._clock()
+        if now < self._tell_s:
+            return
+        log.warning("%d calls refused: %s; the last came from %s", self.num_refused - self._told, self._sentence, peer)
+        self._told, self._tell_s = self.num_refused, now + LOG_GAP_S
