@@ -49,7 +49,7 @@ class DecodeRole:
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         reason = f"{self._name} decodes; prompts go to a prefill worker"
-        link.event(submit.request, pb.EVENT_KIND_FAILED, reason=reason)
+        link.event(submit.request, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_REQUEST)
         self._host.streams.flush()
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
@@ -139,7 +139,9 @@ class DecodeRole:
 
     def _on_token(self, request: HeldAnswer, token: SampledToken) -> None:
         if token.error:
-            self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=f"{self._name}: {token.error}")
+            self._host.counters["chunks_failed"] += 1
+            why, cause = f"{self._name}: {token.error}", pb.FAILURE_CAUSE_STEP
+            self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=why, retryable=True, cause=cause)
             self.reservations.forget(request)
             return
         self._publish_full_pages(request)

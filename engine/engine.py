@@ -15,7 +15,7 @@ from engine.loading.load import LoadedModel, Progress, load, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.pending import DoneStep, PendingStep
-from engine.types import SampledToken, Step
+from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
 
 
 class Engine:
@@ -59,6 +59,24 @@ class Engine:
             return DoneStep([])
         with torch.inference_mode(), devices.current(self.device):
             return self.steps.begin(step)
+
+    def probe(self) -> SampledToken:
+        """Whether it still can: compute a page of tokens that nobody asked for, then the last one alone, in a page of
+        the engine's own. Prompts go the first way, further tokens the second. Returns the last draw."""
+        length = min(self.layout.page_size, self.info.max_model_len)
+        for start in (0, length - 1):
+            spec = SampleSpec(params=SamplingParams(temperature=0.0), position=length)
+            chunk = Chunk(
+                request_id="",
+                token_ids=(0,) * (length - start),
+                start=start,
+                block_table=(self.layout.num_pages,),
+                sample=spec,
+            )
+            [token] = self.step(Step(chunks=(chunk,)))
+            if token.error:
+                break
+        return token
 
     def check(self) -> None:
         """Raise EngineBroken when no step can be run any more: one of its other processes is lost."""

@@ -177,6 +177,7 @@ class PrefillRole:
 
     def _on_token(self, token: SampledToken, computed_ns: int) -> None:
         if token.error:
+            self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(token.request_id)  # cancelled or not: nobody may find these pages in the cache
         request = self.requests.get(token.request_id)
         if request is None or request.is_cancelled:
@@ -202,8 +203,9 @@ class PrefillRole:
     # Ends
 
     def _fail(self, request: HeldPrompt, reason: str) -> None:
-        """End a request for good, whose chunk the engine cannot compute: another worker could not, either."""
-        request.link.event(request.state, pb.EVENT_KIND_FAILED, reason=reason)
+        """End a request whose chunk the engine could not compute: the router tries another worker's."""
+        failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_STEP
+        request.link.event(request.state, failed, reason=reason, retryable=True, cause=cause)
         request.is_cancelled = True
         self.handoffs.spawn(self._let_go(request, reason))
 

@@ -23,6 +23,7 @@ from kv_transfer.transports.faulty import Faults
 from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from worker.awake import AwakeClock
 from worker.convert import model_info_to_proto
 from worker.options import WorkerOptions
 from worker.recording import record_calls
@@ -31,12 +32,13 @@ from worker.roles import kind_of
 from worker.router_streams import RouterLink, RouterStreams
 from worker.rpc import bind, make_server, secret_door
 from worker.run_ahead import BegunBatch, RunAhead
+from worker.step_watch import WatchedEngine
 
 log = logging.getLogger(__name__)
 
 SERVICE = "kvrelay.v1.Worker"
 DRAIN_POLL_S = 0.02
-CHECK_S = 0.5  # how soon an engine that breaks between two steps is noticed
+CHECK_S = 0.5  # how soon an engine that breaks between two steps, or hangs in one, is noticed
 
 RoleT = TypeVar("RoleT", bound=Role[Any])
 
@@ -63,6 +65,7 @@ class Worker(Generic[RoleT]):
         )
         self.pool = PagePool(engine.layout.num_pages, engine.layout.page_size)
         self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
+        self.clock = AwakeClock()
         self.streams = RouterStreams(self, report_interval_s=options.report_interval_s)
         self.is_draining = False
         self._is_stopping = False
@@ -71,7 +74,9 @@ class Worker(Generic[RoleT]):
         self.role = make_role(self)
         if options.record:
             record_calls(self.role.policy, options.record, options.name)
-        self._steps: RunAhead[Any] = RunAhead(engine, self.role.step_of)
+        self._watched = WatchedEngine(engine, self.clock.now_s)
+        max_failed_steps = options.max_failed_steps
+        self._steps: RunAhead[Any] = RunAhead(self._watched, self.role.step_of, max_failed_steps=max_failed_steps)
         self._server = make_server(secret_door(options.secret))
         worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
         for add_to_server in self.role.services.values():
@@ -82,6 +87,7 @@ class Worker(Generic[RoleT]):
         port = bind(self._server, self.options.host, self.options.port, self.options.tls)
         self.address.address = f"{self.options.host}:{port}"
         await self._server.start()
+        self.clock.start()
         self.streams.start()
         self._step_loop = asyncio.get_running_loop().create_task(self._run())
         log.info("%s serves %s on %s", self.options.name, self.options.role, self.address.address)
@@ -104,13 +110,16 @@ class Worker(Generic[RoleT]):
             await asyncio.gather(self._step_loop, return_exceptions=True)  # a step that runs ends, and frees its pages
         await self.role.close()
         self._steps.close()
+        await self.clock.stop()
 
     async def wait_broken(self) -> None:
-        """Raises what broke the step loop, or the engine while it stood idle, if ever: whoever keeps the worker must
-        end it, for it serves nothing. Returns when the loop has ended."""
+        """Raises what broke the step loop, or the engine while it stood idle or hung, if ever: whoever keeps the worker
+        must end it, for it serves nothing. Returns when the loop has ended."""
         assert self._step_loop is not None, "wait_broken before start"
         while not self._step_loop.done():
             self.engine.check()
+            if self.options.step_timeout_s:
+                self._watched.check(self.options.step_timeout_s)
             await asyncio.wait({self._step_loop}, timeout=CHECK_S)
         if not self._step_loop.cancelled():
             self._step_loop.result()
@@ -149,6 +158,7 @@ class Worker(Generic[RoleT]):
         report, usage = self.role.report(), self.pool.usage
         report.cached_pages, report.total_pages = usage.cached, usage.total
         report.draining = self.is_draining
+        report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
         report.counters.update(self.counters)
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens

@@ -28,6 +28,19 @@ class WorkerOptions:
     tls: TlsFiles | None = None  # between the processes of the cluster; None: plain text
     incarnation: str = ""  # empty: drawn at start
     prefix_cache: bool = knob(True, "keep full pages of ended requests, for prompts that begin alike")
+    max_failed_steps: int = knob(
+        3,
+        "in a row that compute nothing, those of one token that the engine then tries by itself counted, before the "
+        "worker's process is replaced",
+        unit="steps",
+        ge=1,
+    )
+    step_timeout_s: float = knob(
+        60.0, "that one step may take before the worker's process is replaced; 0: any time", unit="seconds", ge=0
+    )
+    drop_router_after_s: float = knob(
+        10.0, "of a router's silence, after which a worker drops its requests", unit="seconds", gt=0
+    )
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is

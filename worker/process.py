@@ -3,11 +3,16 @@
     started -> progress ... -> ready -> ended | failed
 
 It knows no Ray and no role: `build` makes the service (slow: it may load a model), `tell` carries the events away.
+
+A service that is broken ends its process at once, from inside the loop: what hangs would keep the loop from ending. A
+loop that does not turn any more (its thread is held, or another one holds the interpreter's lock and never lets go) can
+do nothing; faulthandler's own thread, which needs no lock, ends the process then and writes where each thread stood.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -15,7 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from engine.process import LOG_FORMAT, sentence_of
 
@@ -25,6 +30,9 @@ OUR_PACKAGES = ("engine.", "kv_transfer.", "worker.", "prefill_worker.", "decode
 Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
+DEAD_LOOP_S = 60.0  # that a loop may stand still; then the process ends, with exit code 1
+TURN_S = 1.0  # how often a loop says that it turns
+STDERR = 2
 
 
 class Service(Protocol):
@@ -133,8 +141,6 @@ class ServiceThread:
             self._say("ended", 1.0)
         except Exception as error:
             logger.exception("%s failed", self._event.name)
-            if self._event.stage == "ready":
-                self._crash(BROKEN_EXIT_CODE)  # a bug, not a bad model: a new process may serve again
             self._say("failed", reason=sentence_of(error, OUR_PACKAGES))
         finally:
             self._ended.set()
@@ -145,9 +151,27 @@ class ServiceThread:
         self._service, self._loop = service, asyncio.get_running_loop()
         gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
         self._say("ready", 1.0, address=str(getattr(started, "address", started)))
+        turning = asyncio.ensure_future(_say_that_it_turns())
         broken = asyncio.ensure_future(service.wait_broken())
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((broken, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if broken.done():
-            broken.result()
+        if broken.done() and (error := broken.exception()) is not None:
+            self._end_broken(error)
         broken.cancel()
+        turning.cancel()
+
+    def _end_broken(self, error: BaseException) -> NoReturn:
+        """A bug, or a lost device or process, not a bad model: a new process may serve again."""
+        logger.error("%s is broken: %s", self._event.name, error, exc_info=error)
+        faulthandler.dump_traceback(STDERR)
+        self._crash(BROKEN_EXIT_CODE)
+        raise error
+
+
+async def _say_that_it_turns() -> None:
+    try:
+        while True:
+            faulthandler.dump_traceback_later(DEAD_LOOP_S, exit=True, file=STDERR)
+            await asyncio.sleep(TURN_S)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 class CpuPlatform:
     device = torch.device("cpu")
-    own_pages = 0
 
     def prepare(
         self, module: PreTrainedModel, probe: Probe, options: EngineOptions, served: ServedConfig

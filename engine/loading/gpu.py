@@ -23,6 +23,7 @@ from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.staging import on_device
 from engine.gpu.steps import GpuSteps
 from engine.loading.capacity import checked_free, kv_budget, page_dtype
+from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages.fp8 import KvScale
@@ -31,7 +32,6 @@ from engine.weights.config import ServedConfig
 
 logger = logging.getLogger(__name__)
 
-RESERVED_PAGES = 1  # where a graph's dummy rows stand
 PROFILE_TOKENS = 8192  # of the step whose memory is measured
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, for each process; torch does not count it
 WORKSPACES_BYTES = 1 << 30  # FlashInfer's
@@ -39,8 +39,6 @@ GRAPH_BYTES = 1 << 30  # captured graphs and what their wrappers keep
 
 
 class GpuPlatform:
-    own_pages = RESERVED_PAGES
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -106,7 +104,7 @@ class GpuPlatform:
             reserve_bytes=WORKSPACES_BYTES + (GRAPH_BYTES if options.cuda_graphs else 0),
         )
         budget = checked_free(budget, free_bytes=free, utilization=options.gpu_memory_utilization)
-        return budget - self.own_pages * page_bytes
+        return budget - OWN_PAGES * page_bytes
 
     def steps(self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo) -> GpuSteps:
         has_flashinfer = isinstance(model.backend, FlashInferBackend)
@@ -127,7 +125,7 @@ class GpuPlatform:
                 device=self.device,
                 sizes=sizes_up_to(options.max_graph_batch),
                 page_size=options.page_size,
-                reserved_page=pages.memory.layout.num_pages - RESERVED_PAGES,
+                reserved_page=pages.memory.layout.num_pages - OWN_PAGES,
                 max_pages=-(-info.max_model_len // options.page_size),
                 backend=model.backend,
                 run=lambda meta: model.run(pages, meta, None),

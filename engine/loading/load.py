@@ -18,7 +18,7 @@ from engine.attention import hooks
 from engine.loading import capacity, checks, parity
 from engine.loading.cpu import CpuPlatform
 from engine.loading.gpu import GpuPlatform
-from engine.loading.platform import Platform
+from engine.loading.platform import OWN_PAGES, Platform
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
@@ -156,5 +156,5 @@ def _allocate(
     page_bytes = one_page.page_bytes()
     count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
     with torch.inference_mode(False):  # transports write into the pages from outside inference mode
-        memory = KvMemory(replace(one_page, num_pages=count + platform.own_pages), str(platform.device))
+        memory = KvMemory(replace(one_page, num_pages=count + OWN_PAGES), str(platform.device))
     return replace(one_page, num_pages=count), KvPages(memory, scales)

@@ -15,10 +15,11 @@ from engine.pending import Steps
 from engine.types import ModelInfo
 from engine.weights.config import ServedConfig
 
+OWN_PAGES = 1  # the engine's, behind those that requests are given: where probes and a graph's dummy rows stand
+
 
 class Platform(Protocol):
     device: torch.device
-    own_pages: int  # behind those that requests are given
 
     def prepare(
         self, module: PreTrainedModel, probe: Probe, options: EngineOptions, served: ServedConfig

@@ -1,13 +1,18 @@
-"""What goes wrong inside a prefill worker fails the request that it concerns, and leaves nothing behind."""
+"""What goes wrong inside a worker: another one serves, a broken or hung engine says so, and nothing is left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from engine.engine import Engine
+from engine.errors import EngineBroken
 from engine.types import SampledToken, Step
 from kv_transfer.base import Segment
 from kv_transfer.prefill_side.pair import PrefillPair
@@ -17,23 +22,100 @@ from kvrelay.client.types import KvrelayError
 from kvrelay.v1 import worker_pb2 as pb
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_prompt, until, worker_with
+from worker.driver import Worker
 
 PROMPT = random_prompt(40, seed=1)
 
 
-def _cluster(model_dir: ModelDir, decode: int = 1) -> LocalCluster:
-    return LocalCluster(str(model_dir("llama")), decode=decode, engine=ENGINE, worker=WORKER, router=ROUTER)
+def _cluster(model_dir: ModelDir, prefill: int = 1, decode: int = 1, **worker: object) -> LocalCluster:
+    return LocalCluster(
+        str(model_dir("llama")),
+        prefill=prefill,
+        decode=decode,
+        engine=ENGINE,
+        worker=worker_with(**worker),
+        router=ROUTER,
+    )
+
+
+def _fail_steps(engine: Engine, fails: Callable[[Step], bool]) -> None:
+    step_well = engine.step
+
+    def step(step: Step) -> list[SampledToken]:
+        if fails(step):
+            raise RuntimeError("no such kernel")
+        return step_well(step)
+
+    engine.step = step  # type: ignore[method-assign]
+
+
+async def _replaced(worker: Worker[Any]) -> str:
+    """What a process would do whose worker is broken; returns why it is."""
+    with pytest.raises(EngineBroken) as caught:
+        await worker.wait_broken()
+    await worker.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_fails_every_step_is_given_up_and_no_request_fails(model_dir: ModelDir, role: str) -> None:
+    async with _cluster(model_dir, prefill=2, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        [bad, _] = cluster.prefill if role == "prefill" else cluster.decode
+        _fail_steps(bad.engine, lambda step: True)
+        keeping = asyncio.create_task(_replaced(bad))
+        answers = await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
+        assert [len(answer.token_ids) for answer in answers] == [4] * 8
+        assert await keeping == "3 steps in a row failed, the last one by RuntimeError: no such kernel"
+
+
+async def test_a_request_that_no_worker_can_compute_breaks_none_and_fails_no_other(model_dir: ModelDir) -> None:
+    poison = random_prompt(40, seed=66)
+
+    def is_poison(step: Step) -> bool:
+        return any(list(chunk.token_ids[:4]) == poison[:4] for chunk in step.chunks)
+
+    async with _cluster(model_dir, prefill=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        for worker in cluster.prefill:
+            _fail_steps(worker.engine, is_poison)
+        for _ in range(4):
+            bystander = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+            with pytest.raises(KvrelayError, match="no such kernel"):
+                await client.generate(poison, max_tokens=4, timeout_s=WAIT_S)
+            assert len((await bystander).token_ids) == 4
+        assert sum(worker.counters["chunks_failed"] for worker in cluster.prefill) >= 8
+        keeping = asyncio.gather(*(worker.wait_broken() for worker in cluster.prefill))
+        await asyncio.sleep(0)
+        assert not keeping.done()  # at once, if a step loop had ended
+        keeping.cancel()
+
+
+async def test_a_step_that_hangs_is_told_while_it_hangs_and_ends_its_worker(model_dir: ModelDir) -> None:
+    async with _cluster(model_dir, prefill=2, step_timeout_s=1.0) as cluster, AsyncClient(cluster.endpoint) as client:
+        [hung, _] = cluster.prefill
+        gate = Gate(hung.engine)
+        keeping = asyncio.create_task(_replaced(hung))
+        asking = [asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)) for _ in range(8)]
+        await gate.reached()
+        assert cluster.server is not None
+        router = cluster.server.router
+
+        def told_age_ms() -> int:
+            reports = [report for link, report, _ in router.workers() if link.name == "prefill-0"]
+            return max(report.step_age_ms if report is not None else 0 for report in reports)
+
+        await until(lambda: told_age_ms() > 500, "the router hears of the step's age")
+        answers = await asyncio.gather(*asking)  # though the thread still hangs
+        assert [len(answer.token_ids) for answer in answers] == [4] * 8
+        gate.open()
+        assert re.match(r"a step of \d+ requests, .* has not ended after 1\.\d s; step_timeout_s is 1", await keeping)
+        await cluster.settled()
 
 
 async def test_what_a_failed_chunk_left_in_its_pages_is_never_cached(model_dir: ModelDir) -> None:
     """Not even when its request was cancelled meanwhile."""
-
-    def fail(step: Step) -> list[SampledToken]:
-        raise RuntimeError("no such kernel")
-
     async with _cluster(model_dir) as cluster:
         prefill = cluster.prefill[0]
-        prefill.engine.step = fail  # type: ignore[method-assign]
+        _fail_steps(prefill.engine, lambda step: bool(step.chunks[0].request_id))  # a probe is nobody's
         gate = Gate(prefill.engine)
         client = AsyncClient(cluster.endpoint)
         asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -48,6 +50,57 @@ def test_a_broken_service_ends_its_process() -> None:
     thread, _, crashes = run(breaks=True)
     assert "the step loop met a bug" in thread.wait_end()
     assert crashes == [BROKEN_EXIT_CODE]
+
+
+class Stuck(Service):
+    """Its tasks do not end when they are asked to, as with a thread that hangs."""
+
+    async def start(self) -> SimpleNamespace:
+        self.tasks = [asyncio.create_task(self._cling())]
+        return await super().start()
+
+    async def _cling(self) -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+
+def test_a_broken_service_ends_its_process_though_its_tasks_do_not_end() -> None:
+    crashed = threading.Event()
+    thread = ServiceThread(
+        "decode-0", "127.0.0.1", lambda *_: Stuck(breaks=True), lambda _: None, lambda _: crashed.set()
+    )
+    thread.begin()
+    assert crashed.wait(10)
+
+
+HELD = """
+import asyncio, ctypes, time
+from types import SimpleNamespace
+from worker import process
+process.DEAD_LOOP_S, process.TURN_S = 0.5, 0.1
+
+class Service:
+    async def start(self): return SimpleNamespace(address="127.0.0.1:1")
+    async def stop(self, grace_s): ...
+    async def wait_broken(self):
+        await asyncio.sleep(1.0)  # longer than the loop may stand still, while it turns
+        print("turned", flush=True)
+        ctypes.PyDLL(None).sleep(600)  # a PyDLL's calls keep the interpreter's lock
+
+thread = process.ServiceThread("decode-0", "127.0.0.1", lambda *_: Service(), lambda _: None)
+thread.begin()
+thread.wait_end()
+"""
+
+
+def test_a_process_whose_interpreter_is_held_for_good_ends_and_says_where() -> None:
+    held = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60, check=False)
+    assert held.returncode == 1
+    assert held.stdout == "turned\n"
+    assert "in wait_broken" in held.stderr
 
 
 def test_a_service_that_is_stopped_ends_without_a_reason() -> None:

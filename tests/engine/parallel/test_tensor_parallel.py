@@ -147,7 +147,7 @@ def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(dire
         os.kill(pids[1], signal.SIGKILL)
         step = Step(chunks=[Chunk(request_id="a", token_ids=[5, 6], start=0, block_table=[0])] * 2)
         with pytest.raises(EngineBroken, match=rf"^rank 2 \(process {pids[1]}\) was ended by signal 9$"):
-            run_step(four, step)
+            run_step(four, step, max_failed_steps=3)
         with pytest.raises(EngineBroken, match="was ended by signal 9"):
             four.check()
         wait_until_gone(pids)

@@ -1,0 +1,40 @@
+"""AwakeClock: what a process slept is not counted, and how late its loop was is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.awake import BEAT_S, LAG_BEATS, AwakeClock
+
+pytestmark = pytest.mark.unit
+
+
+class Wall:
+    now_s = 100.0
+
+
+def test_a_sleep_counts_as_two_beats_at_most() -> None:
+    wall = Wall()
+    clock = AwakeClock(lambda: wall.now_s)
+    for _ in range(10):
+        wall.now_s += BEAT_S
+        clock.beat()
+    assert clock.now_s() == pytest.approx(10 * BEAT_S)
+    wall.now_s += 3600.0
+    assert clock.now_s() == pytest.approx(12 * BEAT_S)
+    clock.beat()
+    assert clock.now_s() == pytest.approx(12 * BEAT_S)
+    wall.now_s += BEAT_S / 2
+    assert clock.now_s() == pytest.approx(12.5 * BEAT_S)
+
+
+def test_the_worst_lag_is_told_for_a_while() -> None:
+    wall = Wall()
+    clock = AwakeClock(lambda: wall.now_s)
+    wall.now_s += 2.0
+    clock.beat()
+    assert clock.lag_s == pytest.approx(2.0 - BEAT_S)
+    for _ in range(LAG_BEATS):
+        wall.now_s += BEAT_S
+        clock.beat()
+    assert clock.lag_s == pytest.approx(0.0)

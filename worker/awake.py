@@ -1,0 +1,53 @@
+"""AwakeClock counts the seconds that an event loop was awake for, and none while it was stopped, suspended or held up.
+
+What is waited for while a process itself stands still is nobody else's silence: after SIGCONT the messages of all that
+time lie in its own sockets. The same beats say how late the loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+BEAT_S = 0.1
+LAG_BEATS = 10  # whose worst lag is told
+
+
+class AwakeClock:
+    def __init__(self, wall_s: Callable[[], float] = time.monotonic) -> None:
+        """It stands at 0, and moves for one beat, and then for one more with each `beat`."""
+        self._wall_s = wall_s
+        self._last = wall_s(), 0.0  # when the last beat was, by the wall and by this clock; read from other threads
+        self._lags_s = deque([0.0], LAG_BEATS)
+        self._beats: asyncio.Task[None] | None = None
+
+    def now_s(self) -> float:
+        beat_s, awake_s = self._last
+        return awake_s + min(self._wall_s() - beat_s, 2 * BEAT_S)
+
+    @property
+    def lag_s(self) -> float:
+        """By how much the loop was late, the worst of the last second."""
+        return max(self._lags_s)
+
+    def beat(self) -> None:
+        now_s, wall_s = self.now_s(), self._wall_s()
+        self._lags_s.append(max(0.0, wall_s - self._last[0] - BEAT_S))
+        self._last = wall_s, now_s
+
+    def start(self) -> None:
+        self._beats = asyncio.get_running_loop().create_task(self._beat_forever())
+
+    async def stop(self) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beats
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.beat()

@@ -1,0 +1,70 @@
+"""WatchedEngine is a worker's engine, of which can be seen from outside its thread since when it is at which step.
+
+It decides one thing: that a step has run too long. A thread that hangs cannot be ended, so what follows is the end of
+the process, and that is for whoever keeps the worker (Worker.wait_broken).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from engine.errors import EngineBroken
+from engine.pending import PendingStep
+from engine.types import SampledToken, Step
+
+T = TypeVar("T")
+NAMED = 8  # requests of a step that hangs
+
+
+class StepEngine(Protocol):
+    def step(self, step: Step) -> list[SampledToken]: ...
+
+    def begin(self, step: Step) -> PendingStep: ...
+
+    def probe(self) -> SampledToken: ...
+
+
+class WatchedEngine:
+    def __init__(self, engine: StepEngine, now_s: Callable[[], float]) -> None:
+        """`now_s`: a clock that stands still while the process does, or a process that slept would end itself."""
+        self._engine = engine
+        self._now_s = now_s
+        self._running: tuple[str, float] | None = None  # what the engine's thread is at, and since when
+
+    def step(self, step: Step) -> list[SampledToken]:
+        return self._watched(_described(step), lambda: self._engine.step(step))
+
+    def begin(self, step: Step) -> PendingStep:
+        return self._watched(_described(step), lambda: self._engine.begin(step))
+
+    def result(self, step: Step, pending: PendingStep) -> list[SampledToken]:
+        return self._watched(_described(step), pending.result)
+
+    def probe(self) -> SampledToken:
+        return self._watched("a step of the engine's own", self._engine.probe)
+
+    @property
+    def age_s(self) -> float:
+        """How long it has been at what it is at; 0 when it stands idle."""
+        running = self._running
+        return self._now_s() - running[1] if running is not None else 0.0
+
+    def check(self, timeout_s: float) -> None:
+        """Raise EngineBroken when it has been at one step for longer."""
+        running = self._running
+        if running is not None and (age_s := self._now_s() - running[1]) > timeout_s:
+            raise EngineBroken(f"{running[0]} has not ended after {age_s:.1f} s; step_timeout_s is {timeout_s:g}")
+
+    def _watched(self, what: str, call: Callable[[], T]) -> T:
+        self._running = what, self._now_s()
+        try:
+            return call()
+        finally:
+            self._running = None
+
+
+def _described(step: Step) -> str:
+    names = [f"{chunk.request_id} ({len(chunk.token_ids)} at {chunk.start})" for chunk in step.chunks[:NAMED]]
+    more = f" and {len(step.chunks) - NAMED} more" if len(step.chunks) > NAMED else ""
+    return f"a step of {len(step.chunks)} requests, {', '.join(names)}{more},"
