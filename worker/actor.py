@@ -1,50 +1,126 @@
-"""WorkerActor is the process in which Ray starts one worker of any role. It carries no request, token or KV byte: it
-loads the engine, lets the worker serve over gRPC, and tells the cluster's controller how that goes.
+"""MemberActor is the process in which Ray starts one member of a cluster: a worker of any role here, a router in
+cluster/deploy/router_actor.py. It carries no request, token or KV byte.
+
+    started -> greet the controller, which knows the secrets -> build the service (a worker loads its engine) -> serve
+
+It tells the controller how that goes and answers when the controller asks; the controller ends it when it hangs, and it
+ends a controller that hangs, so that Ray starts each again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from engine.process import pin_process, set_thread_counts
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
+from worker.secrets import Secrets
+
+logger = logging.getLogger(__name__)
+
+GREET_TIMEOUT_S = 10.0
+GREET_RETRY_S = 1.0
+CONTROLLER_SILENCE_S = 20.0  # the controller asks every second; after this long it is asked itself
+CONTROLLER_TIMEOUT_S = 10.0  # and killed if it does not answer
+CONTROLLER_CHECK_S = 5.0
 
 
-class WorkerActor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What the controller says to a process that has just started."""
+
+    secrets: Secrets
+    last_address: str = ""  # where a router was reached before it was restarted
+    load_delay_s: float = 0.0  # to wait before it loads, when earlier ones died of that
+
+
+Build = Callable[[str, Progress, Greeting], Service]  # the incarnation's name, and whom to tell of progress
+
+
+class MemberActor:
     """Made by Ray, again after each crash. `controller` names the actor (in this namespace) that hears the events."""
 
+    def __init__(self, name: str, host: str, controller: str, build: Build) -> None:
+        self._controller = controller
+        self._greeting: Greeting | None = None
+        self._asked_s = time.monotonic()
+
+        def greet_and_build(incarnation: str, progress: Progress) -> Service:
+            self._greeting = self._greet()
+            time.sleep(self._greeting.load_delay_s)
+            return build(incarnation, progress, self._greeting)
+
+        def tell(event: ServiceEvent) -> None:
+            ray.get_actor(controller).on_event.remote(event.as_dict())
+
+        self._thread = ServiceThread(name, host, greet_and_build, tell)
+        self._thread.begin()
+        threading.Thread(target=self._watch_controller, name="controller watch", daemon=True).start()
+
+    def describe(self) -> dict[str, Any]:
+        """Where it stands, with the turns of the loop that serves."""
+        self._asked_s = time.monotonic()
+        return self._thread.event.as_dict() | {"turns": self._thread.turns}
+
+    def secrets(self) -> Secrets | None:
+        """For a controller that was restarted."""
+        return self._greeting.secrets if self._greeting is not None else None
+
+    def stop(self, grace_s: float) -> None:
+        self._thread.stop(grace_s)
+
+    def _greet(self) -> Greeting:
+        while True:
+            try:
+                asked = ray.get_actor(self._controller).greet.remote(self._thread.event.as_dict())
+                greeting: Greeting = ray.get(asked, timeout=GREET_TIMEOUT_S)
+                return greeting
+            except (RayError, ValueError) as error:  # it is being restarted, or knows the secrets only soon
+                logger.warning("the controller does not answer yet: %s", " ".join(str(error).split()))
+                time.sleep(GREET_RETRY_S)
+
+    def _watch_controller(self) -> None:
+        while True:
+            time.sleep(CONTROLLER_CHECK_S)
+            if time.monotonic() - self._asked_s > CONTROLLER_SILENCE_S:
+                self._end_hung_controller()
+                self._asked_s = time.monotonic()
+
+    def _end_hung_controller(self) -> None:
+        try:
+            controller = ray.get_actor(self._controller)
+            ray.get(controller.ping.remote(), timeout=CONTROLLER_TIMEOUT_S)
+        except GetTimeoutError:
+            logger.warning("killing the controller: it gave no sign of life for %g s", time.monotonic() - self._asked_s)
+            ray.kill(controller, no_restart=False)
+        except (RayError, ValueError) as error:  # Ray is starting it again, or the cluster ends
+            logger.info("the controller is not there: %s", " ".join(str(error).split()))
+
+
+class WorkerActor(MemberActor):
     def __init__(
         self, options: WorkerOptions, engine: Mapping[str, Any], cpus: Sequence[int], loopback: bool, controller: str
     ) -> None:
+        """`options` without the secret: what an actor is made with is kept in Ray's GCS."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         set_thread_counts(engine["threads"])
 
-        def build(incarnation: str, progress: Progress) -> Service:
+        def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from engine.engine import Engine
             from engine.options import EngineOptions
             from worker.driver import make_worker
 
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
-            return make_worker(replace(options, host=host, incarnation=incarnation), loaded)
+            secret = greeting.secrets.cluster
+            return make_worker(replace(options, host=host, incarnation=incarnation, secret=secret), loaded)
 
-        def tell(event: ServiceEvent) -> None:
-            ray.get_actor(controller).on_event.remote(event.as_dict())
-
-        self._thread = ServiceThread(options.name, host, build, tell)
-        self._thread.begin()
-
-    def describe(self) -> dict[str, Any]:
-        return self._thread.event.as_dict()
-
-    def wait_end(self) -> str:
-        """Blocks until the worker has ended: the controller learns of a crash by this call's failing."""
-        return self._thread.wait_end()
-
-    def stop(self, grace_s: float) -> None:
-        self._thread.stop(grace_s)
+        super().__init__(options.name, host, controller, build)

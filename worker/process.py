@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
 DEAD_LOOP_S = 60.0  # that a loop may stand still; then the process ends, with exit code 1
-TURN_S = 1.0  # how often a loop says that it turns
+TURN_S = 0.5  # how often a loop says that it turns
 STDERR = 2
 
 
@@ -83,6 +83,7 @@ class ServiceThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._ended = threading.Event()
+        self.turns = 0  # of the event loop that serves
         self._event = ServiceEvent(
             name=name, incarnation=secrets.token_hex(8), pid=os.getpid(), host=host, stage="started"
         )
@@ -151,7 +152,7 @@ class ServiceThread:
         self._service, self._loop = service, asyncio.get_running_loop()
         gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
         self._say("ready", 1.0, address=str(getattr(started, "address", started)))
-        turning = asyncio.ensure_future(_say_that_it_turns())
+        turning = asyncio.ensure_future(self._say_that_it_turns())
         broken = asyncio.ensure_future(service.wait_broken())
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((broken, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -160,18 +161,18 @@ class ServiceThread:
         broken.cancel()
         turning.cancel()
 
+    async def _say_that_it_turns(self) -> None:
+        try:
+            while True:
+                self.turns += 1
+                faulthandler.dump_traceback_later(DEAD_LOOP_S, exit=True, file=STDERR)
+                await asyncio.sleep(TURN_S)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def _end_broken(self, error: BaseException) -> NoReturn:
         """A bug, or a lost device or process, not a bad model: a new process may serve again."""
         logger.error("%s is broken: %s", self._event.name, error, exc_info=error)
         faulthandler.dump_traceback(STDERR)
         self._crash(BROKEN_EXIT_CODE)
         raise error
-
-
-async def _say_that_it_turns() -> None:
-    try:
-        while True:
-            faulthandler.dump_traceback_later(DEAD_LOOP_S, exit=True, file=STDERR)
-            await asyncio.sleep(TURN_S)
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -1,8 +1,12 @@
-"""Controller is the actor that watches one deployment: it hears every worker and router, and tells routers the
-workers' addresses. It makes no routing decision and no request passes it: when it is gone the cluster serves on.
+"""Controller is the actor that watches one deployment: it asks every worker and router how it stands, kills those that
+hang, and tells routers the workers' addresses. It makes no routing decision and no request passes it: when it is gone
+the cluster serves on.
 
-Actors tell it their events themselves; it learns of a crash by the failing of a call that waits for an actor's end.
-Ray restarts it like any other; then it finds the actors by name and asks each how it stands.
+    restore what the last one knew -> hear every member, or fail to within SURVEY_S -> tell the routers, and again
+                                                                                       whenever that changes
+
+Members also tell it their events themselves. Ray restarts it like any other actor, and a member that is no longer asked
+kills one that hangs.
 """
 
 from __future__ import annotations
@@ -10,55 +14,106 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from cluster.deploy.checkpoint import Checkpoint
+from cluster.deploy.liveness import AwakeClock, Liveness
 from cluster.deploy.ray import find_actor
-from cluster.deploy.roster import Roster
+from cluster.deploy.roster import Roster, Version, WorkerEntry
+from engine.process import LOG_FORMAT
+from worker.actor import Greeting
+from worker.process import BROKEN_EXIT_CODE
 from worker.roles import kind_of
+from worker.secrets import Secrets
 
 logger = logging.getLogger(__name__)
+
 CALL_TIMEOUT_S = 10.0
+PROBE_S = 1.0
+TICK_S = 0.5
+SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as the routers know it
 
 
 class Controller:
     """`roles`: name -> role of every worker and router. `placement_group` is removed with the actors ("": none)."""
 
-    def __init__(self, roles: Mapping[str, str], placement_group: str, drain_s: float) -> None:
-        self._roster = Roster(roles)
+    def __init__(
+        self,
+        roles: Mapping[str, str],
+        placement_group: str,
+        *,
+        drain_s: float,
+        liveness_timeout_s: float,
+        load_timeout_s: float,
+    ) -> None:
+        logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO"), format=LOG_FORMAT)
+        self._checkpoint, saved = _restored()
+        self._roster = Roster(roles, saved)
         self._placement_group = placement_group
         self._drain_s = drain_s
+        self._probe_timeout_s = liveness_timeout_s
+        self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s)
+        self._awake = AwakeClock(max_step_s=2 * TICK_S)
         self._changed = asyncio.Condition()
         self._is_stopping = False
-        self._watched: dict[str, str] = {}  # name -> incarnation whose end is waited for
-        self._pushed: dict[str, list[tuple[str, str, str, str]]] = {}  # router's incarnation -> what it was told
+        self._secrets: asyncio.Future[Secrets] = asyncio.get_running_loop().create_future()
+        self._handles: dict[str, Any] = {}
+        self._heard = {name: asyncio.Event() for name in roles}  # asked once, whatever came of it
+        self._is_confirmed = saved is None  # at the first start there is nobody to hear
+        self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
         self._tasks: set[asyncio.Task[None]] = set()
-        for name in (*self._roster.router_names(), *self._roster.worker_names()):
-            self._spawn(self._adopt(name))
+        self._spawn(self._tick())
+        self._spawn(self._confirm())
+        for name in roles:
+            self._spawn(self._keep(name))
+
+    # for members
+
+    async def greet(self, event: dict[str, Any]) -> Greeting:
+        """What a process that has just started must know; waits until the secrets are known."""
+        await self.on_event(event)
+        name = event["name"]
+        served_as = self._roster.member(name).served_as
+        return Greeting(
+            secrets=await asyncio.shield(self._secrets),
+            last_address=served_as[0] if served_as is not None else "",
+            load_delay_s=self._roster.load_delay_s(name),
+        )
 
     async def on_event(self, event: dict[str, Any]) -> None:
-        """A ServiceEvent of a worker or router."""
-        must_tell = self._roster.on_event(event)
-        self._watch(event["name"])
-        await self._notify()
-        if must_tell:
-            await self._tell_routers()
+        """A ServiceEvent of a worker or router, sent or asked for."""
+        version, is_new_stage = self._roster.version, self._roster.on_event(event)
+        self._liveness.on_answer(event, self._awake.now_s)
+        if is_new_stage:
+            await self._save()
+            if event["stage"] == "failed" and self._roster.was_ready:
+                await self._replace(event["name"], f"it failed: {event['reason']}")
+        if self._roster.version != version:
+            await self._notify()
+        self._tell_routers()
 
-    async def wait_change(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """The snapshot (Roster.snapshot) once it is newer than `version`, or after `timeout_s`."""
+    async def ping(self) -> None:
+        """For a member that asks whether this process hangs."""
+
+    # for `kvrelay up`
+
+    async def set_secrets(self, secrets: Secrets) -> None:
+        if not self._secrets.done():
+            self._secrets.set_result(secrets)
+
+    async def wait_change(self, version: Sequence[int], timeout_s: float) -> dict[str, Any]:
+        """The snapshot (Roster.snapshot) once it is newer than `version`, or after `timeout_s`; `wants_secrets` if
+        nobody that lives could tell them."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(lambda: self._roster.version > version)
-        return self._roster.snapshot()
-
-    async def last_address(self, name: str) -> str:
-        """Where a router was reached before it was restarted; nothing at its first start."""
-        served_as = self._roster.member(name).served_as
-        return served_as[0] if served_as is not None else ""
+                    await self._changed.wait_for(lambda: self._roster.version > tuple(version))
+        return self._roster.snapshot() | {"wants_secrets": not self._secrets.done()}
 
     async def stop(self) -> None:
         """End everything but this actor: routers first, which let running requests end within `drain_s`; then workers,
@@ -71,74 +126,110 @@ class Controller:
         if self._placement_group:
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(self._placement_group))
+        self._checkpoint.forget()
 
     async def _stop_all(self, names: Sequence[str], grace_s: float) -> None:
-        handles = [handle for name in names if (handle := find_actor(name)) is not None]
-        ready = [h for name in names if (h := find_actor(name)) is not None and self._roster.member(name).is_ready]
+        handles = {name: handle for name in names if (handle := self._handle(name)) is not None}
+        ready = [handle for name, handle in handles.items() if self._roster.member(name).is_ready]
         stops = [_call(handle.stop.remote(grace_s), grace_s + CALL_TIMEOUT_S) for handle in ready]
         await asyncio.gather(*stops, return_exceptions=True)
-        for handle in handles:
+        for handle in handles.values():
             ray.kill(handle, no_restart=True)
 
-    async def _adopt(self, name: str) -> None:
-        """After a restart of this actor, those that run already are asked; at the first start nobody does."""
-        handle = find_actor(name)
-        if handle is None:
-            return
-        try:
-            event = await _call(handle.describe.remote(), None)
-        except ActorDiedError as error:
-            self._roster.on_failed(name, " ".join(str(error).split()))
-            await self._notify()
-            return
-        except RayError as error:
-            logger.warning("%s does not answer: %s", name, error)
-            return
-        if event["stage"] != "started":  # else it tells us itself
-            await self.on_event(event)
+    # the watch over the members
 
-    def _watch(self, name: str) -> None:
+    async def _tick(self) -> None:
+        while True:
+            self._awake.step(asyncio.get_running_loop().time())
+            await asyncio.sleep(TICK_S)
+
+    async def _confirm(self) -> None:
+        await self._save()  # the epoch, before anybody is told of it
+        if not self._is_confirmed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SURVEY_S):
+                    await asyncio.gather(*(event.wait() for event in self._heard.values()))
+            silent = [name for name, event in self._heard.items() if not event.is_set()]
+            logger.info("restarted; %s", f"not heard: {', '.join(silent)}" if silent else "every member was heard")
+            self._is_confirmed = True
+        self._tell_routers()
+
+    async def _keep(self, name: str) -> None:
+        while not self._is_stopping:
+            if (handle := self._handle(name)) is not None:
+                with contextlib.suppress(TimeoutError):
+                    await self._probe(name, handle)
+            self._heard[name].set()
+            if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s):
+                await self._replace(name, reason)
+            await asyncio.sleep(PROBE_S)
+
+    async def _probe(self, name: str, handle: Any) -> None:
+        """Raises TimeoutError when nothing is said, neither by the process nor by Ray."""
         incarnation = self._roster.member(name).incarnation
-        if self._watched.get(name) != incarnation:
-            self._watched[name] = incarnation
-            self._spawn(self._wait_end(name, incarnation))
-
-    async def _wait_end(self, name: str, incarnation: str) -> None:
-        handle = find_actor(name)
-        if handle is None:
-            return
         try:
-            await handle.wait_end.remote()
-            return  # it ended by itself and has said why
+            answer = await _call(handle.describe.remote(), self._probe_timeout_s)
+            if not self._secrets.done() and (secrets := await _call(handle.secrets.remote(), CALL_TIMEOUT_S)):
+                await self.set_secrets(secrets)
         except RayActorError as error:
-            reason = " ".join(str(error).split())
-            will_return = not isinstance(error, ActorDiedError)
-        if self._is_stopping:
+            await self._on_gone(name, incarnation, error)
             return
-        self._roster.on_lost(name, incarnation, reason)
-        if not will_return:
+        await self.on_event(answer)
+
+    async def _on_gone(self, name: str, incarnation: str, error: RayActorError) -> None:
+        if self._is_stopping or self._roster.member(name).stage == "failed":
+            return
+        reason = f"its process ended: {' '.join(str(error).split())}"
+        if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, reason)
-        elif self._roster.member(name).stage == "failed":
-            ray.kill(handle, no_restart=True)
+        else:
+            self._roster.on_lost(name, incarnation, reason)
+            self._liveness.on_lost(name, self._awake.now_s)
+        await self._after_loss(name)
+
+    async def _replace(self, name: str, reason: str) -> None:
+        self._kill(name, reason)
+        self._roster.on_killed(name, reason)
+        self._liveness.on_lost(name, self._awake.now_s)
+        await self._after_loss(name)
+
+    async def _after_loss(self, name: str) -> None:
+        if self._roster.member(name).stage == "failed":
+            self._kill(name, self._roster.member(name).reason, no_restart=True)
+        await self._save()
         await self._notify()
 
-    async def _tell_routers(self) -> None:
-        workers = self._roster.workers()
-        for name in self._roster.router_names():
-            member = self._roster.member(name)
-            if not member.is_ready or self._pushed.get(member.incarnation) == workers:
-                continue
-            self._pushed[member.incarnation] = workers
-            self._spawn(self._tell_router(name, member.incarnation, workers))
+    def _kill(self, name: str, reason: str, *, no_restart: bool = False) -> None:
+        """SIGKILL in the end, by the node's raylet: it reaches a stopped process, too."""
+        logger.warning("killing %s%s: %s", name, " for good" if no_restart else "", reason)
+        if (handle := self._handle(name)) is not None:
+            ray.kill(handle, no_restart=no_restart)
 
-    async def _tell_router(self, name: str, incarnation: str, workers: list[tuple[str, str, str, str]]) -> None:
-        handle = find_actor(name)
+    # the routers
+
+    def _tell_routers(self) -> None:
+        """Only a confirmed roster, and each router what it has not taken yet."""
+        workers, version = self._roster.workers(), self._roster.version
+        for name in self._roster.router_names() if self._is_confirmed else ():
+            router = self._roster.member(name)
+            if router.is_ready and self._told.get(router.incarnation) != workers:
+                self._told[router.incarnation] = workers
+                self._spawn(self._tell_router(name, router.incarnation, version, workers))
+
+    async def _tell_router(self, name: str, incarnation: str, version: Version, workers: list[WorkerEntry]) -> None:
         try:
-            if handle is not None:
-                await _call(handle.set_workers.remote(workers), CALL_TIMEOUT_S)
-        except (RayError, TimeoutError) as error:  # it says so when it is back, and is told then
-            logger.warning("%s was not told of the workers: %s", name, error)
-            self._pushed.pop(incarnation, None)
+            await _call(self._handles[name].set_workers.remote(version, workers), CALL_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:  # told again when it answers again
+            logger.warning("%s was not told of the workers: %s", name, " ".join(str(error).split()))
+            self._told.pop(incarnation, None)
+
+    def _handle(self, name: str) -> Any | None:
+        if name not in self._handles and (handle := find_actor(name)) is not None:
+            self._handles[name] = handle
+        return self._handles.get(name)
+
+    async def _save(self) -> None:
+        await self._checkpoint.save(lambda: self._roster.saved)
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -150,6 +241,16 @@ class Controller:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _call(ref: Any, timeout_s: float | None) -> Any:
+def _restored() -> tuple[Checkpoint, dict[str, Any] | None]:
+    """An error raised by an actor's constructor would end it for good; a process that ends is started again."""
+    try:
+        checkpoint = Checkpoint()
+        return checkpoint, checkpoint.load()
+    except Exception:
+        logger.exception("what the last controller knew cannot be read")
+        os._exit(BROKEN_EXIT_CODE)
+
+
+async def _call(ref: Any, timeout_s: float) -> Any:
     async with asyncio.timeout(timeout_s):
         return await ref

@@ -18,9 +18,10 @@ from cluster.deploy import gpus
 from cluster.deploy.launch import CONTROLLER, end_actors, launch_controller, launch_members, needs_of, wants_of
 from cluster.deploy.local_ray import LOOPBACK, LocalRay
 from cluster.deploy.ray import DeployError, find_actor, join_ray, namespace_of, node_host
-from cluster.deploy.roster import ROUTER
+from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
+from worker.secrets import Secrets
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,13 @@ POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal o
 class Deployment:
     """One cluster on one Ray. `address` None: a Ray of our own; else auto or HOST:PORT of one that runs."""
 
-    def __init__(self, spec: ClusterSpec, *, address: str | None, secret: str) -> None:
+    def __init__(self, spec: ClusterSpec, *, address: str | None, secrets: Secrets) -> None:
         self._written = spec
         self._address = address
-        self._secret = secret
+        self._secrets = secrets
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
-        self._version = -1
+        self._version = Version()
         self._wants: dict[str, str] = {}
         self.spec = spec
 
@@ -63,7 +64,7 @@ class Deployment:
                 )
         self._wants = wants_of(self.spec)
         self._controller = launch_controller(self.spec)  # from here on `stop` ends what is there
-        launch_members(self.spec, self._secret, loopback=self._local is not None)
+        launch_members(self.spec, loopback=self._local is not None)
 
     def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
@@ -76,9 +77,10 @@ class Deployment:
             change = self._controller.wait_change.remote(self._version, timeout_s)
             try:
                 snapshot: dict[str, Any] = change.future().result()  # unlike ray.get a signal interrupts this at once
+                if snapshot["wants_secrets"]:
+                    self._controller.set_secrets.remote(self._secrets)
                 break
             except ActorUnavailableError:
-                self._version = -1  # the next one counts anew
                 time.sleep(CONTROLLER_RETRY_S)
             except ActorDiedError:
                 raise DeployError("the controller is gone: somebody has ended it, or Ray, from outside") from None

@@ -56,12 +56,18 @@ def launch_controller(spec: ClusterSpec) -> Any:
     has_group = any(bundle_of(plan) for plan in plans)
     roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
     actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
-    return actor.remote(roles, PLACEMENT_GROUP if has_group else "", spec.router.drain_s)
+    return actor.remote(
+        roles,
+        PLACEMENT_GROUP if has_group else "",
+        drain_s=spec.router.drain_s,
+        liveness_timeout_s=spec.liveness_timeout_s,
+        load_timeout_s=spec.ready_timeout_s,
+    )
 
 
-def launch_members(spec: ClusterSpec, secret: str, *, loopback: bool) -> None:
-    """Create every worker and router of a resolved spec."""
-    plans = workers_of(spec, secret=secret)
+def launch_members(spec: ClusterSpec, *, loopback: bool) -> None:
+    """Create every worker and router of a resolved spec. What they are made with is kept in Ray's GCS: no secret."""
+    plans = workers_of(spec)
     bundles = [bundle_of(plan) for plan in plans]
     group = _reserve([bundle for bundle in bundles if bundle])
     index = 0
@@ -69,7 +75,7 @@ def launch_members(spec: ClusterSpec, secret: str, *, loopback: bool) -> None:
         _launch_worker(plan, bundle, group, index, loopback)
         index += bool(bundle)
     for i in range(spec.router.replicas):
-        _launch_router(spec, i, secret)
+        _launch_router(spec, i)
 
 
 def _reserve(bundles: list[dict[str, float]]) -> Any | None:
@@ -108,7 +114,7 @@ def _actor_class(role: str) -> type[Any]:
     return type(f"{role.capitalize()}Actor", (WorkerActor,), {})
 
 
-def _launch_router(spec: ClusterSpec, index: int, secret: str) -> None:
+def _launch_router(spec: ClusterSpec, index: int) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -120,7 +126,7 @@ def _launch_router(spec: ClusterSpec, index: int, secret: str) -> None:
     else:  # where `up` runs, so that the endpoint is where one looks for it
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    ray.remote(RouterActor).options(**options).remote(spec, index, secret, CONTROLLER)
+    ray.remote(RouterActor).options(**options).remote(spec, index, CONTROLLER)
 
 
 def end_actors(controller: Any) -> None:

@@ -1,20 +1,55 @@
 """Roster knows every worker and router of one deployment: where each stands, and what the routers must be told.
 
 It decides and remembers; the controller (cluster/deploy/controller.py) carries out. It starts nothing, asks nobody, and
-reads no clock. An event of an earlier incarnation is dropped: a restarted process is another one.
+reads no clock. What an earlier incarnation says is dropped: a restarted process is another one.
 
     waiting -> started -> weights -> ... -> ready -> lost -> started ...
-                  \\-> failed (it said so, or it died MAX_LOAD_DEATHS times before it was ever ready)
+                  \\-> failed: it said so, or died MAX_LOAD_DEATHS times before the cluster was ever ready. Later it is
+                     started again, after `load_delay_s`
+
+`saved` is all it knows, as plain data: the next controller restores it, so that what routers are told never shrinks
+because a controller was restarted. Each restart begins a new epoch, and a version of it is newer than all before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 MAX_LOAD_DEATHS = 3
+MAX_LOAD_DELAY_S = 60.0
+MAX_PAST = 16  # earlier incarnations of a member that are remembered; none of them lives on for so many starts
 ROUTER = "router"
+SAID = ("incarnation", "stage", "fraction", "address", "pid", "host", "reason")  # of a ServiceEvent
+
+
+class Version(NamedTuple):
+    epoch: int = 0  # of the controller's process
+    change: int = 0  # within it
+
+
+class WorkerEntry(NamedTuple):
+    """What a router is told of a worker."""
+
+    name: str
+    role: str
+    address: str
+    incarnation: str
+
+
+class Newest:
+    """Of a sender's numbered words, the newest that was taken: an older one that comes late is dropped."""
+
+    def __init__(self) -> None:
+        self._version = Version()
+
+    def takes(self, version: Iterable[int]) -> bool:
+        offered = Version(*version)
+        if offered <= self._version:
+            return False
+        self._version = offered
+        return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +66,7 @@ class Member:
     starts: int = 0
     deaths_in_load: int = 0  # since it was last ready
     served_as: tuple[str, str] | None = None  # address and incarnation when it was last ready
+    past: list[str] = field(default_factory=list)  # its earlier incarnations
 
     @property
     def is_ready(self) -> bool:
@@ -38,30 +74,47 @@ class Member:
 
 
 class Roster:
-    def __init__(self, roles: Mapping[str, str]) -> None:
-        """`roles`: name -> ROUTER or a worker's role, in the order to show them."""
+    def __init__(self, roles: Mapping[str, str], saved: Mapping[str, Any] | None = None) -> None:
+        """`roles`: name -> ROUTER or a worker's role, in the order to show them. `saved`: an earlier controller's."""
         self._members = {name: Member(name=name, role=role) for name, role in roles.items()}
-        self.version = 0  # counts changes, so that a watcher can wait for the next one
+        self.was_ready = False  # all of them, at some time
+        self.version = Version(epoch=1)  # of the newest change, so that a watcher can wait for the next one
+        if saved is not None:
+            self.was_ready = saved["was_ready"]
+            self.version = Version(epoch=saved["epoch"] + 1)
+            for kept in saved["members"]:
+                served_as = tuple(kept["served_as"]) if kept["served_as"] else None
+                self._members[kept["name"]] = Member(**{**kept, "served_as": served_as})
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Plain data from which the next controller goes on."""
+        members = [asdict(member) for member in self._members.values()]
+        return {"epoch": self.version.epoch, "was_ready": self.was_ready, "members": members}
 
     def on_event(self, event: Mapping[str, Any]) -> bool:
-        """Take a ServiceEvent in. True if the routers must hear of it."""
+        """Take a ServiceEvent in, sent or asked for. True if the member's life has changed: it is another process, or
+        at another stage."""
         member = self._members.get(event["name"])
-        if member is None:
+        if member is None or event["incarnation"] in member.past:
             return False
-        is_new = event["incarnation"] != member.incarnation
-        if is_new and event["stage"] != "started" and member.incarnation and member.stage != "lost":
+        said = {key: event[key] for key in SAID}
+        before = {key: getattr(member, key) for key in SAID}
+        if said == before:
             return False
-        if is_new:
+        if said["incarnation"] != before["incarnation"]:
             member.deaths_in_load += bool(member.starts) and member.stage not in ("ready", "lost")
             member.starts += 1
-        for key in ("incarnation", "stage", "fraction", "address", "pid", "host", "reason"):
-            setattr(member, key, event[key])
+            _end_life(member)
+        for key, value in said.items():
+            setattr(member, key, value)
         if member.is_ready:
             member.deaths_in_load = 0
             member.served_as = (member.address, member.incarnation)
-        self.version += 1
+            self.was_ready = self.was_ready or all(other.is_ready for other in self._members.values())
+        self._note_change()
         self._give_up_if_hopeless(member, "its process ended")
-        return member.is_ready
+        return any(said[key] != before[key] for key in ("incarnation", "stage"))
 
     def on_lost(self, name: str, incarnation: str, reason: str) -> None:
         """Its process ended. It may come back as another incarnation."""
@@ -70,22 +123,37 @@ class Roster:
             return
         if not member.is_ready:
             member.deaths_in_load += 1
-        self._set(member, "lost", f"its process ended while it was {_doing(member)}: {reason}")
+        self._set(member, "lost", f"{reason} (it was {_doing(member)})")
+        self._give_up_if_hopeless(member, reason)
+
+    def on_killed(self, name: str, reason: str) -> None:
+        """It is sent a SIGKILL: whatever its process says from now on is not believed. Another one is started."""
+        member = self._members[name]
+        if not member.is_ready and member.stage != "lost":
+            member.deaths_in_load += 1
+        _end_life(member)
+        self._set(member, "lost", f"killed: {reason} (it was {_doing(member)})")
         self._give_up_if_hopeless(member, reason)
 
     def _give_up_if_hopeless(self, member: Member, reason: str) -> None:
-        if member.deaths_in_load >= MAX_LOAD_DEATHS:
+        """Whoever waits for the first start is told soon; a cluster that has served goes on trying."""
+        if member.deaths_in_load >= MAX_LOAD_DEATHS and not self.was_ready:
             self._set(member, "failed", f"it died {member.deaths_in_load} times while loading: {reason}")
 
     def on_failed(self, name: str, reason: str) -> None:
         """It will not come back by itself."""
         self._set(self._members[name], "failed", reason)
 
-    def workers(self) -> list[tuple[str, str, str, str]]:
-        """(name, role, address, incarnation) of every worker that has been ready, lost ones included: a router
-        knows better and sooner than this roster whether it can reach one."""
+    def load_delay_s(self, name: str) -> float:
+        """How long a process that was just started waits before it loads: longer each time that it died of it."""
+        deaths = self._members[name].deaths_in_load
+        return min(MAX_LOAD_DELAY_S, 2.0 ** (deaths - 1)) if deaths else 0.0
+
+    def workers(self) -> list[WorkerEntry]:
+        """Every worker that has been ready, lost ones included: a router knows better and sooner than this roster
+        whether it can reach one."""
         return [
-            (m.name, m.role, *m.served_as)
+            WorkerEntry(m.name, m.role, *m.served_as)
             for m in self._members.values()
             if m.role != ROUTER and m.served_as is not None
         ]
@@ -112,7 +180,15 @@ class Roster:
 
     def _set(self, member: Member, stage: str, reason: str) -> None:
         member.stage, member.fraction, member.reason = stage, 0.0, reason
-        self.version += 1
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.version = self.version._replace(change=self.version.change + 1)
+
+
+def _end_life(member: Member) -> None:
+    if member.incarnation and member.incarnation not in member.past:
+        member.past = [*member.past, member.incarnation][-MAX_PAST:]
 
 
 def _doing(member: Member) -> str:

@@ -80,6 +80,9 @@ class ClusterSpec(Spec):
     )
     served_model_name: str | None = setting(None, "what requests may call it; null: the directory's name or the hub id")
     ready_timeout_s: Seconds = setting(600.0, "how long `up` waits until all are ready", unit="s")
+    liveness_timeout_s: Seconds = setting(
+        10.0, "a worker or router whose process or event loop stands still for so long is killed and replaced", unit="s"
+    )
     router: RouterSpec = setting(RouterSpec(), "see *Router keys*")
     pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)] = setting(
         ..., "a list; at least one pool with role prefill and one with role decode"

@@ -185,12 +185,12 @@ class WorkerPlan:
         return self.options.name
 
 
-def workers_of(spec: ClusterSpec, *, secret: str = "") -> list[WorkerPlan]:
+def workers_of(spec: ClusterSpec) -> list[WorkerPlan]:
     """One plan for each worker of a resolved spec, in the order of the spec."""
-    return [_plan(spec, pool, i, secret) for pool in spec.pools for i in range(pool.replicas)]
+    return [_plan(spec, pool, i) for pool in spec.pools for i in range(pool.replicas)]
 
 
-def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerPlan:
+def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
     is_on_gpu = pool.device == "cuda"
     assert "auto" not in (pool.threads, pool.cpus, pool.device), "the spec is not resolved"
     assert is_on_gpu or pool.kv_memory != "auto", "the spec is not resolved"
@@ -198,7 +198,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerP
     per_worker = len(cpus) // pool.replicas
     ranks = _shares(cpus[index * per_worker : (index + 1) * per_worker], pool.tensor_parallel)
     return WorkerPlan(
-        options=_options(spec, pool, index, secret),
+        options=_options(spec, pool, index),
         engine={
             **spec.knobs(EngineOptions),
             **pool.knobs(EngineOptions),
@@ -228,13 +228,12 @@ def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
     return {"gpu_memory_utilization": pool.gpu_memory_utilization, **graphs}
 
 
-def _options(spec: ClusterSpec, pool: PoolSpec, index: int, secret: str) -> WorkerOptions:
+def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,
         policy=pool.policy,
         transfer=spec.transfer.options(TransferOptions),
-        secret=secret,
         tensor_parallel=pool.tensor_parallel,
         **pool.knobs(WorkerOptions),
     )

@@ -126,16 +126,41 @@ def _serves(client: Client) -> bool:
     return True
 
 
-def test_a_killed_controller_finds_all_again(cluster: Running, client: Client) -> None:
-    (victim,) = cluster.actors("Controller")
-    os.kill(victim, signal.SIGKILL)
-    assert len(client.generate("meanwhile", max_tokens=4, ignore_eos=True).token_ids) == 4
-    until(lambda: bool(cluster.actors("Controller") - {victim}), "Ray starts the controller again")
-    (worker,) = cluster.actors("PrefillActor")
-    os.kill(worker, signal.SIGKILL)  # only the new controller can tell the router where the next one is
-    until(lambda: bool(cluster.actors("PrefillActor") - {worker}), "Ray starts the prefill worker again")
-    client.wait_ready(READY_TIMEOUT_S)
-    assert len(client.generate("after", max_tokens=4, ignore_eos=True).token_ids) == 4
+def test_a_killed_controller_costs_no_stream_and_finds_all_again(cluster: Running, client: Client) -> None:
+    before = _losses(client)
+    (victim,), (prefill,) = cluster.actors("Controller"), cluster.actors("PrefillActor")
+    begun, enough = threading.Event(), threading.Event()
+
+    def stream() -> list[int]:
+        tokens: list[int] = []
+        with client.stream("a long answer", max_tokens=6000, ignore_eos=True, temperature=0.0) as answer:
+            for delta in answer:
+                tokens += delta.token_ids
+                begun.set()
+                if enough.is_set():
+                    break
+        return tokens
+
+    with ThreadPoolExecutor(1) as threads:
+        streaming = threads.submit(stream)
+        try:
+            assert begun.wait(timeout=60)
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: bool(cluster.actors("Controller") - {victim}), "Ray starts the controller again")
+            os.kill(prefill, signal.SIGKILL)  # only the new controller can tell the router where the next one is
+            until(lambda: bool(cluster.actors("PrefillActor") - {prefill}), "Ray starts the prefill worker again")
+            client.wait_ready(READY_TIMEOUT_S)
+        finally:
+            enough.set()
+        tokens = streaming.result(timeout=60)
+    assert _losses(client) == before
+    again = client.generate("a long answer", max_tokens=len(tokens), ignore_eos=True, temperature=0.0)
+    assert tokens == list(again.token_ids)
+
+
+def _losses(client: Client) -> dict[str, int]:
+    """How often the router has lost each decode worker."""
+    return {worker.name: worker.losses for worker in client.status().workers if worker.role == "decode"}
 
 
 def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Client) -> None:

@@ -68,10 +68,11 @@ def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode
     from cluster.deploy.deployment import Deployment
     from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
+    from worker.secrets import Secrets
 
     state.make_directory()
     own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)
-    deployment = Deployment(spec, address=address, secret=secret)
+    deployment = Deployment(spec, address=address, secrets=Secrets(cluster=secret))
     keep = keep_logs = False
     with quiet_stdout():
         try:

@@ -1,10 +1,13 @@
-"""The roster: whose word counts, when all are ready, when a worker is given up, what routers are told."""
+"""The roster: whose word counts, when all are ready, when a worker is given up, what routers are told, and what the
+next controller knows of it."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from cluster.deploy.roster import MAX_LOAD_DEATHS, Roster, roles_of
+from cluster.deploy.roster import MAX_LOAD_DEATHS, MAX_LOAD_DELAY_S, Newest, Roster, Version, roles_of
 
 pytestmark = pytest.mark.unit
 
@@ -34,9 +37,9 @@ def test_all_are_ready_when_each_has_said_so() -> None:
 
 def test_routers_are_told_of_workers_that_are_ready_only() -> None:
     cluster = roster()
-    assert make_ready(cluster, "router-0")
-    assert not tell(cluster, "prefill-0", "started")
-    assert not tell(cluster, "prefill-0", "weights")
+    make_ready(cluster, "router-0")
+    tell(cluster, "prefill-0", "started")
+    tell(cluster, "prefill-0", "weights")
     assert cluster.workers() == []
     assert tell(cluster, "prefill-0", "ready", address="h:2")
     assert cluster.workers() == [("prefill-0", "prefill", "h:2", "a")]
@@ -84,6 +87,88 @@ def test_deaths_that_nobody_saw_count_too() -> None:
     for life in range(MAX_LOAD_DEATHS + 1):
         tell(cluster, "decode-0", "started", life=str(life))
     assert len(cluster.snapshot()["failed"]) == 1
+
+
+def all_ready() -> Roster:
+    cluster = roster()
+    for i, name in enumerate(("router-0", "prefill-0", "decode-0")):
+        make_ready(cluster, name, address=f"h:{i}")
+    return cluster
+
+
+def restarted(cluster: Roster) -> Roster:
+    """As the next controller has it."""
+    return Roster(
+        roles_of([("prefill-0", "prefill"), ("decode-0", "decode")], num_routers=1),
+        json.loads(json.dumps(cluster.saved)),
+    )
+
+
+def test_a_restarted_controller_tells_routers_of_workers_that_it_cannot_hear() -> None:
+    cluster = all_ready()
+    known = cluster.workers()
+    again = restarted(cluster)
+    assert again.workers() == known
+    tell(again, "prefill-0", "ready", address="h:1")  # decode-0 says nothing
+    assert again.workers() == known
+    assert again.member("router-0").served_as == ("h:0", "a")  # a router's port, if it died with the controller
+
+
+def test_a_worker_that_was_restarted_meanwhile_is_heard() -> None:
+    again = restarted(all_ready())
+    assert tell(again, "decode-0", "weights", life="b")
+    assert again.workers()[1] == ("decode-0", "decode", "h:2", "a")
+    assert tell(again, "decode-0", "ready", life="b", address="h:9")
+    assert again.workers()[1] == ("decode-0", "decode", "h:9", "b")
+    assert not tell(again, "decode-0", "ready", life="a", address="h:2")
+
+
+def test_each_controllers_word_is_newer_than_those_before() -> None:
+    cluster = all_ready()
+    router = Newest()
+    assert router.takes(cluster.version)
+    again = restarted(restarted(cluster))
+    assert again.version > cluster.version
+    assert router.takes(list(again.version))
+    assert not router.takes(again.version)
+    tell(cluster, "prefill-0", "ended")
+    assert not router.takes(cluster.version)
+    assert Newest().takes(Version(epoch=1))
+
+
+def test_an_answer_that_says_nothing_new_is_no_change() -> None:
+    cluster = all_ready()
+    before = cluster.version
+    assert not tell(cluster, "decode-0", "ready", address="h:2")
+    assert cluster.version == before
+
+
+def test_a_killed_process_is_not_believed_any_more() -> None:
+    cluster = all_ready()
+    cluster.on_killed("decode-0", "it gave no sign of life for 10 s")
+    assert not tell(cluster, "decode-0", "ready", address="h:2")
+    assert cluster.member("decode-0").stage == "lost"
+    assert cluster.member("decode-0").reason == "killed: it gave no sign of life for 10 s (it was ready)"
+    assert ("decode-0", "decode", "h:2", "a") in cluster.workers()
+
+
+def test_a_cluster_that_has_served_tries_again_ever_more_slowly() -> None:
+    cluster = all_ready()
+    cluster.on_lost("decode-0", "a", "killed")
+    delays = []
+    for life in range(2 * MAX_LOAD_DEATHS):
+        tell(cluster, "decode-0", "started", life=str(life))
+        delays.append(cluster.load_delay_s("decode-0"))
+        if life % 2:
+            cluster.on_lost("decode-0", str(life), "SIGSEGV")
+        else:
+            tell(cluster, "decode-0", "failed", life=str(life), reason="no memory")
+            cluster.on_killed("decode-0", "it failed: no memory")
+    assert cluster.snapshot()["failed"] == []
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert restarted(cluster).load_delay_s("decode-0") <= MAX_LOAD_DELAY_S
+    make_ready(cluster, "decode-0", life="z")
+    assert cluster.load_delay_s("decode-0") == 0.0
 
 
 def test_one_that_was_ready_may_be_lost_as_often_as_it_likes() -> None:

@@ -205,10 +205,10 @@ def test_what_is_written_reaches_the_workers() -> None:
         pools=pools({"max_batch_tokens": 77}, {"max_batch_size": 3, "admission": "worst_case", "kv_memory": "1MiB"}),
         transfer={"transports": ["process_group"], "checksums": False, "timeout_s": 2},
     )
-    prefill, decode = workers_of(resolve(parse_spec(data), None), secret="s")
+    prefill, decode = workers_of(resolve(parse_spec(data), None))
     assert prefill.options.policy.max_batch_tokens == 77
     policy = decode.options.policy
-    assert (policy.max_batch_size, policy.admission, decode.options.secret) == (3, "worst_case", "s")
+    assert (policy.max_batch_size, policy.admission) == (3, "worst_case")
     assert (decode.options.transfer.transports, decode.options.transfer.checksums) == (("process_group",), False)
     assert (decode.engine["page_size"], decode.engine["kv_bytes"]) == (32, 1 << 20)
     assert decode.options.transfer.timeout_s == 2

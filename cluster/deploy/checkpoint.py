@@ -1,0 +1,46 @@
+"""Checkpoint keeps what a controller knows where its death does not reach: in the key-value store of Ray's GCS, under
+the actor's id, which stays the same over its restarts and is never given to another actor.
+
+No secret goes there. A store that does not answer costs the next controller some knowledge, never this one its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.experimental import internal_kv
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = b"kvrelay"
+TIMEOUT_S = 5.0
+
+
+class Checkpoint:
+    def __init__(self) -> None:
+        self._key = f"roster:{ray.get_runtime_context().get_actor_id()}".encode()
+        self._lock = asyncio.Lock()  # the newest is written last
+
+    def load(self) -> dict[str, Any] | None:
+        """None at the actor's first start. Raises what Ray's client raises."""
+        text = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
+        return dict(json.loads(text)) if text else None
+
+    async def save(self, newest: Callable[[], dict[str, Any]]) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S), self._lock:
+                await asyncio.to_thread(_put, self._key, json.dumps(newest()).encode())
+        except Exception as error:  # whatever Ray's client raises: the cluster serves on
+            log.warning("what is known of the cluster was not kept: %s", " ".join(str(error).split()))
+
+    def forget(self) -> None:
+        internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+
+
+def _put(key: bytes, value: bytes) -> None:
+    internal_kv._internal_kv_put(key, value, namespace=NAMESPACE)
