@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -75,9 +76,16 @@ def handoff_dial(secret: str, tls: TlsFiles | None = None) -> Dial:
     return dial
 
 
-def make_server(door: Door | None = None) -> grpc.aio.Server:
-    """Without a door everybody may call it."""
-    return grpc.aio.server(interceptors=[door] if door else [], options=SERVER_OPTIONS)
+def make_server(
+    door: Door | None = None,
+    *,
+    behind: Sequence[grpc.aio.ServerInterceptor] = (),
+    options: Sequence[tuple[str, Any]] = (),
+) -> grpc.aio.Server:
+    """Without a door everybody may call it. `behind`: interceptors for whom it lets in; `options` win over those that
+    all servers have."""
+    interceptors = [*([door] if door else []), *behind]
+    return grpc.aio.server(interceptors=interceptors, options=list((dict(SERVER_OPTIONS) | dict(options)).items()))
 
 
 def secret_door(secret: str) -> Door | None:

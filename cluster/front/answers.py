@@ -59,10 +59,10 @@ def merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutp
     merged: dict[int, ChoiceUpdate] = {}
     for update in updates:
         if known := merged.get(update.choice):
-            known.tokens = [*known.tokens, *update.tokens]
+            known.tokens += update.tokens
             known.finish = update.finish or known.finish
         else:
-            merged[update.choice] = ChoiceUpdate(update.choice, update.tokens, update.finish)
+            merged[update.choice] = ChoiceUpdate(update.choice, [*update.tokens], update.finish)
     return [(update.choice, update.tokens, update.finish) for update in merged.values()]
 
 
@@ -84,20 +84,34 @@ def trailers(submission: Submission) -> tuple[tuple[str, str], ...]:
     return ("kvrelay-request-id", submission.id), ("kvrelay-timeline", text)
 
 
-def append(choice: generate_pb2.Choice, part: generate_pb2.GenerateResponse) -> None:
-    """Put another part of a stream into the choice of an answer in one message."""
-    choice.text += part.text
-    choice.token_ids.extend(part.token_ids)
-    choice.logprobs.extend(part.logprobs)
-    if part.finish_reason:
-        choice.finish_reason = part.finish_reason
-        choice.stop_string = part.stop_string
+class WholeAnswer:
+    """Puts the parts of a stream together to an answer in one message."""
 
+    def __init__(self) -> None:
+        self._answer = generate_pb2.GenerateOnceResponse()
+        self._choices: dict[int, generate_pb2.Choice] = {}
+        self._texts: dict[int, list[str]] = {}
 
-def copy_end(answer: generate_pb2.GenerateOnceResponse, part: generate_pb2.GenerateResponse) -> None:
-    """Put what the last part of a stream concludes into an answer in one message."""
-    answer.request_id = part.request_id
-    answer.usage.CopyFrom(part.usage)
-    answer.timeline.CopyFrom(part.timeline)
-    if part.HasField("receipt"):
-        answer.receipt.CopyFrom(part.receipt)
+    def add(self, part: generate_pb2.GenerateResponse) -> None:
+        choice = self._choices.setdefault(part.index, generate_pb2.Choice(index=part.index))
+        self._texts.setdefault(part.index, []).append(part.text)
+        choice.token_ids.extend(part.token_ids)
+        choice.logprobs.extend(part.logprobs)
+        if part.finish_reason:
+            choice.finish_reason = part.finish_reason
+            choice.stop_string = part.stop_string
+        if part.HasField("usage"):
+            self._conclude(part)
+
+    def _conclude(self, last: generate_pb2.GenerateResponse) -> None:
+        self._answer.request_id = last.request_id
+        self._answer.usage.CopyFrom(last.usage)
+        self._answer.timeline.CopyFrom(last.timeline)
+        if last.HasField("receipt"):
+            self._answer.receipt.CopyFrom(last.receipt)
+
+    def message(self) -> generate_pb2.GenerateOnceResponse:
+        for index, choice in sorted(self._choices.items()):
+            choice.text = "".join(self._texts[index])
+            self._answer.choices.append(choice)
+        return self._answer

@@ -7,16 +7,18 @@ a slow client gets fewer, larger messages and costs less.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from cluster.front.answers import ChoiceAnswer, append, conclude, copy_end, merged, trailers
+from cluster.front.answers import ChoiceAnswer, WholeAnswer, conclude, merged, trailers
+from cluster.front.limits import retry_after
 from cluster.front.requests import CheckedRequest, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
@@ -27,16 +29,24 @@ from kvrelay.v1 import cluster_pb2, generate_pb2
 
 GENERATE_SERVICE = "kvrelay.v1.Generate"
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
+REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
 NO_DEADLINE_S = 1e8  # more than this is none
 
 
 class GenerateService:
     def __init__(
-        self, router: Router, *, codec: TextCodec | None, model_name: str, clock: Callable[[], float] = time.monotonic
+        self,
+        router: Router,
+        *,
+        codec: TextCodec | None,
+        model_name: str,
+        max_stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._codec = codec
         self._model_name = model_name
+        self._max_stall_s = max_stall_s
         self._clock = clock
         self.is_draining = False
 
@@ -65,25 +75,29 @@ class GenerateService:
         try:
             async with aclosing(self._responses(request, context)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await self._write(context, response)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
+
+    async def _write(self, context: Any, response: generate_pb2.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._max_stall_s):
+                await context.write(response)
+        except TimeoutError:
+            reason = f"its client took nothing for {self._max_stall_s:g} s"
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=1.0) from None
 
     async def generate_once(
         self, request: generate_pb2.GenerateRequest | None, context: Any
     ) -> generate_pb2.GenerateOnceResponse:
-        choices: dict[int, generate_pb2.Choice] = {}
-        answer = generate_pb2.GenerateOnceResponse()
+        answer = WholeAnswer()
         try:
-            async with aclosing(self._responses(request, context)) as responses:
+            async with aclosing(self._responses(request, context, is_kept=True)) as responses:
                 async for part in responses:
-                    append(choices.setdefault(part.index, generate_pb2.Choice(index=part.index)), part)
-                    if part.HasField("usage"):
-                        copy_end(answer, part)
+                    answer.add(part)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
-        answer.choices.extend(choices[index] for index in sorted(choices))
-        return answer
+        return answer.message()
 
     async def tokenize(
         self, request: generate_pb2.TokenizeRequest | None, context: Any
@@ -107,27 +121,32 @@ class GenerateService:
         return model
 
     async def _responses(
-        self, request: generate_pb2.GenerateRequest | None, context: Any
+        self, request: generate_pb2.GenerateRequest | None, context: Any, *, is_kept: bool = False
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers."""
+        """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
+
+        `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end.
+        """
         checked = await self._check(request, context)
         context.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
         submission = self._router.submit(checked.new)
         try:
             numbers = [live.choice for live in submission.choices]
             answers = [ChoiceAnswer(submission.id, number, checked.params, self._codec) for number in numbers]
-            async for response in self._choice_responses(submission, answers):
+            async for response in self._choice_responses(submission, answers, is_kept=is_kept):
                 yield response
             context.set_trailing_metadata(trailers(submission))
         finally:
             self._router.cancel(submission, "the client went away")
+            self._router.unread.forget(submission)
 
     async def _choice_responses(
-        self, submission: Submission, answers: Sequence[ChoiceAnswer]
+        self, submission: Submission, answers: Sequence[ChoiceAnswer], *, is_kept: bool
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         running = {live.choice for live in submission.choices}
         while running:
-            for index, tokens, finish in merged(await submission.updates()):
+            updates = await submission.updates()
+            for index, tokens, finish in merged(updates):
                 if index not in running:
                     continue  # came before the workers heard of the stop string
                 response = answers[index].response(tokens, finish)
@@ -137,6 +156,8 @@ class GenerateService:
                     if not running:
                         conclude(response, submission, sum(answer.num_tokens for answer in answers))
                 yield response
+            if not is_kept:
+                self._router.unread.release(submission, updates)
 
     async def _check(self, request: generate_pb2.GenerateRequest | None, context: Any) -> CheckedRequest:
         arrived_s = self._clock()
@@ -186,9 +207,11 @@ async def _refuse(context: Any, error: RequestFailed | InvalidRequest) -> NoRetu
     code = error.code if isinstance(error, RequestFailed) else grpc.StatusCode.INVALID_ARGUMENT
     trailers = tuple(context.trailing_metadata() or ())
     if isinstance(error, RequestFailed) and error.retry_after_s is not None:
-        trailers += (("retry-after-ms", str(max(1, round(error.retry_after_s * 1000)))),)
-    await context.abort(code, str(error), trailers)
-    raise AssertionError("abort returned")
+        trailers += (retry_after(error.retry_after_s),)
+    with suppress(TimeoutError):  # who reads nothing does not read this
+        async with asyncio.timeout(REFUSE_S):
+            await context.abort(code, str(error), trailers)
+    raise asyncio.CancelledError
 
 
 def _unary(method: Callable[..., Any], kind: type[Message]) -> Any:

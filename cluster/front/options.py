@@ -11,8 +11,38 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions:
+    max_message_bytes: int = knob(
+        4 * MIB, "of one request; a larger one is refused before it is read", unit="bytes", ge=1024, le=128 * MIB
+    )
     max_tokenizing_bytes: int = knob(
         16 * MIB, "of texts that wait to be tokenised; more are refused with RESOURCE_EXHAUSTED", unit="bytes", ge=1024
+    )
+    max_unread_bytes: int = knob(
+        64 * MIB,
+        "of tokens kept for one request whose client does not read them, or of an answer in one message; then it ends "
+        "with RESOURCE_EXHAUSTED",
+        unit="bytes",
+        ge=65_536,
+    )
+    max_unread_total_bytes: int = knob(
+        256 * MIB, "of all requests; then the one with most of them ends", unit="bytes", ge=65_536
+    )
+    max_stall_s: float = knob(
+        30.0, "that a client may take nothing of what is sent to it; then its request ends", unit="s", gt=0, le=86_400
+    )
+    max_calls: int = knob(
+        8192, "at once, health not counted; more are refused with RESOURCE_EXHAUSTED", unit="calls", ge=1
+    )
+    max_watches: int = knob(1000, "of health; more are refused with RESOURCE_EXHAUSTED", unit="streams", ge=1)
+    max_connections: int = knob(4096, "that clients hold; more are closed at once", unit="connections", ge=1)
+    max_streams: int = knob(
+        1024, "at once in one connection; a client's library lets more wait", unit="streams", ge=1, le=2**31 - 1
+    )
+    max_idle_s: float = knob(
+        900.0, "that a connection without a call stays open; a client opens it anew", unit="s", ge=1, le=86_400
+    )
+    keepalive_s: float = knob(
+        10.0, "between pings to a client; one that does not answer within 5 s is gone", unit="s", ge=1, le=86_400
     )
 
     def __post_init__(self) -> None:

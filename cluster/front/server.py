@@ -14,16 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.authentication import check_door, client_door
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
+from cluster.front.health import Health
+from cluster.front.limits import CallLimit, give_memory_back
+from cluster.front.limits import server_options as grpc_options
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import gauges_of
 from cluster.router.policy import RouterOptions
+from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server
@@ -33,6 +37,7 @@ from worker.tokens import Keyring
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+TRIM_INTERVAL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +80,16 @@ class RouterServer:
             secret=options.secret,
             tls=options.worker_tls,
             record=options.record,
+            unread=Unread(options.front.max_unread_bytes, options.front.max_unread_total_bytes),
             on_readiness=self._on_readiness,
         )
         self.port = 0
         self.metrics_port: int | None = None
         self._codec = codec
-        self._health = health.aio.HealthServicer()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._health = Health(
+            (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
+        )
+        self._trimmer: asyncio.Task[None] | None = None
         self._generate: GenerateService | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -92,8 +100,14 @@ class RouterServer:
             self._codec = await asyncio.to_thread(
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
-        self._generate = GenerateService(self.router, codec=self._codec, model_name=options.model_name)
-        self._server = make_server(client_door(self._keyring) if self._keyring else None)
+        self._generate = GenerateService(
+            self.router, codec=self._codec, model_name=options.model_name, max_stall_s=options.front.max_stall_s
+        )
+        self._server = make_server(
+            client_door(self._keyring) if self._keyring else None,
+            behind=[CallLimit(options.front.max_calls)],
+            options=grpc_options(options.front),
+        )
         self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if options.reflection:
@@ -102,8 +116,8 @@ class RouterServer:
         self.port = bind(self._server, options.host, options.port, options.tls)
         if options.metrics_port is not None:
             self.metrics_port = self._expose(options.host, options.metrics_port)
-        await self._set_health(is_serving=False)
         await self._server.start()
+        self._trimmer = asyncio.get_running_loop().create_task(_trim())
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
         return self.port
 
@@ -116,13 +130,15 @@ class RouterServer:
         if self._server is None or self._generate is None:
             return
         self._generate.is_draining = True
-        await self._health.enter_graceful_shutdown()  # NOT_SERVING, whatever was on its way to be set
+        self._health.set(is_serving=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self.router.num_submissions:
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.router.close()
         await self._server.stop(0.5)  # the last messages and statuses still go out
+        if self._trimmer is not None:
+            self._trimmer.cancel()
         self.router.metrics.close()
         if self._codec is not None:
             self._codec.close()
@@ -140,13 +156,11 @@ class RouterServer:
             raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
 
     def _on_readiness(self, is_ready: bool) -> None:
-        if self._generate is None or self._generate.is_draining:
-            return
-        task = asyncio.get_running_loop().create_task(self._set_health(is_serving=is_ready))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if self._generate is not None and not self._generate.is_draining:
+            self._health.set(is_serving=is_ready)
 
-    async def _set_health(self, *, is_serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for service in ("", GENERATE_SERVICE):
-            await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
+
+async def _trim() -> None:
+    while True:
+        await asyncio.sleep(TRIM_INTERVAL_S)
+        await asyncio.to_thread(give_memory_back)

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -27,6 +28,7 @@ from cluster.router.live_requests import ChoiceUpdate, LiveRequest, NewRequest, 
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.policy import RouterOptions, RouterPolicy
 from cluster.router.served_model import ServedModel
+from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint, WorkerLink
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
@@ -49,6 +51,7 @@ class Router:
         secret: str = "",
         tls: TlsFiles | None = None,
         record: str = "",
+        unread: Unread | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_readiness: Callable[[bool], None] | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class Router:
         self._on_readiness = on_readiness
         self._was_ready = False
         self._serials = itertools.count(1)
+        self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
         self._links = WorkerLinks(
             self, router_id=self.router_id, secret=secret, tls=tls, dead_after_s=options.dead_after_s
@@ -248,11 +252,21 @@ class Router:
         live.timeline.first_token(now)
         self.metrics.on_tokens(len(tokens), now - live.last_token_s if live.last_token_s else None)
         live.last_token_s = now
+        submission = self._dispatcher.submission_of(live)
         finish = FINISH_REASON_FROM_PROTO.get(tokens[-1].finish_reason)
         if finish is None:
-            self._dispatcher.submission_of(live).put(ChoiceUpdate(live.choice, tokens))
+            submission.put(ChoiceUpdate(live.choice, tokens))
         else:
             self._dispatcher.end(live, finish, tokens)
+        if too_much := self.unread.put(submission, len(tokens)):
+            self._end_unread(*too_much)
+
+    def _end_unread(self, submission: Submission, why: str) -> None:
+        """It may have its last token already, and only its client not."""
+        error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, f"its client is too slow: {why}", retry_after_s=1.0)
+        self._dispatcher.fail(submission, error)
+        submission.drop_updates(error)
+        self.unread.forget(submission)
 
     # what is known of it
 

@@ -21,6 +21,8 @@ from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
+MAX_UPDATES = 256  # that are made into messages in one go
+
 
 class RequestFailed(Exception):
     """A request ends without an answer: the gRPC status and one sentence."""
@@ -203,8 +205,14 @@ class Submission:
         self.error = error
         self._wake()
 
+    def drop_updates(self, error: RequestFailed) -> None:
+        """Nobody reads them: the reader gets the error at once."""
+        self._updates.clear()
+        self.fail(error)
+
     async def updates(self) -> list[ChoiceUpdate]:
-        """All that has come since the last call, waiting for something; empty when every choice has ended.
+        """What has come since the last call, at most so much that the loop is not held up by it, waiting for something;
+        empty when every choice has ended.
 
         Raises RequestFailed, after what came before the failure was taken.
         """
@@ -215,7 +223,8 @@ class Submission:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        updates, self._updates = self._updates, []
+        updates = self._updates[:MAX_UPDATES]
+        del self._updates[:MAX_UPDATES]
         return updates
 
     def _wake(self) -> None:

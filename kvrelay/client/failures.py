@@ -30,6 +30,8 @@ def kvrelay_error(
             message = f"the connection to {endpoint} was lost"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():
         message = "the deadline passed before the answer was complete"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        message = f"the request is larger than {endpoint} takes: {message.rpartition(': ')[2]}"
     return KvrelayError(code.name, message, _retry_after_s(trailers))
 
 

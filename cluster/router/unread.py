@@ -1,0 +1,54 @@
+"""Unread counts the bytes of tokens that clients have not read yet, and says whose request must end for them.
+
+    put -> the submission that has too much, or of all that have too much together the one with most: it ends
+    take -> release, when they are written
+
+It ends no request and knows no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.router.live_requests import ChoiceUpdate, Submission
+
+TOKEN_BYTES = 256  # that a token takes while it waits, measured
+LOGPROB_BYTES = 160  # and each log-probability that comes with it
+
+
+class Unread:
+    def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
+        self.total_bytes = 0
+        self._max_bytes = max_bytes
+        self._max_total_bytes = max_total_bytes
+        self._bytes: dict[Submission, int] = {}
+
+    def put(self, submission: Submission, num_tokens: int) -> tuple[Submission, str] | None:
+        """More tokens wait. Returns whose request ends for it, and why."""
+        num_bytes = num_tokens * token_bytes(submission)
+        unread = self._bytes[submission] = self._bytes.get(submission, 0) + num_bytes
+        self.total_bytes += num_bytes
+        if unread > self._max_bytes:
+            return submission, f"{unread} bytes of its tokens were not read, of {self._max_bytes}"
+        if self.total_bytes > self._max_total_bytes:
+            most = max(self._bytes, key=self._bytes.__getitem__)
+            all_of = f"{self.total_bytes} bytes of all requests' tokens were not read, of {self._max_total_bytes}"
+            return most, f"{all_of}; most of them, {self._bytes[most]}, were its own"
+        return None
+
+    def release(self, submission: Submission, updates: Sequence[ChoiceUpdate]) -> None:
+        """These were read."""
+        num_bytes = sum(len(update.tokens) for update in updates) * token_bytes(submission)
+        if submission in self._bytes:
+            self._bytes[submission] -= num_bytes
+            self.total_bytes -= num_bytes
+
+    def forget(self, submission: Submission) -> None:
+        """Nobody will read the rest."""
+        self.total_bytes -= self._bytes.pop(submission, 0)
+
+
+def token_bytes(submission: Submission) -> int:
+    sampling = submission.choices[0].sampling
+    logprobs = 1 + sampling.logprobs if sampling.HasField("logprobs") else 0
+    return TOKEN_BYTES + LOGPROB_BYTES * logprobs

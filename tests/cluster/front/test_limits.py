@@ -1,0 +1,202 @@
+"""What clients may take of a router: past each bound they get a documented code, and others are served on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.front import limits
+from cluster.front.grpc import GenerateService
+from cluster.front.health import Health
+from cluster.front.server import server_options
+from kvrelay.v1 import generate_pb2, generate_pb2_grpc
+from tests.cluster.harness import WAIT_S, Harness, request, serving
+from worker.rpc import open_channel
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Aborted(Exception):
+    pass
+
+
+class DeafContext:
+    """The call of a client that reads nothing: what is written never leaves."""
+
+    def __init__(self) -> None:
+        self.refusal: tuple[grpc.StatusCode, str, dict[str, str]] | None = None
+
+    async def write(self, message: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailers: Any = ()) -> None:
+        self.refusal = (code, details, dict(trailers))
+        raise Aborted
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def set_trailing_metadata(self, trailers: object) -> None: ...
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+async def refused(call: Any) -> tuple[str, dict[str, str]]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() is EXHAUSTED, error.value
+    return error.value.details() or "", dict(error.value.trailing_metadata() or ())
+
+
+async def deaf(h: Harness, max_stall_s: float, **sampling: Any) -> DeafContext:
+    """How the call of a client that reads nothing ends."""
+    context = DeafContext()
+    service = GenerateService(h.router, codec=None, model_name="fake", max_stall_s=max_stall_s)
+    with pytest.raises(Aborted):
+        await service.generate(request(**sampling), context)
+    return context
+
+
+async def test_a_message_that_is_too_large_is_refused_unread() -> None:
+    async with serving(options=server_options(port=0, max_message_bytes=100_000)) as h:
+        details, _ = await refused(h.generate.GenerateOnce(request([5] * 150_000)))
+        assert "larger than max" in details
+        assert (await h.generate.GenerateOnce(request(max_tokens=2))).usage.completion_tokens == 2
+
+
+async def test_thousands_of_calls_at_once_are_all_answered() -> None:
+    """gRPC drops some of more than 1000 new ones by itself, as CANCELLED."""
+    async with serving() as h:
+        channels = [open_channel(f"127.0.0.1:{h.server.port}") for _ in range(3)]
+        stubs = [generate_pb2_grpc.GenerateStub(channel) for channel in channels]
+        calls = [stub.GetModelInfo(generate_pb2.GetModelInfoRequest()) for _ in range(700) for stub in stubs]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert Counter(type(answer) for answer in answers) == {generate_pb2.GetModelInfoResponse: 2100}
+        for channel in channels:
+            await channel.close()
+
+
+async def test_calls_beyond_the_limit_are_refused_and_health_answers_on() -> None:
+    async with serving(options=server_options(port=0, max_calls=2)) as h:
+        h.prefill().is_holding = True
+        held = [h.generate.GenerateOnce(request()) for _ in range(2)]
+        await h.prefill().wait_for(lambda: len(h.prefill().held) == 2)
+        details, trailers = await refused(h.generate.GenerateOnce(request()))
+        assert details == "2 calls run at this router, of 2"
+        assert 1000 <= int(trailers["retry-after-ms"]) <= 1500
+        check = health_pb2_grpc.HealthStub(h.channel).Check(health_pb2.HealthCheckRequest())
+        assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+        h.prefill().release()
+        await asyncio.gather(*held)
+        assert (await h.generate.GenerateOnce(request(max_tokens=2))).usage.completion_tokens == 2
+
+
+async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_others() -> None:
+    """gRPC's own servicer writes under the lock that a change of the status needs."""
+    health = Health(("kvrelay.v1.Generate",), max_watches=2, max_stall_s=0.05)
+    mute, late = DeafContext(), DeafContext()
+    request_ = health_pb2.HealthCheckRequest()
+    deaf_watch = asyncio.ensure_future(health.Watch(request_, mute))
+    async with serving(options=server_options(port=0, max_watches=1)) as h:
+        watch = health_pb2_grpc.HealthStub(h.channel).Watch(request_)
+        states = aiter(watch)
+        assert (await anext(states)).status == health_pb2.HealthCheckResponse.SERVING
+        details, trailers = await refused(health_pb2_grpc.HealthStub(h.channel).Watch(request_).read())
+        assert details == "1 watch this router's health, of 1; ask with Check"
+        assert "retry-after-ms" in trailers
+        watch.cancel()
+    with pytest.raises(TimeoutError):
+        await deaf_watch
+    assert health.num_watches == 0
+    other = asyncio.ensure_future(health.Watch(request_, late))
+    await asyncio.sleep(0)
+    health.set(is_serving=True)
+    assert (await health.Check(request_, late)).status == health_pb2.HealthCheckResponse.SERVING
+    other.cancel()
+
+
+async def test_a_client_that_takes_nothing_is_given_up_after_a_while() -> None:
+    async with serving() as h:
+        h.decode().max_steps = 3
+        context = await deaf(h, 0.05, max_tokens=50)
+        assert context.refusal is not None
+        assert context.refusal[:2] == (EXHAUSTED, "its client took nothing for 0.05 s")
+        await h.until(lambda: not h.decode().running)
+
+
+async def test_tokens_that_nobody_reads_end_their_request_at_a_bound() -> None:
+    async with serving(options=server_options(port=0, max_unread_bytes=65_536)) as h:
+        call = asyncio.ensure_future(deaf(h, WAIT_S, max_tokens=400))
+        await h.until(lambda: h.count("failed") == 1)
+        await h.until(lambda: not h.decode().running)
+        assert h.router.unread.total_bytes == 0
+        call.cancel()
+
+
+async def test_an_answer_in_one_message_has_a_bound_too() -> None:
+    async with serving(options=server_options(port=0, max_unread_bytes=65_536)) as h:
+        details, trailers = await refused(h.generate.GenerateOnce(request(max_tokens=400)))
+        assert details.startswith("its client is too slow: 65792 bytes of its tokens were not read, of 65536")
+        assert "retry-after-ms" in trailers
+        streamed = [r async for r in h.generate.Generate(request(max_tokens=400))]
+        assert streamed[-1].usage.completion_tokens == 400
+        assert h.router.unread.total_bytes == 0
+
+
+async def test_a_client_behind_a_cut_cable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends its connection: only pings tell."""
+    monkeypatch.setattr(limits, "PING_TIMEOUT_S", 0.5)
+    async with serving(options=server_options(port=0, keepalive_s=1)) as h:
+        cable = Cable(h.server.port)
+        channel = open_channel(f"127.0.0.1:{await cable.start()}")
+        h.decode().max_steps = 3
+        call = generate_pb2_grpc.GenerateStub(channel).Generate(request(max_tokens=50))
+        await h.until(lambda: bool(h.decode().running))
+        cable.cut()
+        await h.until(lambda: not h.decode().running)
+        assert h.count("cancelled") == 1
+        call.cancel()
+        await channel.close()
+        await cable.close()
+
+
+class Cable:
+    """Carries bytes between a client and a server, until it is cut: then they vanish."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ends: list[asyncio.StreamWriter] = []
+        self._is_cut = False
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for end in self._ends:
+            end.close()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._ends += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.append(asyncio.get_running_loop().create_task(self._carry(source, sink)))
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65_536):
+            if not self._is_cut:
+                sink.write(data)
