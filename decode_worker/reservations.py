@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from decode_worker.policy import DecodePolicy
-from engine.pages.pool import PageHash
+from engine.pages.pool import PageHash, chain_root
 from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import worker_pb2 as pb
@@ -62,12 +62,13 @@ class Reservations:
             return denied
         params = sampling_from_proto(request.sampling)
         tokens = [*request.prompt_ids, *request.output_ids]
-        hashes = self._host.page_hashes(tokens)
+        root = chain_root(request.cache_salt)
+        hashes = self._host.page_hashes(tokens, root)
         held = HeldAnswer(
             state=request,
             params=params,
             tokens=tokens,
-            parent=hashes[-1] if hashes else b"",
+            parent=hashes[-1] if hashes else root,
             hashed_pages=len(hashes),
         )
         answer = self._policy.reserve(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.pages.pool import pages_for
+from engine.pages.pool import chain_root, pages_for
 from engine.types import Chunk, SampledToken, Step, finish_reason
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
@@ -125,7 +125,8 @@ class PrefillRole:
             self._refuse(request.link, request.state, failure.reason, is_retryable=failure.is_retryable)
 
     def _enqueue(self, request: HeldPrompt) -> None:
-        self.policy.add(request.id, len(request.tokens), self._host.page_hashes(request.tokens))
+        hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
+        self.policy.add(request.id, len(request.tokens), hashes)
         self._host.wake()
 
     # Steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cluster.router.worker_link import WorkerRefused
-from engine.pages.pool import PageHash, page_hashes
+from engine.pages.pool import PageHash, chain_root, page_hashes
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -31,9 +31,9 @@ class ServedModel:
                 )
         self.info, self._page_size = hello.model, hello.page_size
 
-    def page_hashes(self, tokens: Sequence[int]) -> list[PageHash]:
+    def page_hashes(self, tokens: Sequence[int], cache_salt: str = "") -> list[PageHash]:
         """Of the pages that the workers' prefix caches may hold; none before the first worker came up."""
-        return page_hashes(tokens, self._page_size) if self._page_size else []
+        return page_hashes(tokens, self._page_size, parent=chain_root(cache_salt)) if self._page_size else []
 
 
 def _named(model: generate_pb2.GetModelInfoResponse) -> str:

@@ -39,12 +39,18 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def chain_root(cache_salt: str) -> PageHash:
+    """The parent of a first page. Pages of requests with different salts are never found for one another, though their
+    tokens be the same."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest() if cache_salt else b""
+
+
 def page_hashes(
     token_ids: Sequence[int], page_size: int, *, salt: bytes = b"", parent: PageHash = b""
 ) -> list[PageHash]:
     """One chained hash for each full page of `token_ids`: equal hashes mean equal tokens from position 0 on.
 
-    `parent` continues a chain: the hash of the page before the first token given.
+    `parent` continues a chain: the hash of the page before the first token given, or a chain_root.
     """
     hashes: list[PageHash] = []
     for start in range(0, len(token_ids) - page_size + 1, page_size):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.pages.pool import OutOfPages, PagePool, page_hashes, pages_for
+from engine.pages.pool import OutOfPages, PagePool, chain_root, page_hashes, pages_for
 
 pytestmark = pytest.mark.unit
 
@@ -93,3 +93,13 @@ def test_a_random_walk_keeps_the_invariants() -> None:
     for pages in holds:
         pool.release(pages)
     assert pool.available == 24
+
+
+def test_requests_with_different_salts_never_find_each_others_pages() -> None:
+    pool, tokens = PagePool(8, 2), [1, 2, 3, 4]
+    ours, theirs, open_to_all = (page_hashes(tokens, 2, parent=chain_root(salt)) for salt in ("ours", "theirs", ""))
+    for page, page_hash in zip(pool.allocate(2), ours, strict=True):
+        pool.publish(page, page_hash)
+    assert len(pool.match(ours)) == 2
+    assert pool.match(theirs) == pool.match(open_to_all) == []
+    assert open_to_all == page_hashes(tokens, 2)
