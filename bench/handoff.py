@@ -285,7 +285,7 @@ async def connect_peer(pipe: Connection, memory: KvMemory, options: TransferOpti
         me=worker_pb2.WorkerAddress(name="prefill-0", incarnation="1"),
         model_fingerprint=FINGERPRINT,
         memory=memory,
-        dial=handoff_dial(SECRET),
+        dial=handoff_dial(SECRET, silent_s=5.0),
         options=options,
         host=HOST,
     )

@@ -30,6 +30,24 @@ class TransferOptions:
         gt=0,
         le=86_400,
     )
+    queued_reservation_s: float = knob(
+        30.0,
+        "that a prompt's KV waits at its prefill worker for pages of a decode worker; then the request is given back "
+        "to its router",
+        unit="s",
+        gt=0,
+        le=86_400,
+    )
+    connect_timeout_s: float = knob(
+        3.0, "that a decode worker may take to answer a prefill worker that connects", unit="s", gt=0, le=86_400
+    )
+    peer_silent_s: float = knob(
+        5.0,
+        "that a pair of workers lives without a sign of the other one, be it the answer to a ping",
+        unit="s",
+        ge=1,
+        le=86_400,
+    )
     timeout_s: float = knob(5.0, "that a transport waits for a peer that moves nothing", unit="s", gt=0, le=86_400)
     max_resends: int = knob(
         2, "a segment with a bad checksum is sent again before the handoff fails", unit="times", ge=0

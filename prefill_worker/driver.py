@@ -19,7 +19,6 @@ from engine.types import Chunk, SampledToken, Step, finish_reason
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
-from prefill_worker.peers import Connection, is_open
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import sampling_from_proto, token_output
 from worker.role import AddToServer, RoleHost
@@ -57,7 +56,7 @@ class PrefillRole:
         state = submit.request
         if self._host.is_draining or state.request_id in self.requests:
             why = "is stopping" if self._host.is_draining else f"has {state.request_id} already"
-            self._refuse(link, state, f"{self._name} {why}", is_retryable=True)
+            self._refuse(link, state, f"{self._name} {why}", pb.FAILURE_CAUSE_ROOM)
             return
         request = HeldPrompt(
             state=state,
@@ -69,14 +68,13 @@ class PrefillRole:
         pool = self._host.pool
         if pages_for(len(request.tokens), pool.page_size) > pool.num_pages:
             reason = f"{self._name}: the prompt of {len(request.tokens)} tokens needs more pages than exist"
-            self._refuse(link, state, reason, is_retryable=False)
+            self._refuse(link, state, reason, pb.FAILURE_CAUSE_REQUEST)
             return
         self.requests[request.id] = request
-        connection = self.handoffs.peers.connection(request.decode)
-        if request.new_tokens_left <= 1 or is_open(connection):
+        if request.new_tokens_left <= 1 or self.handoffs.peers.open_pair(request.decode) is not None:
             self._enqueue(request)
         else:
-            self.handoffs.spawn(self._enqueue_when_connected(request, connection))
+            self.handoffs.spawn(self._enqueue_when_connected(request))
 
     def on_cancel(self, request_id: str, reason: str) -> None:
         request = self.requests.get(request_id)
@@ -98,6 +96,7 @@ class PrefillRole:
             waiting_tokens=self.policy.waiting_tokens,
             available_pages=self._host.pool.usage.available,
             request_ids=list(self.requests),
+            peers=self.handoffs.peers.report(),
         )
 
     def check_invariants(self) -> None:
@@ -110,19 +109,32 @@ class PrefillRole:
         await self.handoffs.settle()
         await self.handoffs.peers.close()
 
-    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, *, is_retryable: bool) -> None:
-        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, retryable=is_retryable)
+    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, cause: pb.FailureCause) -> None:
+        is_retryable = cause != pb.FAILURE_CAUSE_REQUEST
+        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, retryable=is_retryable, cause=cause)
         self._host.streams.flush()
 
-    async def _enqueue_when_connected(self, request: HeldPrompt, connection: Connection) -> None:
-        failure = await self.handoffs.wait_connected(request, connection)
+    def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
+        self._host.counters["handoffs_failed"] += 1
+        request.link.event(
+            request.state,
+            pb.EVENT_KIND_FAILED,
+            reason=failure.reason,
+            retryable=failure.is_retryable,
+            cause=failure.cause,
+            peer=failure.peer,
+            in_doubt=failure.in_doubt,
+        )
+
+    async def _enqueue_when_connected(self, request: HeldPrompt) -> None:
+        failure = await self.handoffs.wait_connected(request)
         if failure is None and not request.is_cancelled:
             self._enqueue(request)
             return
         self.requests.pop(request.id, None)
         if failure is not None and not request.is_cancelled:
-            self._host.counters["handoffs_failed"] += 1
-            self._refuse(request.link, request.state, failure.reason, is_retryable=failure.is_retryable)
+            self._tell_undelivered(request, failure)
+            self._host.streams.flush()
 
     def _enqueue(self, request: HeldPrompt) -> None:
         hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
@@ -217,9 +229,7 @@ class PrefillRole:
         if request.is_cancelled:
             return
         if isinstance(outcome, Undelivered):
-            self._host.counters["handoffs_failed"] += 1
-            failed, retryable = pb.EVENT_KIND_FAILED, outcome.is_retryable
-            request.link.event(request.state, failed, reason=outcome.reason, retryable=retryable)
+            self._tell_undelivered(request, outcome)
             request.is_cancelled = True
             await self._let_go(request, outcome.reason)
         else:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from engine.pages.pool import pages_for
 from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed
 from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from prefill_worker.peers import Connection, Peers, is_open
+from prefill_worker.peers import Peers
 from prefill_worker.policy import ChunkPlan, PrefillPolicy
 from worker.requests import HeldRequest
 from worker.role import RoleHost
@@ -56,10 +56,13 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Undelivered:
-    """Why a handoff came to nothing, and whether another attempt may do better."""
+    """Why a handoff to `peer` came to nothing, whose fault it is, and whether another attempt may do better."""
 
     reason: str
-    is_retryable: bool
+    cause: pb.FailureCause
+    peer: str
+    is_retryable: bool = True
+    in_doubt: bool = False  # the peer may run the request all the same
 
 
 class Handoffs:
@@ -83,21 +86,18 @@ class Handoffs:
 
     # One request's handoff
 
-    async def wait_connected(self, request: HeldPrompt, connection: Connection) -> Undelivered | None:
+    async def wait_connected(self, request: HeldPrompt) -> Undelivered | None:
         """Why the pair could not be opened; None once it stands."""
         try:
-            await asyncio.shield(connection)
-        except (HandoffLost, HandoffRefused) as error:
-            return Undelivered(str(error), not isinstance(error, HandoffRefused))
-        except Exception as error:  # a bug must fail one request, not leave it waiting
-            log.exception("%s cannot connect to %s", self._name, request.decode.name)
-            return Undelivered(f"{self._name}: {type(error).__name__}: {error}", True)
+            await self.peers.pair(request.decode)
+        except Exception as error:
+            return self._undelivered(request, error)
         return None
 
     def open(self, request: HeldPrompt) -> None:
-        connection = self.peers.connection(request.decode)
-        if is_open(connection):  # else it was lost since: hand_off opens another one
-            self._reserve(request, connection.result())
+        pair = self.peers.open_pair(request.decode)
+        if pair is not None:  # else it was lost since: hand_off opens another one
+            self._reserve(request, pair)
 
     def reassign(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
         """Move a stalled handoff to another decode worker."""
@@ -116,16 +116,32 @@ class Handoffs:
                 if request.handoff is None or request.moving_to is not None:
                     await self._move(request)
                 assert request.handoff is not None
-                return await request.handoff.commit(
+                receipt = await request.handoff.commit(
                     token_id=token_id, num_tokens=len(request.tokens), computed_ns=computed_ns
                 )
-            except (HandoffDenied, HandoffLost, HandoffFailed, HandoffRefused) as error:
-                if request.moving_to is None or request.is_cancelled:
-                    is_refused = isinstance(error, HandoffRefused)
-                    return Undelivered(str(error), not is_refused and getattr(error, "retryable", True))
-            except Exception as error:  # a bug must fail one request, not leave it waiting
-                log.exception("the handoff of %s broke", request.id)
-                return Undelivered(f"{self._name}: {type(error).__name__}: {error}", True)
+                self.peers.on_receipt(request.decode)
+                return receipt
+            except Exception as error:
+                undelivered = self._undelivered(request, error)
+                may_move = isinstance(error, HandoffError) and not request.is_cancelled and not undelivered.in_doubt
+                if request.moving_to is None or not may_move:
+                    return undelivered
+
+    def _undelivered(self, request: HeldPrompt, error: Exception) -> Undelivered:
+        peer = request.decode.name
+        if not isinstance(error, HandoffError):  # a bug must fail one request, not leave it waiting
+            log.error("the handoff of %s to %s broke", request.id, peer, exc_info=error)
+            reason = f"{self._name}: {type(error).__name__}: {error}"
+            return Undelivered(reason=reason, cause=pb.FAILURE_CAUSE_PEER, peer=peer)
+        if isinstance(error, HandoffFailed):
+            self.peers.on_failed(request.decode, str(error))
+        return Undelivered(
+            reason=str(error),
+            cause=error.cause,
+            peer=peer,
+            is_retryable=error.retryable,
+            in_doubt=request.handoff is not None and request.handoff.is_in_doubt,
+        )
 
     async def abort(self, request: HeldPrompt, reason: str) -> None:
         """Returns when nobody reads the request's pages any more."""
@@ -145,16 +161,16 @@ class Handoffs:
         if request.moving_to is not None:
             request.decode, request.moving_to, request.is_stalled = request.moving_to, None, False
             self._host.counters["reassigned"] += 1
-        peer = await asyncio.shield(self.peers.connection(request.decode))
+        pair = await self.peers.pair(request.decode)
         if request.is_cancelled:
             raise HandoffDenied("cancelled", retryable=False)
-        handoff = self._reserve(request, peer)
+        handoff = self._reserve(request, pair)
         pages = list(self._policy.pages_of(request.id))
         for group in self._layer_groups(len(pages)):
             handoff.segment_ready(group, 0, len(pages), pages)
 
-    def _reserve(self, request: HeldPrompt, peer: PrefillPair) -> Handoff:
-        handoff = peer.reserve(request.state, on_stalled=lambda reason: self._on_stalled(request, reason))
+    def _reserve(self, request: HeldPrompt, pair: PrefillPair) -> Handoff:
+        handoff = pair.reserve(request.state, on_stalled=lambda reason: self._on_stalled(request, reason))
         request.handoff = handoff
         self._policy.on_handoff_opened(request.id)
         return handoff

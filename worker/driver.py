@@ -30,7 +30,7 @@ from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.roles import kind_of
 from worker.router_streams import RouterLink, RouterStreams
-from worker.rpc import bind, make_server, secret_door
+from worker.rpc import bind, keepalive_options, make_server, secret_door
 from worker.run_ahead import BegunBatch, RunAhead
 from worker.step_watch import WatchedEngine
 
@@ -77,7 +77,8 @@ class Worker(Generic[RoleT]):
         self._watched = WatchedEngine(engine, self.clock.now_s)
         max_failed_steps = options.max_failed_steps
         self._steps: RunAhead[Any] = RunAhead(self._watched, self.role.step_of, max_failed_steps=max_failed_steps)
-        self._server = make_server(secret_door(options.secret))
+        keepalive = keepalive_options(options.transfer.peer_silent_s)
+        self._server = make_server(secret_door(options.secret), options=keepalive)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
         for add_to_server in self.role.services.values():
             add_to_server(self._server)

@@ -49,11 +49,14 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """In plain text without `tls`. Reads its files anew. Raises TlsError."""
+def open_channel(
+    address: str, tls: TlsFiles | None = None, *, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """In plain text without `tls`. Reads its files anew. `options` win over those that all have. Raises TlsError."""
+    options = list((dict(channel_options(tls)) | dict(options)).items())
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options=channel_options(tls))
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
 def channel_options(tls: TlsFiles | None) -> list[tuple[str, Any]]:
@@ -65,11 +68,23 @@ def secret_metadata(secret: str) -> tuple[tuple[str, str], ...]:
     return ((SECRET_KEY, secret),) if secret else ()
 
 
-def handoff_dial(secret: str, tls: TlsFiles | None = None) -> Dial:
+def keepalive_options(silent_s: float) -> list[tuple[str, int]]:
+    """A connection breaks when nothing, not even the answer to a ping, came over it for so long."""
+    half_ms = int(silent_s * 500)
+    return [
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def handoff_dial(secret: str, tls: TlsFiles | None = None, *, silent_s: float) -> Dial:
     """Opens the stream of a pair to a decode worker, with the secret in it."""
 
     def dial(address: str) -> ControlStream:
-        channel = open_channel(address, tls)
+        channel = open_channel(address, tls, options=keepalive_options(silent_s))
         stub: Any = worker_pb2_grpc.HandoffStub  # grpc generates no types
         return ControlStream(channel, stub(channel).Connect(metadata=secret_metadata(secret)))
 

@@ -195,7 +195,7 @@ class LeaseKeeper:
 
     def _end(self, reservation: Reservation, reason: str) -> None:
         if reservation.incoming is None:
-            self._deny(reservation, reason, retryable=False)
+            self._deny(reservation, reason, retryable=True)  # where the request is still wanted, another has room
             self._host.on_lease_released(reservation.request, reason)
             return
         ended = self._table.end(reservation.key, reason, asyncio.get_running_loop().time())

@@ -13,7 +13,7 @@ from engine.pages.memory import KvMemory
 from kv_transfer.base import SendEnd, TransferError
 from kv_transfer.handshake import make_hello
 from kv_transfer.options import TransferOptions
-from kv_transfer.prefill_side.errors import HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.errors import HandoffError, HandoffLost, HandoffRefused
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.prefill_side.stream import Dial
 from kv_transfer.transports.faulty import Faults, FaultySendEnd
@@ -42,7 +42,7 @@ async def connect(
         hello = make_hello(me, model_fingerprint, memory.layout, names)
         stream = dial(target.address)
         try:
-            welcome = await _shake_hands(stream.call, target, hello, options.timeout_s)
+            welcome = await _shake_hands(stream.call, target, hello, options.connect_timeout_s)
             end = await _open_send_end(welcome, memory, target.name, host, options.timeout_s)
         except TransferError as error:
             failures.append(f"{welcome.transport}: {error}")
@@ -72,12 +72,14 @@ async def _shake_hands(
     except grpc.aio.AioRpcError as error:
         raise _refusal(target, error.code(), error.details()) from error
     welcome: worker_pb2.HandoffWelcome = answer.welcome
+    if welcome.transport not in hello.transports:
+        raise HandoffLost(f"{target.name} at {target.address} chose transport {welcome.transport!r}, which is not ours")
     if target.incarnation and welcome.worker.incarnation != target.incarnation:
         raise HandoffLost(f"{target.name} at {target.address} was restarted")
     return welcome
 
 
-def _refusal(target: worker_pb2.WorkerAddress, code: Any, details: str | None) -> Exception:
+def _refusal(target: worker_pb2.WorkerAddress, code: Any, details: str | None) -> HandoffError:
     reason = f"{target.name} at {target.address}: {details or code.name}"
     refused = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
     return HandoffRefused(reason) if code in refused else HandoffLost(reason)

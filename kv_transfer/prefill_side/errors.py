@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from kvrelay.v1 import worker_pb2
 
-class HandoffDenied(Exception):
-    """The decode worker will not take the request, or no longer."""
+
+class HandoffError(Exception):
+    """`cause`: whose fault it is. `retryable`: whether another attempt, or another decode worker, may do better."""
+
+    cause = worker_pb2.FAILURE_CAUSE_PEER
+    retryable = True
+
+
+class HandoffDenied(HandoffError):
+    """The decode worker will not take the request, or had no pages for it in time."""
 
     def __init__(self, reason: str, *, retryable: bool) -> None:
         super().__init__(reason)
         self.retryable = retryable
+        self.cause = worker_pb2.FAILURE_CAUSE_ROOM if retryable else worker_pb2.FAILURE_CAUSE_REQUEST
 
 
-class HandoffLost(Exception):
-    """The pair broke; its peer must be connected anew."""
+class HandoffEnded(HandoffDenied):
+    """The decode worker has taken its pages back."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, retryable=True)
+        self.cause = worker_pb2.FAILURE_CAUSE_PEER
 
 
-class HandoffFailed(Exception):
+class HandoffLost(HandoffError):
+    """The pair broke, or cannot be opened; its peer must be connected anew."""
+
+
+class HandoffFailed(HandoffError):
     """The bytes did not arrive whole, however often they were sent. The pair still stands; the lease is over."""
 
 
-class HandoffRefused(Exception):
-    """The two workers do not fit together: one sentence with both values."""
+class HandoffRefused(HandoffError):
+    """The two workers do not fit together: one sentence with both values. Another pair may."""

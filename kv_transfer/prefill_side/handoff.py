@@ -6,6 +6,18 @@
 Made by PrefillPair.reserve (pair.py), which owns the stream and the thread. The engine's thread only calls
 `segment_ready`. The source pages are the caller's: they must stay as they are until `commit` has returned or raised,
 or `abort` has returned.
+
+Every state has a bound, and ends then with the error behind it:
+
+    asked, not answered    3 * timeout_s                              HandoffLost, and with it the pair
+    stalled                queued_reservation_s                       HandoffDenied, retryable: no room
+    granted, transferring  the decode worker's lease_ttl_s            HandoffEnded
+    committed, no receipt  3 * timeout_s, or peer_silent_s            HandoffLost, `is_in_doubt`
+
+In doubt: the commit was sent and its receipt never came. The decode worker may have taken it; then it runs the request
+and tells the router so (DECODE_READY), before or after the prefill worker says that it failed: the decode worker's word
+wins. If it has not taken it, its lease ends with the pair. So the prefill side only says that it does not know, and who
+wants the request elsewhere cancels it at the decode worker first, which gives back what it may hold.
 """
 
 from __future__ import annotations
@@ -20,7 +32,7 @@ from typing import Any, Protocol
 from engine.pages.layout import KvLayout
 from kv_transfer.event_loop import call_in_loop, quiet_future
 from kv_transfer.options import TransferOptions
-from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost
 from kv_transfer.prefill_side.segments import Flow, Grant, ReadyPages, SegmentToSend, SentSegment, segments_of
 from kvrelay.v1 import generate_pb2, worker_pb2
 
@@ -87,8 +99,9 @@ class Handoff:
         self._sent: list[SegmentToSend] = []  # by segment number
         self._bytes_sent = 0
         self._transfer_s = 0.0
-        self._error: Exception | None = None  # why this is over, if it is over badly
+        self._error: HandoffError | None = None  # why this is over, if it is over badly
         self.is_over = False
+        self.is_in_doubt = False  # a commit was sent and not answered
         self.was_answered = False
 
     async def granted(self) -> Grant:
@@ -147,7 +160,7 @@ class Handoff:
             await self._pair.stop_flow(self.flow)
             return
         self._finish()
-        self._fail(HandoffDenied(reason, retryable=False))
+        self._fail(HandoffDenied(reason, retryable=True))
         await self._pair.stop_flow(self.flow)
         self._pair.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
 
@@ -155,7 +168,7 @@ class Handoff:
         self.is_over = True
         self._forget()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: HandoffError) -> None:
         self._error = self._error or error
         for future in (self._granted, self._answer):
             if not future.done():
@@ -168,6 +181,7 @@ class Handoff:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._error is not None:
             raise self._error
+        self.is_in_doubt = True
         self._pair.write(
             commit=worker_pb2.Commit(
                 lease_id=self.lease_id,
@@ -223,14 +237,24 @@ class Handoff:
 
     def on_queued(self, reason: str) -> None:
         self.was_answered = True
+        limit_s = self._terms.options.queued_reservation_s
+        self._loop.call_later(limit_s, self._stop_waiting, f"no pages for {limit_s:g} s: {reason}")
         self._on_stalled(reason)
 
-    def on_over(self, error: Exception) -> None:
-        """Denied, ended by the peer, or the pair is lost."""
+    def _stop_waiting(self, reason: str) -> None:
+        """Its KV holds pages here that others could use. Nothing of it was sent."""
+        if not self._granted.done() and not self.is_over:
+            self.on_over(HandoffDenied(reason, retryable=True))
+            self._pair.write(abort=worker_pb2.Abort(lease_id=self.lease_id, reason=reason))
+
+    def on_over(self, error: HandoffError) -> None:
+        """Denied, ended by the peer, or the pair is lost: only then it does not say what became of a commit."""
+        self.is_in_doubt = self.is_in_doubt and isinstance(error, HandoffLost)
         self._finish()
         self._fail(error)
 
     def on_receipt(self, receipt: worker_pb2.Receipt) -> None:
+        self.is_in_doubt = False
         if not self._answer.done():
             self._answer.set_result(receipt)
 

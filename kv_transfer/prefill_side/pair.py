@@ -7,6 +7,7 @@ Handoffs (handoff.py). connect.py opens it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,12 +20,14 @@ from kv_transfer.base import SendEnd
 from kv_transfer.event_loop import call_in_loop, set_done
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import GPU_SEGMENT_BYTES, SEGMENT_BYTES
-from kv_transfer.prefill_side.errors import HandoffDenied, HandoffLost
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffEnded, HandoffLost
 from kv_transfer.prefill_side.handoff import Handoff, PairTerms
 from kv_transfer.prefill_side.segments import Flow, Grant, SegmentToSend, SentSegment
 from kv_transfer.prefill_side.stream import ControlStream
 from kv_transfer.prefill_side.thread import SendThread
 from kvrelay.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -150,6 +153,9 @@ class PrefillPair:
             self.lose(f"{self.name} ended the pair: {details or code.name}")
         except asyncio.CancelledError:
             self.lose("the pair is closed")
+        except Exception as error:
+            log.exception("what %s said cannot be understood", self.name)
+            self.lose(f"what {self.name} said cannot be understood: {error!r}")
         finally:
             await self._stream.channel.close()
 
@@ -174,7 +180,7 @@ class PrefillPair:
         """The fence: say Stopped once nothing of the lease is being written. After our abort it was said already."""
         if handoff is None:
             return
-        handoff.on_over(HandoffDenied(ended.reason, retryable=True))
+        handoff.on_over(HandoffEnded(ended.reason))
         stopped = worker_pb2.Stopped(lease_id=ended.lease_id)
         self._thread.stop_flow(handoff.flow, lambda: call_in_loop(self._loop, partial(self.write, stopped=stopped)))
 

@@ -22,7 +22,7 @@ from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
-from worker.rpc import bind, handoff_dial, make_server, secret_door
+from worker.rpc import bind, handoff_dial, keepalive_options, make_server, secret_door
 
 SECRET = "open sesame"
 PAGE_SIZE = 4
@@ -132,7 +132,7 @@ async def decode_side(
 ) -> AsyncIterator[DecodeSide]:
     memory = memory or random_memory(37, seed=2)
     host = PageHost(memory.layout.num_pages, cached_pages=cached_pages)
-    server = make_server(secret_door(SECRET))
+    server = make_server(secret_door(SECRET), options=keepalive_options(options.peer_silent_s))
     port = bind(server, "127.0.0.1", 0)
     address = worker_pb2.WorkerAddress(name="decode-0", address=f"127.0.0.1:{port}", incarnation="d1")
     servicer = HandoffServicer(
@@ -162,13 +162,14 @@ async def connect(
     fingerprint: str = "m",
     secret: str = SECRET,
     faults: Faults | None = None,
+    address: worker_pb2.WorkerAddress | None = None,
 ) -> PrefillPair:
     return await prefill_side.connect(
-        decode.address,
+        address or decode.address,
         me=worker_pb2.WorkerAddress(name=name, address="127.0.0.1:1", incarnation="p1"),
         model_fingerprint=fingerprint,
         memory=memory,
-        dial=handoff_dial(secret),
+        dial=handoff_dial(secret, silent_s=options.peer_silent_s),
         options=options,
         host="127.0.0.1",
         faults=faults,

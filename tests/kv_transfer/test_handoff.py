@@ -6,16 +6,19 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from engine.pages.layout import LayerKv
 from kv_transfer.lease import Denied, Queued
 from kv_transfer.options import TransferOptions
-from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, HandoffLost, HandoffRefused
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost, HandoffRefused
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports import shared_memory
 from kv_transfer.transports.faulty import Faults
+from kvrelay.v1 import worker_pb2
 from tests.kv_transfer.sides import (
     PAGE_SIZE,
     DecodeSide,
@@ -187,6 +190,89 @@ async def test_queued_reservation_is_granted_later() -> None:
             await other.granted()
         assert decode.host.released == [("b", 1, "cancelled")]
         await peer.close()
+
+
+async def test_a_queued_reservation_is_given_up_after_a_while() -> None:
+    """Its KV holds pages of the prefill worker, which others could use."""
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(queued_reservation_s=0.05), random_memory(50, seed=1))
+        decode.host.answer = lambda _: Queued("decode-0: 0 of 37 pages free")
+        handoff = peer.reserve(request("a", 8), on_stalled=lambda _: None)
+        send_all(handoff, peer.memory, [3, 5])
+        with pytest.raises(HandoffDenied, match=r"no pages for 0\.05 s: decode-0: 0 of 37 pages free") as denied:
+            await asyncio.wait_for(handoff.commit(token_id=1, num_tokens=8, computed_ns=0), 10)
+        assert (denied.value.retryable, denied.value.cause) == (True, worker_pb2.FAILURE_CAUSE_ROOM)
+        await decode.host.until(lambda: len(decode.host.released) == 1)
+        decode.host.answer = None
+        await hand_off(decode, peer, "b")
+        await peer.close()
+
+
+@pytest.mark.parametrize("loses_receipt", [True, False])
+async def test_a_pair_that_is_lost_says_whether_the_commit_may_have_been_taken(loses_receipt: bool) -> None:
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), random_memory(50, seed=1))
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        await handoff.granted()
+        theirs = next(iter(decode.servicer._pairs))
+        original = theirs.write
+
+        def write(**kind: object) -> None:
+            if "receipt" not in kind:
+                original(**kind)
+            theirs.fail("the cable is cut")
+
+        theirs.write = write  # type: ignore[method-assign]
+        if loses_receipt:
+            send_all(handoff, peer.memory, [3, 5])
+        else:
+            decode.servicer.leases.end("a", "cancelled")
+        with pytest.raises(HandoffError):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
+        assert handoff.is_in_doubt == loses_receipt == ("a" in decode.host.committed)
+        await peer.close()
+
+
+async def test_a_pair_over_which_nothing_comes_any_more_is_lost_to_both() -> None:
+    """A cable that is cut without a word: neither side has anything to say, and TCP would take minutes."""
+    chosen = options("loopback", peer_silent_s=1.0)
+    async with decode_side(chosen) as decode, cut_cable(decode.address.address) as (address, cut):
+        there = worker_pb2.WorkerAddress(name="decode-0", address=address, incarnation="d1")
+        peer = await connect(decode, chosen, random_memory(50, seed=1), address=there)
+        handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
+        await handoff.granted()
+        lost = asyncio.Event()
+        peer.on_lost = lambda _: lost.set()
+        cut.set()
+        async with asyncio.timeout(10):
+            await lost.wait()
+            await decode.host.until(lambda: len(decode.host.free) == 37)
+        with pytest.raises(HandoffLost):
+            await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
+        await peer.close()
+
+
+@asynccontextmanager
+async def cut_cable(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address that leads to `address` until the event is set; then what is sent vanishes."""
+    cut, writers = asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while data := await reader.read(1 << 16):
+            if not cut.is_set():
+                writer.write(data)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = address.split(":")
+        there = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(relay(reader, there[1]), relay(there[0], writer), return_exceptions=True)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+    server.close()
+    for writer in writers:
+        writer.close()
 
 
 async def test_queued_reservation_of_a_lost_sender_is_dropped() -> None:

@@ -48,7 +48,7 @@ async def _hold_in_send(address: bytes, transport: str, pipe: Connection) -> Non
         me=worker_pb2.WorkerAddress(name="prefill-0", incarnation="p1"),
         model_fingerprint="m",
         memory=random_memory(50, seed=1),
-        dial=handoff_dial(SECRET),
+        dial=handoff_dial(SECRET, silent_s=5.0),
         options=TransferOptions(transports=(transport,)),
         host="127.0.0.1",
         faults=Faults(before_send=hold),

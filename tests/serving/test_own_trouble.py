@@ -174,8 +174,9 @@ async def test_a_cluster_that_cannot_start_says_why(model_dir: ModelDir) -> None
             pass
 
 
-async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir) -> None:
+async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start of a decode worker is another peer: whoever kept the old ones would grow by one with each crash."""
+    monkeypatch.setattr("prefill_worker.peers.WANTED_S", 0.2)
     async with _cluster(model_dir, decode=2) as cluster:
         client = AsyncClient(cluster.endpoint)
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
