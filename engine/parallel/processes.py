@@ -1,6 +1,6 @@
 """Processes are the other ranks of a tensor-parallel worker, as the operating system has them: started, heard, ended.
 
-    started -> begin sent -> loaded | refused -> ... -> one ends, or says that it failed: broken, and all end
+    started -> begin sent -> loaded | refused -> ... -> one ends, is stopped, or says that it failed: broken, all end
 
 What they compute is none of its business (leader.py).
 """
@@ -15,9 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from engine.errors import EngineBroken, UnsupportedModel
 from engine.options import EngineOptions
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
+LOOK_S = 0.5
+STOPPED_LOOKS = 4  # in a row that find a rank stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
 END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
 
 
@@ -44,6 +49,7 @@ class Processes:
         self._loaded: set[int] = set()
         self._refused = ""
         self._broken = ""
+        self._stopped: Counter[int] = Counter()  # looks in a row that found a rank so
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._main, name="ranks", daemon=True)
@@ -154,29 +160,44 @@ class Processes:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             while not self._broken:
-                for key, _ in selector.select():
+                heard = selector.select(LOOK_S)
+                for key, _ in heard:
                     if key.data and not self._is_closed:
                         self._hear(key.data)
+                if not heard:
+                    self._look()
+
+    def _look(self) -> None:
+        """Counted in looks and not in seconds: while this process is stopped itself, it looks at nobody."""
+        for rank, process in self._processes.items():
+            self._stopped[rank] = self._stopped[rank] + 1 if _is_stopped(process.pid) else 0
+            if self._stopped[rank] == STOPPED_LOOKS:
+                self._lose(f"rank {rank} (process {process.pid}) is stopped")
 
     def _hear(self, rank: int) -> None:
         try:
             frame = self._channels[rank].receive()
         except (OSError, BadFrame) as error:
             frame = Frame("failed", {"reason": f"{type(error).__name__}: {error}"})
-        end = _end_of(self._processes[rank]) if frame is None else ""
+        if frame is None:
+            self._lose(f"rank {rank} {_end_of(self._processes[rank])}")
+            return
+        if frame.kind not in ("loaded", "refused"):
+            self._lose(f"rank {rank} failed: {frame.fields.get('reason', frame.kind)}")
+            return
         with self._changed:
-            if frame is None:
-                self._broken = self._broken or f"rank {rank} {end}"
-            elif frame.kind == "loaded":
+            if frame.kind == "loaded":
                 self._loaded.add(rank)
-            elif frame.kind == "refused":
-                self._refused = self._refused or str(frame.fields["reason"])
             else:
-                self._broken = self._broken or f"rank {rank} failed: {frame.fields.get('reason', frame.kind)}"
+                self._refused = self._refused or str(frame.fields["reason"])
             self._changed.notify_all()
-        if self._broken:
-            logger.error("%s; the worker's ranks end", self._broken)
-            self._kill()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self._broken = self._broken or reason
+            self._changed.notify_all()
+        logger.error("%s; the worker's ranks end", self._broken)
+        self._kill()
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> str:
@@ -186,6 +207,14 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
         return f"(process {process.pid}) has closed its socket"
     how = f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
     return f"(process {process.pid}) {how}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal; not by a debugger."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # it has just ended, which its socket tells
+        return False
 
 
 def _environment(options: EngineOptions) -> Mapping[str, str]:

@@ -8,13 +8,23 @@ import asyncio
 import os
 import signal
 
+import psutil
 import pytest
 
 from cluster.deploy.local import LocalCluster
 from engine.errors import EngineBroken
 from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, WAIT_S, counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import (
+    ROUTER,
+    WAIT_S,
+    counters,
+    engine_with,
+    random_prompt,
+    transformers_tokens,
+    until,
+    worker_with,
+)
 
 PROMPT_LENS = (70, 5, 33, 16, 100)
 NEW_TOKENS = 16
@@ -45,6 +55,22 @@ async def test_pools_of_unequal_degrees_give_transformers_tokens(
         cluster.check_invariants()
         if decode > 1:
             await _lose_a_process(cluster)
+        else:
+            await _stop_a_process(cluster, client)
+
+
+async def _stop_a_process(cluster: LocalCluster, client: AsyncClient) -> None:
+    """Of a prefill worker, which waits for it in a step, for as long as it takes to be sure."""
+    [worker] = cluster.prefill
+    waiting = asyncio.create_task(worker.wait_broken())
+    [pid] = worker.engine.model.ranks.pids  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)
+    asking = asyncio.create_task(client.generate(random_prompt(20, 1), max_tokens=2, timeout_s=WAIT_S))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EngineBroken, match=rf"^rank 1 \(process {pid}\) is stopped$"):
+            await waiting
+    await until(lambda: not psutil.pid_exists(pid), "a stopped process is ended, too")
+    asking.cancel()
 
 
 async def _lose_a_process(cluster: LocalCluster) -> None:
