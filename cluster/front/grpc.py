@@ -19,7 +19,8 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.front.answers import ChoiceAnswer, WholeAnswer, conclude, merged, trailers
 from cluster.front.limits import retry_after
-from cluster.front.requests import CheckedRequest, check_model, check_request, encode
+from cluster.front.options import FrontOptions
+from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live_requests import RequestFailed, Submission
@@ -30,7 +31,6 @@ from kvrelay.v1 import cluster_pb2, generate_pb2
 GENERATE_SERVICE = "kvrelay.v1.Generate"
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
 REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
-NO_DEADLINE_S = 1e8  # more than this is none
 
 
 class GenerateService:
@@ -40,13 +40,13 @@ class GenerateService:
         *,
         codec: TextCodec | None,
         model_name: str,
-        max_stall_s: float,
+        options: FrontOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._codec = codec
         self._model_name = model_name
-        self._max_stall_s = max_stall_s
+        self._options = options
         self._clock = clock
         self.is_draining = False
 
@@ -80,11 +80,12 @@ class GenerateService:
             await _refuse(context, error)
 
     async def _write(self, context: Any, response: generate_pb2.GenerateResponse) -> None:
+        stall_s = self._options.max_stall_s
         try:
-            async with asyncio.timeout(self._max_stall_s):
+            async with asyncio.timeout(stall_s):
                 await context.write(response)
         except TimeoutError:
-            reason = f"its client took nothing for {self._max_stall_s:g} s"
+            reason = f"its client took nothing for {stall_s:g} s"
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=1.0) from None
 
     async def generate_once(
@@ -163,15 +164,31 @@ class GenerateService:
         arrived_s = self._clock()
         model = self._open_model(request)
         assert request is not None, "an unreadable request was refused"
-        left_s = context.time_remaining()
-        return await check_request(
-            request,
-            model=model,
-            served_name=self.model_name,
-            codec=self._codec,
-            admit=self._router.admit,
+        limits = self._limits(arrived_s, context.time_remaining())
+        try:
+            async with asyncio.timeout(limits.deadline_s - arrived_s):  # tokenising takes time
+                return await check_request(
+                    request,
+                    model=model,
+                    served_name=self.model_name,
+                    codec=self._codec,
+                    admit=self._router.admit,
+                    limits=limits,
+                )
+        except TimeoutError:
+            raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
+
+    def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
+        """The client's deadline, or the router's own where that is earlier."""
+        longest_s = self._options.max_request_s
+        is_clients = left_s is not None and left_s < longest_s
+        return TimeLimits(
             arrived_s=arrived_s,
-            deadline_s=arrived_s + left_s if left_s is not None and left_s < NO_DEADLINE_S else None,
+            deadline_s=arrived_s + (left_s if is_clients and left_s is not None else longest_s),
+            deadline_reason="the request's deadline is over"
+            if is_clients
+            else f"the request has lived {longest_s:g} s, the most that this router allows",
+            queue_deadline_s=arrived_s + self._options.max_queue_s,
         )
 
     def _open_model(self, request: Any) -> generate_pb2.GetModelInfoResponse:

@@ -30,6 +30,16 @@ class FrontOptions:
     max_stall_s: float = knob(
         30.0, "that a client may take nothing of what is sent to it; then its request ends", unit="s", gt=0, le=86_400
     )
+    max_request_s: float = knob(
+        3600.0, "that a request may live; then it ends with DEADLINE_EXCEEDED", unit="s", gt=0, le=604_800
+    )
+    max_queue_s: float = knob(
+        300.0,
+        "that a new request waits in the router for a worker; then it ends with RESOURCE_EXHAUSTED",
+        unit="s",
+        gt=0,
+        le=604_800,
+    )
     max_calls: int = knob(
         8192, "at once, health not counted; more are refused with RESOURCE_EXHAUSTED", unit="calls", ge=1
     )

@@ -27,6 +27,16 @@ class CheckedRequest:
     params: SamplingParams  # as asked for, defaults filled in, max_tokens clipped to what fits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """On the router's clock."""
+
+    arrived_s: float
+    deadline_s: float
+    deadline_reason: str
+    queue_deadline_s: float
+
+
 async def check_request(
     request: generate_pb2.GenerateRequest,
     *,
@@ -34,8 +44,7 @@ async def check_request(
     served_name: str,
     codec: TextCodec | None,
     admit: Callable[[str], None],
-    arrived_s: float,
-    deadline_s: float | None,
+    limits: TimeLimits,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
@@ -61,8 +70,10 @@ async def check_request(
         id=request_id,
         prompt_ids=prompt_ids,
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
-        arrived_s=arrived_s,
-        deadline_s=deadline_s,
+        arrived_s=limits.arrived_s,
+        deadline_s=limits.deadline_s,
+        deadline_reason=limits.deadline_reason,
+        queue_deadline_s=limits.queue_deadline_s,
     )
     return CheckedRequest(new=new, params=params)
 

@@ -242,8 +242,8 @@ class Dispatcher:
 
     def _drop(self, submission: Submission) -> None:
         self._submissions.pop(submission.id, None)
-        if submission.deadline_timer is not None:
-            submission.deadline_timer.cancel()
+        for timer in submission.timers:
+            timer.cancel()
 
     def check_invariants(self) -> None:
         """Assert that whatever is under way is filed once, under its last attempt."""

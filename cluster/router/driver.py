@@ -18,6 +18,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import grpc
 
@@ -40,6 +41,8 @@ from worker.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 ENDINGS = frozenset((pb.EVENT_KIND_PREEMPTED, pb.EVENT_KIND_FAILED, pb.EVENT_KIND_CANCELLED))
+
+RETRY_AFTER_S = 1.0
 
 
 class Router:
@@ -110,10 +113,22 @@ class Router:
         if submission.error is not None:
             raise submission.error
         if request.deadline_s is not None:
-            wait_s = max(0.0, request.deadline_s - self._clock())
-            loop = asyncio.get_running_loop()
-            submission.deadline_timer = loop.call_later(wait_s, self._on_deadline, submission)
+            over = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, request.deadline_reason)
+            self._call_at(request.deadline_s, submission, partial(self._dispatcher.fail, submission, over))
+        if request.queue_deadline_s is not None and _is_waiting(submission):
+            self._call_at(request.queue_deadline_s, submission, partial(self._on_waited, submission, request))
         return submission
+
+    def _call_at(self, at_s: float, submission: Submission, call: Callable[[], None]) -> None:
+        wait_s = max(0.0, at_s - self._clock())
+        submission.timers.append(asyncio.get_running_loop().call_later(wait_s, call))
+
+    def _on_waited(self, submission: Submission, request: NewRequest) -> None:
+        if _is_waiting(submission):
+            waited_s = self._clock() - request.arrived_s
+            reason = f"it waited {waited_s:.3g} s for a worker, the most that this router allows"
+            error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=RETRY_AFTER_S)
+            self._dispatcher.fail(submission, error, counter="rejected")
 
     def cancel(self, submission: Submission, reason: str) -> None:
         """The client does not want it any more. No effect on one that is over."""
@@ -125,10 +140,6 @@ class Router:
         if live.finish is None:
             self._dispatcher.cancel_at_workers(live, "a stop string ended it")
             self._dispatcher.end(live, FinishReason.STOP)
-
-    def _on_deadline(self, submission: Submission) -> None:
-        over = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "the request's deadline is over")
-        self._dispatcher.fail(submission, over)
 
     # what workers say: LinkHost
 
@@ -263,7 +274,8 @@ class Router:
 
     def _end_unread(self, submission: Submission, why: str) -> None:
         """It may have its last token already, and only its client not."""
-        error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, f"its client is too slow: {why}", retry_after_s=1.0)
+        reason = f"its client is too slow: {why}"
+        error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=RETRY_AFTER_S)
         self._dispatcher.fail(submission, error)
         submission.drop_updates(error)
         self.unread.forget(submission)
@@ -309,3 +321,8 @@ class Router:
             self._was_ready = self.is_ready
             if self._on_readiness is not None:
                 self._on_readiness(self._was_ready)
+
+
+def _is_waiting(submission: Submission) -> bool:
+    """A choice has been sent to no worker yet. One that is sent again has waited before, and is not new."""
+    return any(not live.prefill and live.finish is None and live.attempt == 1 for live in submission.choices)

@@ -43,6 +43,8 @@ class NewRequest:
     sampling: Sequence[generate_pb2.SamplingParams]  # all fields set; one for each choice
     arrived_s: float  # router's clock
     deadline_s: float | None = None  # router's clock
+    deadline_reason: str = "the request's deadline is over"
+    queue_deadline_s: float | None = None  # router's clock; by then it must have been sent to a worker
 
 
 @dataclass(slots=True)
@@ -162,11 +164,10 @@ class LiveRequest:
 class Submission:
     """All choices of one call. The router puts, the front takes; one reader."""
 
-    def __init__(self, id: str, choices: Sequence[LiveRequest], deadline_s: float | None) -> None:
+    def __init__(self, id: str, choices: Sequence[LiveRequest]) -> None:
         self.id = id
         self.choices = choices
-        self.deadline_s = deadline_s
-        self.deadline_timer: asyncio.TimerHandle | None = None
+        self.timers: list[asyncio.TimerHandle] = []  # cancelled with the end
         self.error: RequestFailed | None = None
         self.num_running = len(choices)
         self._updates: list[ChoiceUpdate] = []
@@ -191,7 +192,7 @@ class Submission:
             )
             for i, sampling in enumerate(request.sampling)
         ]
-        return cls(request.id, choices, request.deadline_s)
+        return cls(request.id, choices)
 
     @property
     def is_over(self) -> bool:

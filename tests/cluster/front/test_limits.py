@@ -13,8 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.front import limits
 from cluster.front.grpc import GenerateService
 from cluster.front.health import Health
+from cluster.front.options import FrontOptions
 from cluster.front.server import server_options
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
+from tests.cluster.front.test_tokenizer import stuck_codec
 from tests.cluster.harness import WAIT_S, Harness, request, serving
 from worker.rpc import open_channel
 
@@ -57,7 +59,8 @@ async def refused(call: Any) -> tuple[str, dict[str, str]]:
 async def deaf(h: Harness, max_stall_s: float, **sampling: Any) -> DeafContext:
     """How the call of a client that reads nothing ends."""
     context = DeafContext()
-    service = GenerateService(h.router, codec=None, model_name="fake", max_stall_s=max_stall_s)
+    options = FrontOptions(max_stall_s=max_stall_s)
+    service = GenerateService(h.router, codec=None, model_name="fake", options=options)
     with pytest.raises(Aborted):
         await service.generate(request(**sampling), context)
     return context
@@ -147,6 +150,47 @@ async def test_an_answer_in_one_message_has_a_bound_too() -> None:
         streamed = [r async for r in h.generate.Generate(request(max_tokens=400))]
         assert streamed[-1].usage.completion_tokens == 400
         assert h.router.unread.total_bytes == 0
+
+
+async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code(), error.value.details() or ""
+
+
+async def test_no_request_outlives_the_routers_own_deadline() -> None:
+    async with serving(options=server_options(port=0, max_request_s=0.2)) as h:
+        h.decode().max_steps = 1
+        wanted = (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "the request has lived 0.2 s, the most that this router allows",
+        )
+        assert await ended(h.generate.GenerateOnce(request(max_tokens=9))) == wanted
+        assert await ended(h.generate.GenerateOnce(request(max_tokens=9), timeout=WAIT_S)) == wanted
+        await h.until(lambda: not h.decode().running)
+        assert h.decode().cancels
+
+
+async def test_the_deadline_holds_while_a_text_is_tokenised() -> None:
+    backend, codec = stuck_codec()
+    async with serving(codec=codec, options=server_options(port=0, max_request_s=0.2)) as h:
+        text = generate_pb2.GenerateRequest(text="x" * 2000)
+        assert (await ended(h.generate.GenerateOnce(text)))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not h.prefill().submits
+        backend.go_on.set()
+
+
+async def test_who_has_waited_too_long_in_the_queue_is_sent_away() -> None:
+    async with serving(options=server_options(port=0, max_backlog_tokens=10, max_queue_s=0.2)) as h:
+        h.prefill().is_holding = True
+        first = h.generate.GenerateOnce(request([5] * 9))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        details, trailers = await refused(h.generate.GenerateOnce(request([5] * 9)))
+        assert details.startswith("it waited 0.2")
+        assert "retry-after-ms" in trailers
+        assert h.count("rejected") == 1
+        h.prefill().release()
+        await first  # was with a worker, and is not held to it
 
 
 async def test_a_client_behind_a_cut_cable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
