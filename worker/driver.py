@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import grpc.aio
+
 from engine.engine import Engine
 from engine.pages.pool import PageHash, PagePool, page_hashes
 from engine.types import SampledToken
@@ -45,7 +47,15 @@ RoleT = TypeVar("RoleT", bound=Role[Any])
 
 def make_worker(options: WorkerOptions, engine: Engine, *, faults: Faults | None = None) -> Worker[Any]:
     """One of the role that `options` name. `faults` go into its handoffs. Raises ValueError for a role not known."""
-    return Worker(options, engine, kind_of(options.role).load_driver(), faults=faults)
+    make_role = kind_of(options.role).load_driver()
+    if not options.faults:
+        return Worker(options, engine, make_role, faults=faults)
+    from worker.faults import FaultBox
+    from worker.faulty_streams import FaultyStreams
+
+    box = FaultBox(options.faults, options.name)
+    box.install(engine)
+    return Worker(options, engine, make_role, faults=box.faults, behind=(FaultyStreams(box),))
 
 
 class Worker(Generic[RoleT]):
@@ -56,7 +66,9 @@ class Worker(Generic[RoleT]):
         make_role: Callable[[RoleHost], RoleT],
         *,
         faults: Faults | None = None,
+        behind: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
+        """`behind`: interceptors of its server, for who has the secret."""
         self.options = options
         self.engine = engine
         self.faults = faults
@@ -78,7 +90,7 @@ class Worker(Generic[RoleT]):
         max_failed_steps = options.max_failed_steps
         self._steps: RunAhead[Any] = RunAhead(self._watched, self.role.step_of, max_failed_steps=max_failed_steps)
         keepalive = keepalive_options(options.transfer.peer_silent_s)
-        self._server = make_server(secret_door(options.secret), options=keepalive)
+        self._server = make_server(secret_door(options.secret), behind=behind, options=keepalive)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
         for add_to_server in self.role.services.values():
             add_to_server(self._server)

@@ -43,6 +43,7 @@ class WorkerOptions:
     )
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
+    faults: str = ""  # a folder that says what is to go wrong, for worker/faults.py; empty: nothing is
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is
 
     @property

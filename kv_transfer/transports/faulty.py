@@ -22,6 +22,7 @@ class Faults:
     corrupt: frozenset[int] = frozenset()  # these segments arrive with bytes that are not theirs
     drop: frozenset[int] = frozenset()  # these are announced but never moved
     drop_all: bool = False
+    double: frozenset[int] = frozenset()  # these are moved twice
     fail: frozenset[int] = frozenset()  # sending these raises TransferError
     before_send: Callable[[Segment], None] | None = None  # called in the pair's thread
     sent: int = field(default=0, init=False)
@@ -50,6 +51,8 @@ class FaultySendEnd:
         is_dropped, is_corrupted = faults.drop_all or number in faults.drop, number in faults.corrupt
         if not is_dropped and not is_corrupted:
             self._inner.send(segment, seen)
+            if number in faults.double:
+                self._inner.send(segment)
             return
         if seen is not None:  # the checksum is of what should have arrived
             self._checksummer.show(segment.layers, segment.src_pages, seen)

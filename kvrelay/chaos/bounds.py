@@ -48,7 +48,7 @@ BOUNDS: tuple[Bound, ...] = (
     ),
     Bound(
         fault="worker-stopped",
-        what="a worker's process says nothing (stopped, swapped out, its cable cut)",
+        what="a worker's process says nothing: stopped, swapped out, out of processor time",
         phases="all",
         noticed="dead_after_s + 0.5",
         next_token="dead_after_s + 0.5 + prefill_s + 2 * step_s + 1",
@@ -65,37 +65,135 @@ BOUNDS: tuple[Bound, ...] = (
         how="the pair is lost to both, tried again by itself and told to routers, who send requests past it",
     ),
     Bound(
-        fault="segment",
-        what="a segment of KV is damaged, lost, doubled or late",
-        phases="mid-transfer",
-        noticed="timeout_s + 1",
-        next_token="timeout_s + prefill_s + 2 * step_s + 1",
-        pages="lease_ttl_s + 1",
-        how="the receipt names it; sent again `max_resends` times, then another attempt",
+        fault="rank-killed",
+        what="a process of a tensor-parallel worker dies",
+        phases="decoding",
+        noticed="1",
+        next_token="1 + prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="its worker ends, and starts anew",
     ),
     Bound(
-        fault="client",
-        what="the client leaves, cancels, or its deadline is over",
-        phases="all",
+        fault="engine-failed",
+        what="a step raises, or brings what is no number",
+        phases="first chunk, decoding",
         noticed="0.5",
-        pages="0.5 + 2 * step_s",
-        how="CANCELLED or DEADLINE_EXCEEDED",
+        next_token="prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="its requests are tried elsewhere",
     ),
     Bound(
-        fault="controller-killed",
-        what="the controller dies",
-        phases="all",
-        how="nothing: it carries no request. Ray starts it again",
+        fault="engine-sticky",
+        what="every step raises from some time on",
+        phases="first chunk, decoding",
+        noticed="0.5",
+        next_token="prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="tried elsewhere; the worker's process ends and is replaced",
     ),
     Bound(
         fault="router-killed",
         what="a router's process dies",
         phases="all",
         noticed="0.5",
+        next_token="1",
+        pages="start_s + 1 + 2 * step_s",
+        how="UNAVAILABLE to its clients; workers drop its requests; started again on the same port",
+    ),
+    Bound(
+        fault="link-reset",
+        what="a connection between router and worker, or between two workers, breaks",
+        phases="all",
+        noticed="0.5",
+        next_token="prefill_s + 2 * step_s + 1.5",
         pages="1 + 2 * step_s",
-        how="UNAVAILABLE to its clients; workers drop its requests; Ray starts it on the same port",
+        how="connected again; its requests are tried again",
+    ),
+    Bound(
+        fault="link-slow",
+        what="100 ms more on a link, and 1% of its packets lost",
+        phases="all",
+        next_token="prefill_s + 2 * step_s + 2",
+        pages="1.5 + 2 * step_s",
+        how="later tokens, nothing else",
+    ),
+    Bound(
+        fault="router-cut",
+        what="a link between router and worker carries nothing, in one direction or both",
+        phases="all",
+        noticed="dead_after_s + 0.5",
+        next_token="dead_after_s + 0.5 + prefill_s + 2 * step_s + 1",
+        pages="dead_after_s + 1",
+        how="the worker is lost to this router until it answers; the worker drops the router's requests",
+    ),
+    Bound(
+        fault="segment",
+        what="a segment of KV is damaged, lost, moved twice, late, or cannot be moved",
+        phases="mid-transfer",
+        next_token="timeout_s + prefill_s + 2 * step_s + 1.5",
+        pages="1 + 2 * step_s",
+        how="the receipt names it; sent again `max_resends` times, then another attempt",
+    ),
+    Bound(
+        fault="message",
+        what="a message of a handoff is lost, doubled or late",
+        phases="mid-transfer, commit, receipt",
+        next_token="lease_ttl_s + timeout_s + prefill_s + 2 * step_s + 1.5",
+        pages="lease_ttl_s + 1 + 2 * step_s",
+        how="another attempt",
+    ),
+    Bound(
+        fault="poison",
+        what="a prompt that ends every process which computes it",
+        phases="first chunk",
+        noticed="0.5",
+        next_token="start_s + prefill_s + 2 * step_s + 2",
+        pages="1 + 2 * step_s",
+        how="after two workers FAILED_PRECONDITION; others' requests go on, and do not pay from their attempts",
+    ),
+    Bound(
+        fault="client",
+        what="the client leaves, cancels, never reads, or its deadline is over",
+        phases="all",
+        pages="0.5 + 2 * step_s",
+        how="CANCELLED or DEADLINE_EXCEEDED; dropped everywhere",
+    ),
+    Bound(
+        fault="limit",
+        what="a worker may open no more files, or take no more memory",
+        phases="all",
+        next_token="timeout_s + start_s + prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="what it cannot do is done elsewhere",
+    ),
+    Bound(
+        fault="harmless",
+        what="the log's disk is full; the wall clock jumps an hour",
+        phases="all",
+        next_token="prefill_s + 2 * step_s + 1",
+        pages="0.5 + 2 * step_s",
+        how="nothing",
+    ),
+    Bound(
+        fault="controller-killed",
+        what="the controller dies",
+        phases="all",
+        next_token="prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="nothing: it carries no request. Ray starts it again",
     ),
 )
+
+NEXT = (  # of faults that have no row yet
+    Bound(fault="engine-hung", what="", phases=""),
+    Bound(fault="rank-stopped", what="", phases=""),
+    Bound(fault="router-stopped", what="", phases=""),
+    Bound(fault="client-cut", what="", phases=""),
+)
+
+
+def bound_of(fault: str) -> Bound:
+    return next(bound for bound in (*BOUNDS, *NEXT) if bound.fault == fault)
 
 
 def seconds(time: str, values: Mapping[str, float]) -> float:
@@ -109,6 +207,11 @@ def seconds(time: str, values: Mapping[str, float]) -> float:
         else:
             total += float(match["times"] or 1) * values[match["name"]]
     return total
+
+
+def within(time: str, values: Mapping[str, float]) -> float:
+    """The same on the machine that these were measured on."""
+    return seconds(time, values) + values["busy_s"]
 
 
 def names_in(time: str) -> set[str]:

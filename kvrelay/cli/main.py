@@ -42,10 +42,10 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, calibrate, generate, make_model, plan, simulate, verify
+    from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
     from kvrelay.cli.cluster import down, status, up
 
-    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, calibrate, verify, make_model]
+    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, calibrate, verify, chaos, make_model]
     for module in modules:
         module.register(app)
 

@@ -1,0 +1,291 @@
+"""ProcessCluster is a cluster of real processes without Ray: workers and a router, each started again as soon as its
+process ends, with a Proxy on every link between them. What Ray and the controller do is not tried here
+(ray_cluster.py); what the processes do to each other is, and a restart takes a second.
+
+    await cluster.start() -> cluster.arm("decode-0", rule) -> await cluster.fired(rule) -> ... -> await cluster.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.process import set_thread_counts
+from kvrelay.chaos.members import PRELOAD, run_router, run_worker
+from kvrelay.chaos.proxy import Proxy
+from kvrelay.chaos.target import ProcessState, Shape
+from worker.options import worker_options
+
+POLL_S = 0.005
+START_S = 120.0
+STOP_S = 3.0
+ROUTER = "router-0"
+CLIENT, WATCHER = "client", "watcher"  # two ways to the router, so that one may be cut
+
+
+@dataclass(slots=True)
+class Member:
+    name: str
+    role: str
+    process: BaseProcess | None = None
+    pipe: Connection | None = None
+    port: int = 0  # where it listens now; 0 while it does not
+    ready_s: float = 0.0  # when it last was ready
+    ended_s: float = 0.0  # when its process last ended
+    starts: int = 0
+    rules: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ProcessCluster:
+    def __init__(
+        self,
+        shape: Shape,
+        folder: Path,
+        *,
+        engine: Mapping[str, Any],
+        worker: Mapping[str, Any],
+        router: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        """`engine`, `worker` and `router` are settings by name, as LocalCluster takes them."""
+        self.shape = shape
+        self.endpoint = self.watch_endpoint = ""
+        self.proxy = Proxy(random.Random(seed))
+        self.start_s = 0.0  # the longest that a member has taken from its start to ready
+        self._folder = folder
+        self._engine = {**engine, "num_pages": shape.num_pages}
+        self._worker, self._router = dict(worker), dict(router)
+        self._members = {f"prefill-{i}": Member(f"prefill-{i}", "prefill") for i in range(shape.prefill)}
+        self._members |= {f"decode-{i}": Member(f"decode-{i}", "decode") for i in range(shape.decode)}
+        self._members[ROUTER] = Member(ROUTER, "router")
+        self._addresses: list[tuple[str, str, str]] = []  # of the workers, as the router is told
+        self._advertised: dict[str, str] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._is_stopping = False
+        self._rule_serial = 0
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def settings(self) -> dict[str, float]:
+        numbers = {**self._worker, **self._router}
+        return {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+
+    # Life
+
+    async def start(self) -> None:
+        """Returns when all are ready."""
+        set_thread_counts(1)
+        os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+        self._context.set_forkserver_preload(list(PRELOAD))
+        first = self._context.Process(target=os.getpid)  # returns when the fork server has imported all that
+        first.start()
+        await asyncio.to_thread(first.join)
+        for name in [*self.names("prefill"), *self.names("decode")]:
+            for_router = await self._listen(name, lambda _: ROUTER)
+            self._addresses.append((name, self._members[name].role, for_router))
+            self._advertised[name] = await self._listen(name, self._owner_of)
+        self.endpoint = await self._listen(ROUTER, lambda _: CLIENT)
+        self.watch_endpoint = await self._listen(ROUTER, lambda _: WATCHER)
+        for name in self._members:
+            self._begin(name)
+        await self.until_ready(START_S)
+
+    async def _listen(self, name: str, source_of: Any) -> str:
+        port = await self.proxy.listen(lambda: self._members[name].port, source_of, name)
+        return f"127.0.0.1:{port}"
+
+    async def until_ready(self, timeout_s: float = START_S) -> None:
+        """Raises TimeoutError naming who is not."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(member.port for member in self._members.values()):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            late = [name for name, member in self._members.items() if not member.port]
+            raise TimeoutError(f"not ready within {timeout_s:g} s: {', '.join(late)}; see {self._folder}") from None
+
+    async def stop(self) -> list[int]:
+        self._is_stopping = True
+        self.states()  # sees the ranks
+        for name, member in self._members.items():
+            if member.process is not None and member.pipe is not None:
+                self.signal(name, signal.SIGCONT)
+                with contextlib.suppress(OSError):
+                    member.pipe.send(0.0)
+        await asyncio.to_thread(psutil.wait_procs, self._seen.values(), STOP_S)
+        left = [process.pid for process in self._seen.values() if _is_there(process)]
+        for member in self._members.values():
+            if member.process is not None and member.process.is_alive():
+                member.process.kill()
+        await self.proxy.close()
+        return left
+
+    def _begin(self, name: str) -> None:
+        member = self._members[name]
+        ours, theirs = self._context.Pipe()
+        log = str(self._folder / f"{name}.log.txt")
+        if member.role == "router":
+            options: Any = {**self._router, "name": name, "port": 0}
+            process: BaseProcess = self._context.Process(
+                target=run_router, args=(options, self._addresses, theirs, log), daemon=True
+            )
+        else:
+            worker = (self._options(name), self._engine_of(name), self._advertised[name])
+            process = self._context.Process(target=run_worker, args=(*worker, theirs, log), daemon=True)
+        began_s = time.monotonic()
+        process.start()
+        theirs.close()
+        member.process, member.pipe, member.starts = process, ours, member.starts + 1
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), self._on_event, member, ours, began_s)
+        loop.add_reader(process.sentinel, self._on_end, member, process, ours)
+
+    def _options(self, name: str) -> Any:
+        role, ranks = self._members[name].role, self._engine_of(name).get("tensor_parallel", 1)
+        return worker_options(name, role, **self._worker, faults=str(self._folder), tensor_parallel=ranks)
+
+    def _engine_of(self, name: str) -> dict[str, Any]:
+        ranks = self.shape.ranks if name == "decode-0" else 1
+        return {**self._engine, "tensor_parallel": ranks}
+
+    def _on_event(self, member: Member, pipe: Connection, began_s: float) -> None:
+        try:
+            event = pipe.recv()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            return
+        if event["stage"] == "ready" and member.pipe is pipe:
+            member.port, member.ready_s = int(event["address"].rpartition(":")[2]), time.monotonic()
+            self.start_s = max(self.start_s, member.ready_s - began_s)
+
+    def _on_end(self, member: Member, process: BaseProcess, pipe: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        loop.remove_reader(pipe.fileno())
+        pipe.close()
+        process.join()
+        member.port, member.ended_s = 0, time.monotonic()
+        if not self._is_stopping:
+            member.rules = [rule for rule in member.rules if rule.get("stays")]
+            self._write_rules(member)
+            self._begin(member.name)
+
+    # Who is there
+
+    def names(self, role: str) -> list[str]:
+        return [name for name, member in self._members.items() if member.role == role]
+
+    def member(self, name: str) -> Member:
+        return self._members[name]
+
+    def pid(self, name: str) -> int:
+        process = self._members[name].process
+        return process.pid or 0 if process is not None and process.is_alive() else 0
+
+    def rank_pids(self, name: str) -> list[int]:
+        """Of the processes under a worker of several."""
+        with contextlib.suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(self.pid(name)).children(recursive=True)]
+        return []
+
+    def is_ready(self, name: str) -> bool:
+        return bool(self._members[name].port)
+
+    def signal(self, name: str, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if pid := self.pid(name):
+                os.kill(pid, number)
+
+    def limit(self, name: str, what: str) -> Callable[[], None]:
+        """Let a worker open or take hardly more than it has; returns what lifts that."""
+        process = psutil.Process(self.pid(name))
+        number = psutil.RLIMIT_NOFILE if what == "descriptors" else psutil.RLIMIT_AS
+        now = process.num_fds() + 2 if what == "descriptors" else process.memory_info().vms + (1 << 20)
+        before = process.rlimit(number)
+        process.rlimit(number, (now, before[1]))
+
+        def lift() -> None:
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(number, before)
+
+        return lift
+
+    def states(self) -> dict[int, ProcessState]:
+        states = {}
+        for name in self._members:
+            for pid in [self.pid(name), *self.rank_pids(name)]:
+                with contextlib.suppress(psutil.Error):
+                    process = self._seen.setdefault(pid, psutil.Process(pid))
+                    states[pid] = ProcessState(
+                        descriptors=process.num_fds(),
+                        threads=process.num_threads(),
+                        memory_bytes=process.memory_info().rss,
+                    )
+        return states
+
+    def _owner_of(self, port: int) -> str:
+        """The worker whose connection comes from this port."""
+        for name in [*self.names("prefill"), *self.names("decode")]:
+            with contextlib.suppress(psutil.Error):
+                if any(at.laddr.port == port for at in psutil.Process(self.pid(name)).net_connections("tcp")):
+                    return name
+        return "unknown"
+
+    # Faults inside a worker: worker/faults.py
+
+    async def arm(self, name: str, **rule: Any) -> str:
+        """Have a worker follow a rule; returns its id once it does."""
+        self._rule_serial += 1
+        member, rule_id = self._members[name], str(self._rule_serial)
+        member.rules.append({"id": rule_id, **rule})
+        self._write_rules(member)
+        await self.logged(name, rule_id, "armed", 5.0)
+        return rule_id
+
+    def disarm(self) -> None:
+        for member in self._members.values():
+            if member.rules:
+                member.rules = []
+                self._write_rules(member)
+
+    async def logged(self, name: str, rule_id: str, what: str = "fired", timeout_s: float = 5.0) -> float | None:
+        """When a rule was armed or fired, on the monotonic clock; None if it was not within the time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            times = self.times(name, rule_id, what)
+            if times or time.monotonic() > deadline:
+                return times[0] if times else None
+            await asyncio.sleep(POLL_S)
+
+    def times(self, name: str, rule_id: str, what: str = "fired") -> list[float]:
+        path = self._folder / f"{name}.log"
+        lines: Sequence[str] = path.read_text().splitlines() if path.exists() else ()
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        return [e["at_ns"] / 1e9 for e in entries if e["rule"] == rule_id and e["what"] == what]
+
+    def _write_rules(self, member: Member) -> None:
+        path = self._folder / f"{member.name}.rules"
+        rules = [{key: value for key, value in rule.items() if key != "stays"} for rule in member.rules]
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(rules))
+        temporary.replace(path)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,0 +1,113 @@
+"""What a run found, as plain data (JSON) and as a table for a person. Nothing is decided here: a problem is a problem
+already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from kvrelay.chaos.bounds import Bound, bound_of, within
+from kvrelay.chaos.cells import CELLS
+from kvrelay.chaos.suite import Findings, Outcome
+
+FLAT = {"descriptors": 64.0, "threads": 16.0, "memory_mb": 256.0}  # that a process may grow while it lives
+TIMES = ("noticed", "next_token", "pages")
+MAX_PROBLEMS = 20  # shown of each cell
+
+
+def as_object(findings: Findings) -> dict[str, Any]:
+    by_cell: dict[str, list[Outcome]] = {}
+    for outcome in findings.outcomes:
+        by_cell.setdefault(outcome.cell, []).append(outcome)
+    cells = [cell_object(name, outcomes, findings.values) for name, outcomes in sorted(by_cell.items())]
+    grown = {name: round(value, 1) for name, value in findings.growth.items()}
+    wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > FLAT[name]]
+    wrong += [f"process {pid} outlived the cluster" for pid in findings.orphans]
+    return {
+        "faults": sum(cell["faults"] for cell in cells),
+        "rounds": len(findings.outcomes),
+        "duration_s": round(findings.duration_s, 1),
+        "is_ok": all(cell["is_ok"] for cell in cells) and not wrong,
+        "streams": dict(sum((Counter(o.measured.ended) for o in findings.outcomes), Counter())),
+        "growth": grown,
+        "problems": wrong,
+        "settings": {name: round(value, 4) for name, value in findings.values.items()},
+        "cells": cells,
+    }
+
+
+def cell_object(name: str, outcomes: Sequence[Outcome], values: dict[str, float]) -> dict[str, Any]:
+    bound = bound_of(CELLS[name].bound)
+    failed = [outcome for outcome in outcomes if outcome.measured.problems]
+    return {
+        "cell": name,
+        "bound": bound.fault,
+        "faults": sum(outcome.measured.faults for outcome in outcomes),
+        "rounds": len(outcomes),
+        "missed": sum(outcome.measured.missed for outcome in outcomes),
+        "streams": dict(sum((Counter(outcome.measured.ended) for outcome in outcomes), Counter())),
+        **{f"{what}_s": times(what, outcomes, bound, values) for what in TIMES},
+        "is_ok": not failed,
+        "problems": [
+            {"problem": problem, "repeat": f"kvrelay chaos --cell {quoted(name)} --seed {outcome.seed}"}
+            for outcome in failed
+            for problem in outcome.measured.problems
+        ][:MAX_PROBLEMS],
+    }
+
+
+def times(what: str, outcomes: Sequence[Outcome], bound: Bound, values: dict[str, float]) -> dict[str, float | None]:
+    measured = sorted(t for o in outcomes if (t := getattr(o.measured, f"{what}_s")) is not None)
+    promise = getattr(bound, what)
+    return {
+        **{f"p{share}": rounded(percentile(measured, share / 100)) for share in (50, 99)},
+        "max": rounded(measured[-1] if measured else None),
+        "bound": rounded(within(promise, values)) if promise else None,
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def rounded(time_s: float | None) -> float | None:
+    return None if time_s is None else round(time_s, 3)
+
+
+def quoted(name: str) -> str:
+    return f"'{name}'" if " " in name else name
+
+
+def table(result: dict[str, Any]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("cell")
+    shown.add_column("faults", justify="right")
+    for name in ("noticed", "next token", "pages back"):
+        shown.add_column(f"{name}, s\np50  p99  max / bound", justify="right")
+    shown.add_column("")
+    for cell in result["cells"]:
+        ok = "ok" if cell["is_ok"] else "BROKEN"
+        shown.add_row(cell["cell"], str(cell["faults"]), *(time_text(cell[f"{what}_s"]) for what in TIMES), ok)
+    return shown
+
+
+def time_text(figures: dict[str, float | None]) -> str:
+    if figures["max"] is None:
+        return "-"
+    bound = "-" if figures["bound"] is None else f"{figures['bound']:.2f}"
+    return f"{figures['p50']:.2f}  {figures['p99']:.2f}  {figures['max']:.2f} / {bound}"
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """What went wrong, with what plays it again; and the sum."""
+    lines = [f"{p['problem']}\n  {p['repeat']}" for cell in result["cells"] for p in cell["problems"]]
+    lines += result["problems"]
+    ended = ", ".join(f"{count} {how}" for how, count in sorted(result["streams"].items()))
+    broken = sum(not cell["is_ok"] for cell in result["cells"])
+    verdict = f"{broken} of {len(result['cells'])} cells broken" if broken else "every bound was kept"
+    return [*lines, f"{result['faults']} faults in {result['duration_s']:.0f} s; requests: {ended}; {verdict}"]
