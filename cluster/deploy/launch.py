@@ -72,7 +72,7 @@ def launch_members(spec: ClusterSpec, *, loopback: bool) -> None:
     group = _reserve([bundle for bundle in bundles if bundle])
     index = 0
     for plan, bundle in zip(plans, bundles, strict=True):
-        _launch_worker(plan, bundle, group, index, loopback, spec.liveness_timeout_s)
+        _launch_worker(plan, bundle, group, index, loopback)
         index += bool(bundle)
     for i in range(spec.router.replicas):
         _launch_router(spec, i)
@@ -91,14 +91,7 @@ def _always(name: str) -> dict[str, Any]:
     return {"name": name, "lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
 
-def _launch_worker(
-    plan: WorkerPlan,
-    bundle: Mapping[str, float],
-    group: Any,
-    index: int,
-    loopback: bool,
-    liveness_timeout_s: float,
-) -> None:
+def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, index: int, loopback: bool) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -111,14 +104,7 @@ def _launch_worker(
     if bundle:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     actor = ray.remote(_actor_class(plan.options.role)).options(**options)
-    actor.remote(
-        plan.options,
-        dict(plan.engine),
-        plan.cpus,
-        loopback,
-        controller=CONTROLLER,
-        liveness_timeout_s=liveness_timeout_s,
-    )
+    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, CONTROLLER)
 
 
 def _actor_class(role: str) -> type[Any]:
@@ -140,7 +126,7 @@ def _launch_router(spec: ClusterSpec, index: int) -> None:
     else:  # where `up` runs, so that the endpoint is where one looks for it
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    ray.remote(RouterActor).options(**options).remote(spec, index, controller=CONTROLLER)
+    ray.remote(RouterActor).options(**options).remote(spec, index, CONTROLLER)
 
 
 def end_actors(controller: Any) -> None:

@@ -9,19 +9,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.pages.pool import PageHash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """What does not change while a worker lives."""
+    """What does not change while a worker lives. `incarnation`: of its process; empty: not known."""
 
     name: str
     role: str
     total_pages: int
     page_size: int
+    incarnation: str = ""
+
+    @property
+    def life(self) -> str:
+        return f"{self.name}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTrouble:
+    """A decode worker that a prefill worker could not hand over to."""
+
+    name: str
+    failures: int  # one after another
+    reason: str
+    failed_s: float  # on the router's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +51,27 @@ class Report:
     available_pages: int = 0
     draining: bool = False
     request_ids: frozenset[str] = frozenset()  # decode: those that hold pages or a lease
+    step_age_s: float = 0.0  # how long its step has been running
+    peers: tuple[PeerTrouble, ...] = ()  # prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a request's earlier attempts have met."""
+
+    avoid: frozenset[str] = frozenset()  # workers that failed it; taken only when there is no other
+    failures: int = 0  # attempts of it that have failed
+    losses: int = 0  # workers lost while it was there, computed or not
+    deaths: tuple[str, ...] = ()  # WorkerView.life of those that may have died of it
+    died_in: str = ""  # the phase in which the last one did: it is tried there alone first
+
+    def pardoned(self, life: str) -> Past:
+        """That worker lives: it was only out of reach."""
+        deaths = tuple(each for each in self.deaths if each != life)
+        return replace(self, deaths=deaths, died_in=self.died_in if deaths else "")
+
+
+FRESH = Past()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +82,14 @@ class RequestShape:
     prompt_len: int
     max_tokens: int  # still to be generated at most
     page_hashes: Sequence[PageHash] = ()
-    avoid: frozenset[str] = frozenset()  # workers that failed it; taken only when there is no other
-    failures: int = 0  # attempts of it that have failed
+    past: Past = FRESH
 
 
 @dataclass(slots=True)
 class RoutedRequest:
     shape: RequestShape
+    past: Past  # the shape's, less what it has been pardoned since
+    queued_s: float = 0.0  # since when it has waited in the router
     prefill: str = ""
     decode: str = ""
     work: int = 0  # prompt tokens that prefill is expected to compute
@@ -61,6 +98,10 @@ class RoutedRequest:
     is_seen: bool = False  # a report of the prefill worker counts it
     has_first_token: bool = False
     is_handed_off: bool = False
+
+    def at(self, phase: str) -> str:
+        """The worker that computes it."""
+        return self.prefill if phase == "prefill" else self.decode
 
 
 @dataclass(slots=True)

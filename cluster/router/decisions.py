@@ -7,6 +7,11 @@ an attempt is over -> Resend | GiveUp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from cluster.router.accounts import Past
+
+Cause = Literal["", "step", "peer", "room", "request"]  # whose fault a failure is: worker.proto's FailureCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,6 @@ class Rejected:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
     reason: str
-    wait_s: float = 0.0  # how long a worker of that role may be waited for
 
 
 Decision = Assigned | Queued | Rejected | Unavailable
@@ -43,15 +47,17 @@ class Resend:
 
     request_id: str
     after_s: float
-    avoid: frozenset[str]  # workers that failed it
-    failures: int  # attempts that have failed so far
+    past: Past
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
+    """`code`: the gRPC status that the client gets, by its name."""
+
     request_id: str
     reason: str
+    code: str = "UNAVAILABLE"
 
 
 Retry = Resend | GiveUp

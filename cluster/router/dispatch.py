@@ -1,10 +1,9 @@
-"""Dispatcher carries out where requests go: it sends, parks, moves, resends, cancels and ends them, as RouterPolicy
+"""Dispatcher carries out where requests go: it sends, moves, resends, cancels and ends them, as RouterPolicy
 decides. It owns the registry of what is under way, and hears of nothing by itself: the router tells it what happened.
 
     route -> Assigned: sent to the prefill worker
-             Queued -> pump, after every event that frees something
-             Unavailable: parked until a worker is there -> route, or the wait is over -> failed
-             Rejected: failed
+             Queued -> pump, after every event that frees something; or a phase has no worker for too long -> failed
+             Unavailable, Rejected: failed
     retry -> Resend: the same request again, prompt and tokens so far, under a new wire id -> route
              GiveUp: failed
 """
@@ -29,6 +28,7 @@ from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+TIMER_SLACK_S = 0.01  # a timer may be early by its clock's resolution
 CLIENT_LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -51,7 +51,6 @@ class Dispatcher:
         self._clock = clock
         self._submissions: dict[str, Submission] = {}
         self._live: dict[str, LiveRequest] = {}  # by wire id: sent, queued, or waiting to be sent again
-        self._parked: dict[str, LiveRequest] = {}  # by wire id: a role has no worker
         self._stalled: dict[str, str] = {}  # wire id: why its decode worker has no pages
 
     # what is under way
@@ -93,54 +92,67 @@ class Dispatcher:
         while assigned := self._policy.next_assignable(self._clock()):
             self._send(self._live[assigned.request_id], assigned)
 
-    def unpark(self) -> None:
-        """Every role has a worker again."""
-        parked, self._parked = self._parked, {}
-        for live in parked.values():
-            if live.wire_id in self._live:
-                self._route(live)
+    def on_phase_missing(self) -> None:
+        """From now on nobody computes some phase: those that wait do so for a time."""
+        for wire_id in self._policy.queued:
+            self._give_up_later(wire_id)
+
+    def _give_up_later(self, wire_id: str) -> None:
+        grace_s = self._policy.options.unavailable_grace_s
+        asyncio.get_running_loop().call_later(grace_s + TIMER_SLACK_S, self._give_up_waiting, wire_id)
+
+    def _give_up_waiting(self, wire_id: str) -> None:
+        if (given_up := self._policy.give_up_waiting(wire_id, self._clock())) is not None:
+            self.retry(self._live[wire_id], given_up)
 
     def retry(self, live: LiveRequest, retry: Retry) -> None:
         """The attempt is over, and the policy has forgotten it: begin another one, or fail."""
         self._forget(live)
         if isinstance(retry, GiveUp):
-            self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode.UNAVAILABLE, retry.reason))
+            self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode[retry.code], retry.reason))
             return
         log.info("%s is sent again: %s", live.wire_id, retry.reason)
-        live.begin_attempt(self._clock(), failures=retry.failures)
+        live.begin_attempt(self._clock(), past=retry.past)
         self._metrics.counts["retries"] += 1
         self._live[live.wire_id] = live
         if retry.after_s == 0:
-            self._route(live, retry.avoid)
+            self._route(live)
         else:
-            asyncio.get_running_loop().call_later(retry.after_s, self._route_later, live.wire_id, retry.avoid)
+            asyncio.get_running_loop().call_later(retry.after_s, self._route_later, live.wire_id)
 
-    def _route_later(self, wire_id: str, avoid: frozenset[str]) -> None:
+    def pardon(self, life: str) -> None:
+        """A worker that seemed to have died lives: no request is to blame."""
+        for live in self._live.values():
+            if life in live.past.deaths:
+                live.past = live.past.pardoned(life)
+
+    def _route_later(self, wire_id: str) -> None:
         if live := self._live.get(wire_id):
-            self._route(live, avoid)
+            self._route(live)
 
-    def _route(self, live: LiveRequest, avoid: frozenset[str] = frozenset()) -> None:
+    def _route(self, live: LiveRequest) -> None:
         self._live[live.wire_id] = live
-        decision = self._policy.assign(self._shape(live, avoid), self._clock(), is_resent=live.attempt > 1)
+        decision = self._policy.assign(self._shape(live), self._clock(), is_resent=live.attempt > 1)
         match decision:
             case Assigned():
                 self._send(live, decision)
-            case Queued():
-                pass  # pump sends it
-            case Unavailable(reason=reason, wait_s=wait_s):
-                self._park(live, f"{reason}; try again later", wait_s)
+            case Queued():  # pump sends it
+                if self._policy.missing_phase:
+                    self._give_up_later(live.wire_id)
+            case Unavailable(reason=reason):
+                error = RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{reason}; try again later")
+                self.fail(self.submission_of(live), error)
             case Rejected():
                 self._refuse(live, decision)
 
-    def _shape(self, live: LiveRequest, avoid: frozenset[str]) -> RequestShape:
+    def _shape(self, live: LiveRequest) -> RequestShape:
         tokens = [*live.prompt_ids, *live.output_ids]
         return RequestShape(
             id=live.wire_id,
             prompt_len=len(tokens),
             max_tokens=live.tokens_left,
             page_hashes=self._served.page_hashes(tokens),
-            avoid=avoid,
-            failures=live.failures,
+            past=live.past,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:
@@ -154,18 +166,6 @@ class Dispatcher:
     def _refuse(self, live: LiveRequest, rejected: Rejected) -> None:
         counter, error = _told(rejected)
         self.fail(self.submission_of(live), error, counter=counter)
-
-    def _park(self, live: LiveRequest, reason: str, wait_s: float) -> None:
-        """A role has no worker: fail at once, or wait so long for one."""
-        self._parked[live.wire_id] = live
-        if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._give_up_parked, live.wire_id, reason)
-        else:
-            self._give_up_parked(live.wire_id, reason)
-
-    def _give_up_parked(self, wire_id: str, reason: str) -> None:
-        if live := self._parked.pop(wire_id, None):
-            self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode.UNAVAILABLE, reason))
 
     # moving to another decode worker
 
@@ -184,7 +184,7 @@ class Dispatcher:
                 self._move(live, reason)
 
     def _move(self, live: LiveRequest, reason: str) -> None:
-        better = self._policy.reassign(live.wire_id, live.decode)
+        better = self._policy.reassign(live.wire_id, live.decode, self._clock())
         if better is None:
             return
         log.info("%s moves from %s to %s: %s", live.wire_id, live.decode, better, reason)
@@ -237,7 +237,6 @@ class Dispatcher:
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.wire_id, None)
-        self._parked.pop(live.wire_id, None)
         self._stalled.pop(live.wire_id, None)
 
     def _drop(self, submission: Submission) -> None:
@@ -247,7 +246,7 @@ class Dispatcher:
 
     def check_invariants(self) -> None:
         """Assert that whatever is under way is filed once, under its last attempt."""
-        assert self._live.keys() >= self._parked.keys() | self._stalled.keys(), "an ended request still waits"
+        assert self._live.keys() >= self._stalled.keys(), "an ended request still waits"
         for wire_id, live in self._live.items():
             assert live.wire_id == wire_id, f"{wire_id} is filed under an old attempt"
             assert live.finish is None, f"{wire_id} has ended and is still here"

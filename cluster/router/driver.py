@@ -18,11 +18,13 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import grpc
 
-from cluster.router.accounts import Report, WorkerView
+from cluster.router.accounts import PeerTrouble, Report, WorkerView
+from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
 from cluster.router.links import WorkerLinks
 from cluster.router.live_requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
@@ -41,6 +43,12 @@ from worker.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 ENDINGS = frozenset((pb.EVENT_KIND_PREEMPTED, pb.EVENT_KIND_FAILED, pb.EVENT_KIND_CANCELLED))
+CAUSES: dict[int, Cause] = {
+    pb.FAILURE_CAUSE_STEP: "step",
+    pb.FAILURE_CAUSE_PEER: "peer",
+    pb.FAILURE_CAUSE_ROOM: "room",
+    pb.FAILURE_CAUSE_REQUEST: "request",
+}
 
 RETRY_AFTER_S = 1.0
 
@@ -145,11 +153,18 @@ class Router:
 
     def on_ready(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
         self._served.admit(hello, self._links.ready_beside(link))
-        view = WorkerView(name=link.name, role=link.worker.role, total_pages=hello.num_pages, page_size=hello.page_size)
-        self.policy.on_worker_up(view, self._clock())
+        view = WorkerView(
+            name=link.name,
+            role=link.worker.role,
+            total_pages=hello.num_pages,
+            page_size=hello.page_size,
+            incarnation=hello.worker.incarnation,
+        )
+        self._dispatcher.pardon(view.life)
+        misfits = self.policy.on_worker_up(view, self._clock())
         log.info("%s is ready at %s", link.name, link.worker.address)
         self._note_readiness()
-        asyncio.get_running_loop().call_soon(self._on_more_room)
+        asyncio.get_running_loop().call_soon(self._on_more_room, misfits)
 
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None:
         now = self._clock()
@@ -166,6 +181,8 @@ class Router:
                 available_pages=report.available_pages,
                 draining=report.draining,
                 request_ids=frozenset(report.request_ids) if decodes else frozenset(),
+                step_age_s=report.step_age_ms / 1e3,
+                peers=self._troubles(report, now),
             ),
             now,
         )
@@ -174,11 +191,25 @@ class Router:
             self._dispatcher.move_stalled()
         self._dispatcher.pump()
 
-    def on_lost(self, link: WorkerLink, reason: str) -> None:
-        """Forget the worker; what it had is sent elsewhere, or fails at once when there is nowhere."""
+    def _troubles(self, report: pb.WorkerReport, now: float) -> tuple[PeerTrouble, ...]:
+        """With decode workers as they are now; not with those that have been started again since."""
+        return tuple(
+            PeerTrouble(name=p.name, failures=p.failures, reason=p.reason, failed_s=now - p.age_ms / 1e3)
+            for p in report.peers
+            if p.failures and self._links.is_incarnation(p.name, p.incarnation)
+        )
+
+    def on_silent(self, link: WorkerLink, silent_s: float) -> str:
+        return self.policy.on_silent(link.name, silent_s)
+
+    def on_heard(self, link: WorkerLink) -> None:
+        self.policy.on_heard(link.name)
+
+    def on_lost(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
+        """Forget the worker; what it had is sent elsewhere, waits until there is a worker, or fails."""
         self._links.forget_report(link)
         self.metrics.counts["workers_lost"] += self._links.get(link.name) is link  # else it was sent away
-        retries = self.policy.on_worker_lost(link.name, reason)
+        retries = self.policy.on_worker_lost(link.name, reason, self._clock(), is_death=is_death)
         self._note_readiness()
         for retry in retries:
             if live := self._dispatcher.get(retry.request_id):  # else it failed with another choice of the same call
@@ -205,12 +236,21 @@ class Router:
             if link.name == live.prefill and not live.has_first_token:
                 live.has_first_token = True
                 self.policy.on_first_token(live.wire_id, now)
+            if live.past.deaths and link.name == live.decode:
+                self._on_suspect_decoded(live)
             if ready := live.take(token):
                 self._deliver(live, ready, now)
+        if outputs.tokens and link.name in self.policy.health.steps:
+            self.policy.on_stepped(link.name)
         for event in endings:
             if live := self._dispatcher.get(event.request_id):
-                self._on_ending(link, live, event)
+                self._on_ending(link, live, event, now)
         self._dispatcher.pump()
+
+    def _on_suspect_decoded(self, live: LiveRequest) -> None:
+        live.num_decoded += 1
+        if self.policy.on_decoded(live.wire_id, live.num_decoded):
+            live.past = replace(live.past, deaths=())
 
     def _on_event(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
         match event.kind:
@@ -238,26 +278,25 @@ class Router:
     def _on_handed_off(self, live: LiveRequest, holder: str) -> None:
         """A reassignment can have come too late, and who holds the KV may be lost by now."""
         live.decode, live.is_handed_off = holder, True
-        retry = self.policy.on_handed_off(live.wire_id, holder)
+        retry = self.policy.on_handed_off(live.wire_id, holder, self._clock())
         if retry is not None:
             self._dispatcher.retry(live, retry)
 
-    def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent) -> None:
+    def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, now: float) -> None:
         if link.name not in (live.prefill, live.decode):
             return  # a decode worker that it was moved away from
+        if live.is_handed_off and link.name != live.decode:
+            return  # the decode worker has its KV and has said so: what prefill has lost is no more than the receipt
         if event.kind == pb.EVENT_KIND_PREEMPTED:
             self.metrics.counts["preempted"] += 1
             self._dispatcher.retry(live, self.policy.on_preempted(live.wire_id))
             return
-        if event.kind == pb.EVENT_KIND_CANCELLED and live.is_handed_off and link.name == live.prefill:
-            return  # prefill had nothing left of it
         reason = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
-        if event.kind == pb.EVENT_KIND_FAILED and not event.retryable:
-            submission = self._dispatcher.submission_of(live)
-            self._dispatcher.fail(submission, RequestFailed(grpc.StatusCode.INTERNAL, reason))
-            return
         self._dispatcher.cancel_at_workers(live, reason, but=link.name)
-        self._dispatcher.retry(live, self.policy.on_failed(live.wire_id, reason))
+        cause = CAUSES.get(event.cause, "")
+        retry = self.policy.on_failed(live.wire_id, reason, now, worker=link.name, cause=cause, peer=event.peer)
+        self.metrics.counts["circuits_opened"] = self.policy.health.num_opened
+        self._dispatcher.retry(live, retry)
 
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
         live.timeline.first_token(now)
@@ -311,14 +350,17 @@ class Router:
         self.policy.check_invariants()
         self._dispatcher.check_invariants()
 
-    def _on_more_room(self) -> None:
-        if self.is_ready:
-            self._dispatcher.unpark()
+    def _on_more_room(self, misfits: list[GiveUp]) -> None:
+        for given_up in misfits:
+            if live := self._dispatcher.get(given_up.request_id):
+                self._dispatcher.retry(live, given_up)
         self._dispatcher.pump()
 
     def _note_readiness(self) -> None:
         if self.is_ready != self._was_ready:
             self._was_ready = self.is_ready
+            if not self._was_ready:
+                self._dispatcher.on_phase_missing()
             if self._on_readiness is not None:
                 self._on_readiness(self._was_ready)
 

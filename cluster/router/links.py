@@ -72,6 +72,11 @@ class WorkerLinks:
         ready = (other for other in self._links.values() if other is not link and other.state is LinkState.READY)
         return [other.hello for other in ready if other.hello is not None]
 
+    def is_incarnation(self, name: str, incarnation: str) -> bool:
+        """Whether that is the process which answers under the name."""
+        link = self._links.get(name)
+        return link is not None and link.hello is not None and link.hello.worker.incarnation == incarnation
+
     def note_report(self, link: WorkerLink, report: pb.WorkerReport, now: float) -> None:
         self._reports[link.name] = (report, now)
 

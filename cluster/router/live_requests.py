@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.router.accounts import FRESH, Past
 from cluster.router.timeline import PHASES, Timeline
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
@@ -74,11 +75,12 @@ class LiveRequest:
         self.sampling = sampling
         self.timeline = Timeline(arrived_s)
         self.attempt = 1
-        self.failures = 0  # attempts that failed; preemption is none
+        self.past = FRESH  # what earlier attempts have met
         self.output_ids: list[int] = []
         self.prefill = ""
         self.decode = ""
         self.has_first_token = False  # in this attempt
+        self.num_decoded = 0  # tokens of its decode worker in this attempt: counted where `past` knows a death
         self.is_handed_off = False
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -116,14 +118,15 @@ class LiveRequest:
         self.recomputed_tokens += max(0, self._computed_len - cached_tokens)
         self._computed_len = len(self.prompt_ids) + len(self.output_ids)
 
-    def begin_attempt(self, now: float, *, failures: int) -> None:
+    def begin_attempt(self, now: float, *, past: Past) -> None:
         """Send it again: the tokens delivered so far stay, all else begins anew."""
         if self._computed_len:
             self._computed_len = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
         self.attempt += 1
-        self.failures = failures
+        self.past = past
         self.prefill = self.decode = ""
         self.has_first_token = self.is_handed_off = False
+        self.num_decoded = 0
         self.receipt = None
         self._early.clear()
         self.timeline.enter("route", now)

@@ -7,6 +7,7 @@ The places a request stands in:
            -> Queued -> next_assignable -> Assigned -> ... -> finished (forgotten)
            -> Assigned(prefill, decode): submitted -> first token -> handed off
     failed, preempted, its worker lost -> Resend | GiveUp              (forgotten)
+    queued, and a phase without a worker for too long -> GiveUp        (forgotten)
 
 What workers hold is known from reports, which are old when they arrive. So the policy adds what it has sent since:
 prompt tokens for each prefill worker (a report says the last Submit it had seen), pages for each decode worker (until
@@ -15,13 +16,22 @@ a report lists the request), and takes away what it knows to have ended. Ties br
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape, RoutedRequest, WorkerView
+from cluster.router.accounts import (
+    DecodeAccount,
+    PrefillAccount,
+    Report,
+    RequestShape,
+    RoutedRequest,
+    WorkerView,
+)
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
-from cluster.router.decisions import Assigned, Decision, Queued, Rejected, Resend, Retry, Unavailable
-from cluster.router.retry import retry_failed, retry_preempted
+from cluster.router.decisions import Assigned, Cause, Decision, GiveUp, Queued, Rejected, Resend, Retry, Unavailable
+from cluster.router.health.health import Health
+from cluster.router.placing import Placing, Unplaced
+from cluster.router.retry import FORGIVEN_AFTER_TOKENS, retry_failed, retry_for_room, retry_lost, retry_preempted
 from cluster.router.waiting import WaitingQueue
 from engine.knobs import check, knob
 from engine.pages.pool import pages_for
@@ -43,12 +53,25 @@ class RouterOptions:
         unit="share of pages",
         ge=0,
     )
-    dead_after_s: float = knob(2.0, "a worker that says nothing for so long is lost", unit="s", gt=0, le=86_400)
+    max_passes: int = knob(
+        16, "that one for which no pages are free lets smaller requests go before it", unit="requests", ge=0
+    )
+    dead_after_s: float = knob(
+        2.0,
+        "a worker that says nothing for so long is suspect; it is lost, if another can take its requests",
+        unit="s",
+        gt=0,
+        le=86_400,
+    )
+    lost_after_s: float = knob(10.0, "one that says nothing for so long is lost in any case", unit="s", gt=0, le=86_400)
+    slow_step_s: float = knob(
+        5.0, "a worker whose step takes longer gets new requests only where there is no other", unit="s", gt=0
+    )
     max_attempts: int = knob(
-        4, "that may fail before the request does; a preemption is no failure", unit="attempts", ge=1
+        4, "that may fail before the request does; a preemption or a lost worker is no failure", unit="attempts", ge=1
     )
     unavailable_grace_s: float = knob(
-        0.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
+        60.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
     )
 
     def __post_init__(self) -> None:
@@ -60,14 +83,25 @@ class RouterPolicy:
         self.options = options or RouterOptions()
         self._prefill = PrefillCandidates()
         self._decode = DecodeCandidates(self.options.overcommit)
+        self._health = Health()
+        self._placing = self._new_placing()
         self._requests: dict[str, RoutedRequest] = {}
         self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
+        self._absent_s: float | None = 0.0  # since when a phase has had no worker
+
+    def _new_placing(self) -> Placing:
+        return Placing(self._prefill, self._decode, self._health, self.options.max_backlog_tokens)
 
     # what is known of it
 
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def queued(self) -> list[str]:
+        """The requests that wait."""
+        return list(self._queue)
 
     @property
     def queued_tokens(self) -> int:
@@ -85,10 +119,16 @@ class RouterPolicy:
             return "prefill"
         return "" if self._decode.is_open else "decode"
 
+    @property
+    def health(self) -> Health:
+        """To be read."""
+        return self._health
+
     # workers
 
-    def on_worker_up(self, view: WorkerView, now: float) -> None:
-        """A worker is ready, and empty of this router's requests."""
+    def on_worker_up(self, view: WorkerView, now: float) -> list[GiveUp]:
+        """A worker is ready, and empty of this router's requests. Returns those that waited for one and that it turns
+        out to be too small for, forgotten."""
         is_known = view.name in self._prefill.accounts or view.name in self._decode.accounts
         assert not is_known, f"{view.name} is up already"
         empty = Report(made_s=now, available_pages=view.total_pages)
@@ -97,22 +137,36 @@ class RouterPolicy:
             self._prefill.up(PrefillAccount(view, empty))
         if "decode" in phases:
             self._decode.up(DecodeAccount(view, empty))
+        if view.incarnation:
+            self._pardon(view.life)
+        self._note_absence(now)
+        return self._give_up_misfits("")
 
-    def on_worker_lost(self, name: str, reason: str) -> list[Retry]:
+    def on_worker_lost(self, name: str, reason: str, now: float, *, is_death: bool = True) -> list[Retry]:
         """Forget a worker. Returns what becomes of the requests that it fails, forgotten too, in the order they came.
 
-        A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the last
-        worker of a role, what waits in the queue; the largest, what no other could ever hold, or the queue would stand.
+        A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the
+        largest, what no other could ever hold, or the queue would stand; without a grace, the last of a role the queue.
+        `is_death`: it may have died of a request that it computed. Not so one that was about to stop.
         """
-        was_prefill = self._prefill.lost(name) is not None
-        was_decode = self._decode.lost(name) is not None
-        if not was_prefill and not was_decode:
+        prefill, decode = self._prefill.lost(name), self._decode.lost(name)
+        account = prefill or decode
+        if account is None:
             return []
-        affected = [r.shape.id for r in self._requests.values() if self._is_hit(r, name)]
-        is_role_gone = not self._prefill.accounts or not self._decode.accounts
-        affected += [i for i in self._queue if is_role_gone or self._never_fits(self._requests[i].shape)]
+        self._health.forget(name)
+        self._note_absence(now)
         reason = f"{name} is lost: {reason}"
-        return [self._retry(self._requests[request_id], reason, frozenset()) for request_id in affected]
+        is_death = is_death and not account.report.draining
+        hit = [r for r in self._requests.values() if self._is_hit(r, name)]
+        retries: list[Retry] = []
+        for request in hit:
+            died_in = _computed_by(request, name) if is_death else ""
+            self._forget(request.shape.id)
+            retries.append(retry_lost(request.shape.id, request.past, reason, account.view.life, died_in))
+        retries += self._give_up_misfits(f"{reason}, and ")
+        if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
+            retries += [self._give_up(i, _not_ready(phase)) for i in self.queued]
+        return retries
 
     def _is_hit(self, request: RoutedRequest, name: str) -> bool:
         if request.decode == name:
@@ -125,6 +179,28 @@ class RouterPolicy:
             self._prefill.take_report(prefill, report)
         if decode := self._decode.accounts.get(name):
             self._decode.take_report(decode, report)
+        self._health.on_step_age(name, report.step_age_s, self.options.slow_step_s)
+        for peer in report.peers:
+            if peer.name in self._decode.accounts:
+                self._health.on_pair_told(name, peer)
+        self._note_absence(now)
+
+    def on_silent(self, name: str, silent_s: float) -> str:
+        """It has said nothing for so long, its stream being open: it is suspect until it is heard again. Returns why
+        it is to be given up; empty: not yet."""
+        self._health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
+        bound_s = self.options.dead_after_s
+        if not self._has_stand_in(name):
+            bound_s = max(bound_s, self.options.lost_after_s)
+        return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
+
+    def on_heard(self, name: str) -> None:
+        """One that was silent has spoken."""
+        self._health.on_heard(name)
+
+    def on_stepped(self, name: str) -> None:
+        """A step of its engine brought tokens: told of those that `health.steps` knows."""
+        self._health.steps.on_success(name)
 
     # requests
 
@@ -138,48 +214,69 @@ class RouterPolicy:
     def assign(self, shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
         """Workers for a new request, a place in the queue, or why not.
 
-        One that `is_resent` (its first attempt failed) is never rejected for a full queue and goes to its front.
+        One that `is_resent` (it had an attempt before) is never rejected for a full queue and goes to its front.
         """
         assert shape.id not in self._requests, f"{shape.id} is assigned already"
-        if phase := self.missing_phase:
-            return Unavailable(reason=f"no {phase} worker is ready", wait_s=self.options.unavailable_grace_s)
-        if why := self._never_fits(shape):
-            return Rejected(reason=why, retry_after_s=None)
-        request = RoutedRequest(shape)
-        if is_resent or not self._queue:
-            placed = self._place(request)
+        absent = self.missing_phase
+        if absent and not self.options.unavailable_grace_s:
+            return Unavailable(reason=_not_ready(absent))
+        if why := self._placing.why_never(shape):
+            return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
+        request = RoutedRequest(shape, shape.past, now)
+        if absent:
+            why = _not_ready(absent)
+        elif is_resent or not self._queue.first:
+            placed = self._place(request, now)
             if isinstance(placed, Assigned):
                 self._requests[shape.id] = request
                 return placed
-            why = placed
+            why = placed.reason
         else:
             why = f"{len(self._queue)} requests wait before it"
         if not is_resent and (full := self._queue.why_full(shape)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        self._queue.add(shape, is_resent=is_resent)
+        self._queue.add(shape, is_resent=is_resent, tried_in=request.past.died_in)
         return Queued(reason=why)
 
     def next_assignable(self, now: float) -> Assigned | None:
-        """Workers for the first request of the queue, which leaves it; None while it must wait. First come first."""
-        if not self._queue:
+        """Workers for the next of the queue that may go, which leaves it; None while all must wait. First come first,
+        but that one for which there are no pages lets smaller ones go before it, so many times."""
+        if not self._queue or self.missing_phase:
             return None
-        request = self._requests[self._queue.first]
-        placed = self._place(request)
-        if not isinstance(placed, Assigned):
-            return None
-        self._queue.drop(request.shape.id)
-        return placed
+        passed: list[str] = []
+        for request_id in self._queue.in_order():
+            request = self._requests[request_id]
+            placed = self._place(request, now)
+            if isinstance(placed, Assigned):
+                self._queue.drop(request_id)
+                for each in passed:
+                    self._queue.on_passed(each)
+                return placed
+            if placed.lacks_pages and self._queue.passed(request_id) < self.options.max_passes:
+                passed.append(request_id)
+            elif placed.lacks_pages or not request.past.died_in:
+                return None
+        return None
 
-    def reassign(self, request_id: str, stalled: str) -> str | None:
+    def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
+        """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
+        if request_id not in self._queue or self._absent_s is None:
+            return None
+        since_s = max(self._absent_s, self._requests[request_id].queued_s)
+        if now < since_s + self.options.unavailable_grace_s:
+            return None
+        return self._give_up(request_id, _not_ready(self.missing_phase))
+
+    def reassign(self, request_id: str, stalled: str, now: float) -> str | None:
         """Another decode worker that has pages now, to which the request then belongs; None if there is none."""
         request = self._requests.get(request_id)
         if request is None or request.decode != stalled or request.is_handed_off:
             return None
-        better = self._decode.with_pages(request.shape, request.pages, but=stalled)
+        better = self._placing.elsewhere(request, now)
         if better is None:
             return None
-        self._move(request, better)
+        self._move(request, better, now)
         return request.decode
 
     def on_submitted(self, request_id: str, seq: int) -> None:
@@ -195,19 +292,42 @@ class RouterPolicy:
         request.has_first_token = True
         self._prefill.drop(request)
         self._queue.on_computed(now, request.work)
+        if request.past.died_in == "prefill":
+            self._pass(request)
 
-    def on_handed_off(self, request_id: str, decode: str) -> Retry | None:
+    def on_decoded(self, request_id: str, num_tokens: int) -> bool:
+        """Its decode worker has made so many tokens of it: told where a worker has died of it, perhaps. Whether that is
+        forgiven now."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request.past.died_in == "decode":
+            self._pass(request)
+        if num_tokens < FORGIVEN_AFTER_TOKENS:
+            return False
+        request.past = replace(request.past, deaths=())
+        return True
+
+    def _pass(self, request: RoutedRequest) -> None:
+        """It is past the place where a worker died."""
+        self._health.on_passed(request)
+        request.past = replace(request.past, died_in="")
+
+    def on_handed_off(self, request_id: str, decode: str, now: float) -> Retry | None:
         """`decode` holds its KV. It may be another than was named last: a reassignment can come too late. Returns what
         becomes of the request if that worker is lost by now."""
         request = self._requests.get(request_id)
         if request is None:
             return None
         request.is_handed_off = True
+        self._health.on_pair_works(request.prefill, decode)
         holder = self._decode.accounts.get(decode)
         if holder is None:
-            return self._retry(request, f"{decode} was lost after it had taken the KV", frozenset())
+            self._forget(request_id)
+            reason = f"{decode} was lost after it had taken the KV"
+            return retry_lost(request_id, request.past, reason, "", "")
         if decode != request.decode:
-            self._move(request, holder)
+            self._move(request, holder, now)
         return None
 
     def on_finished(self, request_id: str) -> None:
@@ -216,79 +336,105 @@ class RouterPolicy:
     def on_cancelled(self, request_id: str) -> None:
         self._forget(request_id)
 
-    def on_failed(self, request_id: str, reason: str) -> Retry:
-        """The handoff failed, or a worker gave up on it.
+    def on_failed(
+        self, request_id: str, reason: str, now: float, *, worker: str = "", cause: Cause = "", peer: str = ""
+    ) -> Retry:
+        """`worker` gave up on it, and says whose fault it is.
 
-        After the first token it is the handoff or the decode worker that failed, and prefill has the prompt cached.
+        Where it does not say: after the first token it is the handoff or the decode worker that failed, and prefill has
+        the prompt cached.
         """
         request = self._requests[request_id]
+        self._forget(request_id)
+        if cause == "request":
+            return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
-        return self._retry(request, reason, frozenset(avoid))
+        if cause == "step":
+            self._health.on_step_failed(worker, reason, now)
+            avoid = {worker}
+        elif cause == "room":
+            return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
+        elif cause == "peer":
+            avoid = {request.decode}
+            prefill, decode = (worker, peer) if worker == request.prefill else (peer, worker)
+            if prefill in self._prefill.accounts and decode in self._decode.accounts:
+                self._health.on_pair_failed(prefill, decode, reason, now)
+        return retry_failed(request_id, request.past, reason, frozenset(avoid), self.options.max_attempts)
 
     def on_preempted(self, request_id: str) -> Resend:
         """The decode worker gave its pages to others."""
         request = self._requests[request_id]
         self._forget(request_id)
-        return retry_preempted(request.shape, f"{request.decode} preempted it")
+        return retry_preempted(request_id, request.past, f"{request.decode} preempted it")
 
     # inside
 
-    def _place(self, request: RoutedRequest) -> Assigned | str:
-        """Choose both workers and note what goes to them, or say why neither choice is possible now."""
+    def _place(self, request: RoutedRequest, now: float) -> Assigned | Unplaced:
+        """Choose both workers and note what goes to them, or say why that is not possible now."""
         shape = request.shape
-        prefill = self._choose_prefill(shape)
-        if isinstance(prefill, str):
-            return prefill
-        decode = self._decode.best(shape)
-        if isinstance(decode, str):
-            return decode
+        placed = self._placing.choose(request, now)
+        if isinstance(placed, Unplaced):
+            return placed
+        reason = placed.reason(shape)
+        prefill, decode = placed.prefill, placed.decode
         request.prefill, request.decode = prefill.view.name, decode.view.name
-        cached = prefill.cached_len(shape)
-        reason = (
-            f"{request.prefill}: {prefill.queued_tokens} prompt tokens queued, {cached} of {shape.prompt_len} cached; "
-            f"{request.decode}: {decode.free_pages} of {decode.view.total_pages} pages free, batch {decode.batch}"
-        )
-        request.work = shape.prompt_len - cached
+        request.work = shape.prompt_len - prefill.cached_len(shape)
         request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
         self._prefill.add(prefill, request)
         self._decode.promise(decode, request)
+        self._health.on_placed(request, now)
         return Assigned(request_id=shape.id, prefill=request.prefill, decode=request.decode, reason=reason)
 
-    def _choose_prefill(self, shape: RequestShape) -> PrefillAccount | str:
-        best = self._prefill.best(shape)
-        if best is None:
-            return "no prefill worker that takes new requests has so many pages"
-        queued = best.queued_tokens
-        if queued and queued + shape.prompt_len - best.cached_len(shape) > self.options.max_backlog_tokens:
-            return f"{best.view.name}: {queued} prompt tokens queued"
-        return best
+    def _has_stand_in(self, name: str) -> bool:
+        """For every phase of the worker there is another one that takes new requests, and speaks."""
+        for names in (self._prefill.open_names, self._decode.open_names):
+            if name in names and all(each == name or self._health.doubt(each) for each in names):
+                return False
+        return True
 
-    def _never_fits(self, shape: RequestShape) -> str:
-        """Why no worker could ever serve it, even alone; empty if one could."""
-        most = self._decode.most_tokens
-        if shape.prompt_len + shape.max_tokens > most:
-            return (
-                f"prompt and max_tokens together are {shape.prompt_len + shape.max_tokens} tokens; "
-                f"the largest decode worker holds {most}, so give fewer"
-            )
-        most = self._prefill.most_tokens
-        if shape.prompt_len > most:
-            return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
-        return ""
+    def _note_absence(self, now: float) -> None:
+        if not self.missing_phase:
+            self._absent_s = None
+        elif self._absent_s is None:
+            self._absent_s = now
 
-    def _retry(self, request: RoutedRequest, reason: str, avoid: frozenset[str]) -> Retry:
-        self._forget(request.shape.id)
-        return retry_failed(request.shape, reason, avoid, self.options.max_attempts)
+    def _pardon(self, life: str) -> None:
+        """That worker has not died."""
+        for request in self._requests.values():
+            if life not in request.past.deaths:
+                continue
+            pardoned = request.past.pardoned(life)
+            if not pardoned.died_in and request.past.died_in:
+                if self._queue.drop(request.shape.id):
+                    self._queue.add(request.shape, is_resent=True)
+                else:
+                    self._health.on_passed(request)
+            request.past = pardoned
 
-    def _move(self, request: RoutedRequest, to: DecodeAccount) -> None:
+    def _give_up_misfits(self, why: str) -> list[GiveUp]:
+        """Of those that wait, what no worker that is there could ever hold."""
+        misfits = [(i, self._placing.why_never(self._requests[i].shape)) for i in self._queue]
+        return [self._give_up(i, f"{why}{never}") for i, never in misfits if never]
+
+    def _give_up(self, request_id: str, reason: str) -> GiveUp:
+        self._forget(request_id)
+        return GiveUp(request_id=request_id, reason=f"{reason}; try again later")
+
+    def _move(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
+        is_tried = request.past.died_in == "decode"
+        if is_tried:
+            self._health.on_passed(request)
         self._decode.drop(request)
         self._decode.promise(to, request)
         request.decode = to.view.name
+        if is_tried:
+            self._health.on_placed(request, now)
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is None or self._queue.drop(request_id):
             return
+        self._health.on_over(request)
         self._prefill.drop(request)
         self._decode.drop(request)
 
@@ -308,3 +454,17 @@ class RouterPolicy:
         for d in self._decode.accounts.values():
             for request_id in (*d.promised, *d.listed):
                 assert self._requests[request_id].decode == d.view.name, f"{request_id} is not at {d.view.name}"
+
+
+def _computed_by(request: RoutedRequest, name: str) -> str:
+    """The phase of the request that the worker may have been computing; empty if it cannot have. What it has said of
+    that may be lost with it: all that was sent to it counts, and is not known to be done there."""
+    if request.prefill == name and not request.has_first_token:
+        return "prefill"
+    if request.decode == name and (request.has_first_token or request.is_handed_off):
+        return "decode"
+    return ""
+
+
+def _not_ready(phase: str) -> str:
+    return f"no {phase} worker is ready"

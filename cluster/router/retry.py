@@ -3,25 +3,59 @@ up. Arithmetic: RouterPolicy asks, and whoever drives the policy carries it out,
 
     failed    -> Resend at once -> failed -> Resend after 0.1 s, 0.4 s, ... -> failed `max_attempts` times: GiveUp
     preempted -> Resend at once; it is no failure, however often it happens
+    lost      -> Resend at once; it is no failure either. Where the worker may have died of the request, that is a
+                 death: after the first it is tried alone, after the second given up for good
 """
 
 from __future__ import annotations
 
-from cluster.router.accounts import RequestShape
+from dataclasses import replace
+
+from cluster.router.accounts import Past
 from cluster.router.decisions import GiveUp, Resend, Retry
 
 BACKOFF_S = (0.0, 0.1, 0.4)  # after the first failure of a request, the second, every later one
+MAX_DEATHS = 2  # of workers that computed a request; no third is asked
+MAX_LOSSES = 32  # of workers that it was with, computed or not, or that had no room: nothing goes on for ever
+ROOM_AFTER_S = 0.1
+FORGIVEN_AFTER_TOKENS = 64  # made by one worker: it did not die of the request, nor will those to come
 
 
-def retry_failed(shape: RequestShape, reason: str, avoid: frozenset[str], max_attempts: int) -> Retry:
-    """Another attempt has failed, for this reason."""
-    failures = shape.failures + 1
+def retry_failed(request_id: str, past: Past, reason: str, avoid: frozenset[str], max_attempts: int) -> Retry:
+    """Another attempt has failed, for this reason. `avoid`: whom from now on."""
+    failures = past.failures + 1
     if failures >= max_attempts:
-        return GiveUp(request_id=shape.id, reason=f"given up after {failures} failed attempts; the last: {reason}")
+        return GiveUp(request_id=request_id, reason=f"given up after {failures} failed attempts; the last: {reason}")
     after_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
-    return Resend(request_id=shape.id, after_s=after_s, avoid=avoid, failures=failures, reason=reason)
+    past = replace(past, avoid=past.avoid | avoid, failures=failures)
+    return Resend(request_id=request_id, after_s=after_s, past=past, reason=reason)
 
 
-def retry_preempted(shape: RequestShape, reason: str) -> Resend:
+def retry_for_room(request_id: str, past: Past, reason: str, avoid: frozenset[str]) -> Retry:
+    """A worker had no pages for too long, or is about to stop: nobody's fault, and there may be room elsewhere."""
+    past = replace(past, avoid=avoid, losses=past.losses + 1)
+    return _unless_lost_too_often(request_id, past, reason, ROOM_AFTER_S)
+
+
+def retry_preempted(request_id: str, past: Past, reason: str) -> Resend:
     """A decode worker has given its pages to others."""
-    return Resend(request_id=shape.id, after_s=0.0, avoid=frozenset(), failures=shape.failures, reason=reason)
+    return Resend(request_id=request_id, after_s=0.0, past=replace(past, avoid=frozenset()), reason=reason)
+
+
+def retry_lost(request_id: str, past: Past, reason: str, life: str, died_in: str) -> Retry:
+    """A worker is lost that it was with. `died_in`: the phase in which that may have died of it; empty: it cannot."""
+    past = replace(past, losses=past.losses + 1)
+    if died_in:
+        past = replace(past, deaths=(*past.deaths, life), died_in=died_in)
+    if len(past.deaths) >= MAX_DEATHS:
+        names = ", ".join(each.partition("/")[0] for each in past.deaths)
+        died = f"{len(past.deaths)} workers died while they computed it ({names}); do not send it again"
+        return GiveUp(request_id=request_id, reason=f"{died}; the last: {reason}", code="FAILED_PRECONDITION")
+    return _unless_lost_too_often(request_id, past, reason, 0.0)
+
+
+def _unless_lost_too_often(request_id: str, past: Past, reason: str, after_s: float) -> Retry:
+    if past.losses >= MAX_LOSSES:
+        reason = f"given up after {past.losses} workers that were lost or had no room; the last: {reason}"
+        return GiveUp(request_id=request_id, reason=reason)
+    return Resend(request_id=request_id, after_s=after_s, past=past, reason=reason)

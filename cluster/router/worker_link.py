@@ -3,9 +3,10 @@
     connecting --hello--> ready --silence, a broken stream--> lost --backoff--> connecting ...
 
 It owns the stream, the heartbeat and the worker's clock; it decides nothing. What comes up is handed to the LinkHost
-(the router) in the event loop, in the order it came. A worker is lost when its stream ends or when nothing has come
-for `dead_after_s`; it answers a ping every `ping_interval_s`, so silence means that it is stopped, hung or cut off.
-Everything sent on a broken stream is lost with it: the worker drops this router's requests.
+(the router) in the event loop, in the order it came. A worker is lost when its stream ends. It answers a ping every
+`ping_interval_s`, so silence means that it is stopped, hung or cut off, or has no core: from `dead_after_s` on the
+LinkHost is asked at every beat whether that is enough. Everything sent on a broken stream is lost with it: the worker
+drops this router's requests.
 """
 
 from __future__ import annotations
@@ -69,7 +70,14 @@ class LinkHost(Protocol):
 
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None: ...
 
-    def on_lost(self, link: WorkerLink, reason: str) -> None: ...
+    def on_silent(self, link: WorkerLink, silent_s: float) -> str:
+        """Nothing has come from it for so long. Returns why it is to be given up; empty: not yet."""
+
+    def on_heard(self, link: WorkerLink) -> None:
+        """It was silent, and is not any more."""
+
+    def on_lost(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
+        """`is_death`: its process may have died, or hangs."""
 
 
 class WorkerLink:
@@ -99,6 +107,7 @@ class WorkerLink:
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
         self._heard_s = 0.0
+        self._is_silent = False
         self._backoff_s = MIN_BACKOFF_S
         self._task: asyncio.Task[None] | None = None
 
@@ -117,7 +126,7 @@ class WorkerLink:
 
     def leave(self) -> None:
         """The worker does not belong to the cluster any more: lost at once; `close` ends the stream."""
-        self._lose("it is no member any more", level=logging.INFO)
+        self._lose("it is no member any more", is_death=False, level=logging.INFO)
 
     async def close(self) -> None:
         self.leave()
@@ -151,10 +160,10 @@ class WorkerLink:
             try:
                 await self._serve_once()
             except (grpc.aio.AioRpcError, WorkerRefused, TlsError, TimeoutError) as error:
-                self._lose(_sentence(error))
+                self._lose(_sentence(error), is_death=isinstance(error, grpc.aio.AioRpcError))
             except Exception as error:  # our bug: it must neither end the link nor stay unseen
                 log.exception("the link to %s failed", self.name)
-                self._lose(f"{type(error).__name__}: {error}")
+                self._lose(f"{type(error).__name__}: {error}", is_death=False)
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 
@@ -197,7 +206,7 @@ class WorkerLink:
         if hello.role != self.worker.role or hello.worker.name != self.name:
             raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.worker.address}")
         self.hello = hello
-        self._heard_s = time.monotonic()
+        self._heard_s, self._is_silent = time.monotonic(), False
         before, self.state = self.state, LinkState.READY
         try:
             self._host.on_ready(self, hello)
@@ -216,6 +225,9 @@ class WorkerLink:
     async def _read(self, stream: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in stream:
             self._heard_s = time.monotonic()
+            if self._is_silent:
+                self._is_silent = False
+                self._host.on_heard(self)
             match message.WhichOneof("kind"):
                 case "outputs":
                     self._host.on_outputs(self, message.outputs)
@@ -229,7 +241,7 @@ class WorkerLink:
         raise WorkerRefused("it closed the stream")
 
     async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
-        """Ping, and end the stream of a worker that says nothing.
+        """Ping, and end the stream of a worker that says nothing for too long.
 
         Silence counts only while this process itself was awake: after a beat that came late (a stalled event loop, a
         suspended machine) the messages that wait in our own socket get one more interval to be read.
@@ -243,19 +255,23 @@ class WorkerLink:
             if now - beat_s > 2 * self._ping_interval_s:
                 self._heard_s = max(self._heard_s, now - self._dead_after_s + self._ping_interval_s)
             beat_s = now
-            if now - self._heard_s >= self._dead_after_s:
+            silent_s = now - self._heard_s
+            if silent_s < self._dead_after_s:
+                continue
+            self._is_silent = True
+            if why := self._host.on_silent(self, silent_s):
                 call.cancel()
-                self._lose(f"it said nothing for {self._dead_after_s:g} s")
+                self._lose(why, is_death=True)
                 return
 
-    def _lose(self, reason: str, *, level: int = logging.WARNING) -> None:
+    def _lose(self, reason: str, *, is_death: bool, level: int = logging.WARNING) -> None:
         self.reason = reason
         if self.state is not LinkState.READY:
             return
         self.state = LinkState.LOST
         self.losses += 1
         log.log(level, "%s is lost: %s", self.name, reason)
-        self._host.on_lost(self, reason)
+        self._host.on_lost(self, reason, is_death=is_death)
 
 
 def _sentence(error: BaseException) -> str:

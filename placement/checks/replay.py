@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.accounts import Past, PeerTrouble, Report, RequestShape, WorkerView
 from cluster.router.policy import RouterOptions, RouterPolicy
 from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool
@@ -23,7 +23,7 @@ from prefill_worker.policy import PrefillOptions, PrefillPolicy
 from worker.plain import plain
 
 POLICIES = {"RouterPolicy": RouterOptions, "PrefillPolicy": PrefillOptions, "DecodePolicy": DecodeOptions}
-TOLD = {"Report": Report, "RequestShape": RequestShape, "WorkerView": WorkerView}  # what is passed to a policy
+TOLD = {kind.__name__: kind for kind in (Past, PeerTrouble, Report, RequestShape, WorkerView)}  # passed to a policy
 CONTEXT = 4  # calls told before a difference
 
 

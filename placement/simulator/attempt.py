@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from cluster.router.accounts import Past
 from engine.pages.pool import PageHash
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster
@@ -19,10 +20,8 @@ class Attempt:
     """After `is_gone` nothing that happens to it counts any more."""
 
     __slots__ = (
-        "avoid",
         "computed",
         "decode",
-        "failures",
         "granted",
         "hashes",
         "id",
@@ -33,6 +32,7 @@ class Attempt:
         "max_new",
         "num_tokens",
         "number",
+        "past",
         "prefill",
         "segments",
         "seq",
@@ -48,8 +48,7 @@ class Attempt:
         num_tokens: int,
         left: int,
         hashes: list[PageHash],
-        failures: int,
-        avoid: frozenset[str],
+        past: Past,
     ) -> None:
         self.index = index  # of the request
         self.number = number  # of the attempt, from 1
@@ -58,8 +57,7 @@ class Attempt:
         self.max_new = left
         self.left = left  # tokens still to make
         self.hashes = hashes
-        self.failures = failures  # attempts before that failed
-        self.avoid = avoid  # workers that failed it
+        self.past = past  # what the attempts before have met
         self.prefill: Prefiller | None = None
         self.decode: Decoder | None = None
         self.seq = 0
@@ -96,6 +94,10 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def on_handed_off(self, attempt: Attempt) -> None: ...
+
+    @abstractmethod
+    def on_decoded(self, attempt: Attempt) -> None:
+        """The first token of one that a decode worker may have died of before."""
 
     @abstractmethod
     def on_preempted(self, attempt: Attempt) -> None: ...

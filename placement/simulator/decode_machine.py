@@ -165,6 +165,11 @@ class DecodeMachine(Decoder):
         self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
         alone_s = line.step_s * stages + worker.step_overhead_s
         self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
+        for request_id in schedule.joined:
+            attempt = self._attempts[request_id]
+            if attempt.past.deaths:
+                first_token_s = now + decode_run_s(self._line, count, 1)
+                self.router.clock.at(first_token_s + self.router.message_s, self.router.on_decoded, attempt)
         self._count = count
         self._begun_s = now
         self._advanced = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from cluster.router.accounts import RequestShape, WorkerView
+from cluster.router.accounts import FRESH, Past, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Retry, Unavailable
 from cluster.router.policy import RouterPolicy
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
@@ -59,12 +59,13 @@ class RouterMachine(Dispatcher):
             self.prefills[view.name] = machine
         else:
             self.decodes[view.name] = machine
-        self.policy.on_worker_up(view, self.clock.now)
+        for given_up in self.policy.on_worker_up(view, self.clock.now):
+            self._retry(self._attempts[given_up.request_id], given_up)
 
     # requests
 
     def arrive(self, index: int, next_arrival_s: float) -> None:
-        self._route(self._attempt(index, 1, 0, 0, frozenset()))
+        self._route(self._attempt(index, 1, 0, FRESH))
         self._next_arrival_s = next_arrival_s
         self._note_decision()
 
@@ -75,7 +76,7 @@ class RouterMachine(Dispatcher):
         """While somebody waits in the router or for pages, every report may decide."""
         self.inbox.next_decision_s = 0.0 if self._is_awaited() else self._next_arrival_s
 
-    def _attempt(self, index: int, number: int, made: int, failures: int, avoid: frozenset[str]) -> Attempt:
+    def _attempt(self, index: int, number: int, made: int, past: Past) -> Attempt:
         """The request anew, `made` tokens of its output behind its prompt."""
         num_tokens = self._prompt_len[index] + made
         hashes = []
@@ -83,7 +84,7 @@ class RouterMachine(Dispatcher):
             hashes = block_hashes(
                 self._workload.blocks[index], self._workload.block_len, self._prompt_len[index], self._page_size
             )
-        attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, failures, avoid)
+        attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, past)
         self._attempts[attempt.id] = attempt
         return attempt
 
@@ -94,8 +95,7 @@ class RouterMachine(Dispatcher):
             prompt_len=attempt.num_tokens,
             max_tokens=attempt.left,
             page_hashes=attempt.hashes,
-            avoid=attempt.avoid,
-            failures=attempt.failures,
+            past=attempt.past,
         )
         decision = self.policy.assign(shape, self.clock.now, is_resent=attempt.number > 1)
         if isinstance(decision, Assigned):
@@ -139,7 +139,7 @@ class RouterMachine(Dispatcher):
         self.ledger.enter(attempt.index, ROUTE, self.clock.now)
         made = self._output_len[attempt.index] - attempt.left
         self.ledger.counters["recomputed_tokens"] += attempt.num_tokens + attempt.max_new - attempt.left
-        again = self._attempt(attempt.index, attempt.number + 1, made, retry.failures, retry.avoid)
+        again = self._attempt(attempt.index, attempt.number + 1, made, retry.past)
         if retry.after_s:
             self.clock.at(self.clock.now + retry.after_s, self._route, again)
         else:
@@ -167,7 +167,7 @@ class RouterMachine(Dispatcher):
             return
         assert attempt.prefill is not None
         assert attempt.decode is not None
-        retry = self.policy.on_handed_off(attempt.id, attempt.decode.name)
+        retry = self.policy.on_handed_off(attempt.id, attempt.decode.name, self.clock.now)
         attempt.prefill.end(attempt)
         if retry is not None:
             self._retry(attempt, retry)
@@ -180,6 +180,11 @@ class RouterMachine(Dispatcher):
         self._drop(attempt)
         self._pump()
 
+    def on_decoded(self, attempt: Attempt) -> None:
+        if not attempt.is_gone:
+            self.policy.on_decoded(attempt.id, 1)
+            self._pump()
+
     def on_preempted(self, attempt: Attempt) -> None:
         if attempt.is_gone:
             return
@@ -191,7 +196,7 @@ class RouterMachine(Dispatcher):
             return
         if attempt.prefill is not None:
             self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
-        self._retry(attempt, self.policy.on_failed(attempt.id, "no decode worker could ever hold it"))
+        self._retry(attempt, self.policy.on_failed(attempt.id, "no decode worker could ever hold it", self.clock.now))
 
     def on_stalled(self, attempt: Attempt) -> None:
         if not attempt.is_gone and not attempt.granted:
@@ -217,7 +222,7 @@ class RouterMachine(Dispatcher):
     def _move(self, attempt: Attempt) -> None:
         assert attempt.prefill is not None
         assert attempt.decode is not None
-        better = self.policy.reassign(attempt.id, attempt.decode.name)
+        better = self.policy.reassign(attempt.id, attempt.decode.name, self.clock.now)
         if better is not None:
             del self._stalled[attempt.id]
             self.clock.at(self.clock.now + self.message_s, attempt.prefill.move, (attempt, self.decodes[better]))
@@ -238,7 +243,7 @@ class RouterMachine(Dispatcher):
     def on_worker_lost(self, lost: Prefiller | Decoder) -> None:
         """The router has noticed. What was there is sent again; the other worker of each attempt is told."""
         self.ledger.counters["workers_lost"] += 1
-        for retry in self.policy.on_worker_lost(lost.name, "it died"):
+        for retry in self.policy.on_worker_lost(lost.name, "it died", self.clock.now):
             attempt = self._attempts[retry.request_id]
             told_s = self.clock.now + self.message_s
             if attempt.prefill is not None and attempt.prefill is not lost:

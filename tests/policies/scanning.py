@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RequestShape
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
 from cluster.router.policy import RouterOptions, RouterPolicy
 from engine.pages.pool import pages_for
 
@@ -14,15 +15,17 @@ class ScanningPrefillCandidates(PrefillCandidates):
     def is_open(self) -> bool:
         return any(not account.report.draining for account in self.accounts.values())
 
-    def best(self, shape: RequestShape) -> PrefillAccount | None:
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> PrefillAccount | None:
         fitting = [
             p
             for p in self.accounts.values()
-            if not p.report.draining and pages_for(shape.prompt_len, p.view.page_size) <= p.view.total_pages
+            if not p.report.draining
+            and shunned.get(p.view.name) != BARRED
+            and pages_for(shape.prompt_len, p.view.page_size) <= p.view.total_pages
         ]
         return min(
             fitting,
-            key=lambda p: (p.view.name in shape.avoid, p.queued_tokens - p.cached_len(shape), p.view.name),
+            key=lambda p: (shunned.get(p.view.name, SOUND), p.queued_tokens - p.cached_len(shape), p.view.name),
             default=None,
         )
 
@@ -42,28 +45,29 @@ class ScanningDecodeCandidates(DecodeCandidates):
         account.promised_pages = sum(account.promised.values())
         account.ended = account.ended_pages = 0
 
-    def best(self, shape: RequestShape) -> DecodeAccount | str:
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> DecodeAccount | str:
         why = "no decode worker that takes new requests has so many pages"
-        for worker in self._by_preference(shape):
+        for worker in self._by_preference(shape, shunned):
             overcommit = int(worker.view.total_pages * self._overcommit)
             if worker.batch == 0 or worker.free_pages + overcommit >= self._needed(worker, shape):
                 return worker
             why = f"{worker.view.name}: {max(0, worker.free_pages)} of {worker.view.total_pages} pages free"
         return why
 
-    def with_pages(self, shape: RequestShape, pages: int, but: str) -> DecodeAccount | None:
-        better = [d for d in self._by_preference(shape) if d.view.name != but and d.free_pages >= pages]
+    def with_pages(self, shape: RequestShape, pages: int, but: str, shunned: Shunned = NOBODY) -> DecodeAccount | None:
+        better = [d for d in self._by_preference(shape, shunned) if d.view.name != but and d.free_pages >= pages]
         return better[0] if better else None
 
-    def _by_preference(self, shape: RequestShape) -> list[DecodeAccount]:
-        def preference(worker: DecodeAccount) -> tuple[bool, bool, int, str]:
+    def _by_preference(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
+        def preference(worker: DecodeAccount) -> tuple[Grade, bool, int, str]:
             has_none = worker.free_pages < self._needed(worker, shape)
-            return (worker.view.name in shape.avoid, has_none, worker.batch, worker.view.name)
+            return (shunned.get(worker.view.name, SOUND), has_none, worker.batch, worker.view.name)
 
         fitting = [
             d
             for d in self.accounts.values()
             if not d.report.draining
+            and shunned.get(d.view.name) != BARRED
             and pages_for(shape.prompt_len + shape.max_tokens, d.view.page_size) <= d.view.total_pages
         ]
         return sorted(fitting, key=preference)
@@ -74,3 +78,4 @@ class ScanningPolicy(RouterPolicy):
         super().__init__(options)
         self._prefill = ScanningPrefillCandidates()
         self._decode = ScanningDecodeCandidates(self.options.overcommit)
+        self._placing = self._new_placing()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.candidates.ranking import Ranking
-from cluster.router.decisions import Assigned, Queued
+from cluster.router.decisions import Assigned, Queued, Resend
 from cluster.router.policy import RouterOptions, RouterPolicy
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
@@ -61,6 +61,7 @@ class Lockstep:
         self.sent: dict[str, Assigned] = {}
         self.queued: dict[str, None] = {}
         self.seen: Counter[str] = Counter()
+        self.shapes: dict[str, RequestShape] = {}
         self.now = 0.0
         self.prompts = [self._prompt() for _ in range(25)]
         for i in range(walk.num):
@@ -82,14 +83,22 @@ class Lockstep:
         view = WorkerView(name=name, role=role, total_pages=pages, page_size=self.rng.choice(self.walk.page_sizes))
         self.up[name] = view
         self.seqs[name] = 0
-        self.both("on_worker_up", view, self.now)
+        for misfit in self.both("on_worker_up", view, self.now):  # type: ignore[attr-defined]
+            self.queued.pop(misfit.request_id, None)
 
     def lose(self, name: str) -> None:
         self.up.pop(name)
-        for retry in self.both("on_worker_lost", name, "it died"):  # type: ignore[attr-defined]
+        for retry in self.both("on_worker_lost", name, "it died", self.now):  # type: ignore[attr-defined]
             self.sent.pop(retry.request_id, None)
             self.queued.pop(retry.request_id, None)
+            self.again(retry)
         self.seen["lost"] += 1
+
+    def again(self, retry: object) -> None:
+        """What failed comes again, more often than not, with its past."""
+        if isinstance(retry, Resend) and self.rng.random() < 0.7:
+            self.seen["alone"] += bool(retry.past.died_in)
+            self.route(replace(self.shapes[retry.request_id], id=f"{retry.request_id}#", past=retry.past), True)
 
     def send(self, assigned: Assigned) -> None:
         self.sent[assigned.request_id] = assigned
@@ -108,14 +117,18 @@ class Lockstep:
             prompt_len=len(tokens),
             max_tokens=rng.randrange(2, 150),
             page_hashes=page_hashes(tokens, PAGE),
-            avoid=frozenset(names),
+            past=Past(avoid=frozenset(names)),
         )
-        decision = self.both("assign", shape, self.now, is_resent=rng.random() < 0.1)
+        self.route(shape, rng.random() < 0.1)
+
+    def route(self, shape: RequestShape, is_resent: bool) -> None:
+        self.shapes[shape.id] = shape
+        decision = self.both("assign", shape, self.now, is_resent=is_resent)
         self.seen[type(decision).__name__] += 1
         if isinstance(decision, Assigned):
             self.send(decision)
         elif isinstance(decision, Queued):
-            self.queued[request_id] = None
+            self.queued[shape.id] = None
 
     def report(self, name: str) -> None:
         """As a worker might have been a while ago, or as it never was."""
@@ -129,6 +142,7 @@ class Lockstep:
             waiting_tokens=rng.choice((0, rng.randrange(400))),
             available_pages=rng.choice((0, rng.randrange(view.total_pages + 1), view.total_pages)),
             draining=rng.random() < 0.03,
+            step_age_s=rng.choice((0.0, 0.0, 0.1, 9.0)),
             request_ids=frozenset(i for i in ours if rng.random() < 0.8),
         )
         self.both("on_report", name, report, self.now)
@@ -136,16 +150,40 @@ class Lockstep:
     def progress(self) -> None:
         rng = self.rng
         request_id = rng.choice(list(self.sent))
-        match rng.randrange(5):
+        at = self.sent[request_id]
+        match rng.randrange(7):
             case 0 | 1:
                 self.both("on_first_token", request_id, self.now)
             case 2:
-                self.both("on_handed_off", request_id, self.sent[request_id].decode)
+                if self.both("on_handed_off", request_id, at.decode, self.now) is not None:
+                    del self.sent[request_id]
             case 3:
-                self.seen["reassigned"] += self.both("reassign", request_id, self.sent[request_id].decode) is not None
+                moved = self.both("reassign", request_id, at.decode, self.now)
+                self.seen["reassigned"] += moved is not None
+            case 4:
+                self.both("on_decoded", request_id, rng.choice((1, 64)))
+            case 5 if rng.random() < 0.6:
+                self.fail(at)
             case _ if rng.random() * self.walk.load < 1:
                 self.both("on_finished", request_id)
                 del self.sent[request_id]
+
+    def fail(self, at: Assigned) -> None:
+        cause = self.rng.choice(("step", "step", "peer", "room", ""))
+        peer = at.decode if cause == "peer" else ""
+        del self.sent[at.request_id]
+        retry = self.both("on_failed", at.request_id, "no", self.now, worker=at.prefill, cause=cause, peer=peer)
+        self.seen["failed"] += 1
+        self.again(retry)
+
+    def hear(self, name: str) -> None:
+        match self.rng.randrange(3):
+            case 0:
+                self.both("on_silent", name, 2.5)
+            case 1:
+                self.both("on_heard", name)
+            case _:
+                self.both("on_stepped", name)
 
     def step(self, number: int) -> None:
         rng = self.rng
@@ -156,6 +194,8 @@ class Lockstep:
                 self.lose(name)
             else:
                 self.bring_up(name, "prefill" if name.startswith("p") else "decode")
+        elif rng.random() < 0.1 and self.up:
+            self.hear(rng.choice(sorted(self.up)))
         elif rng.random() < 0.3:
             self.assign(f"r{number}")
         elif rng.random() < 0.4 and self.up:
@@ -177,7 +217,7 @@ def test_the_indexed_choice_is_the_scans(walk: Walk, seed: int) -> None:
         if number % 100 == 0:
             lockstep.indexed.check_invariants()
     lockstep.indexed.check_invariants()
-    assert min(lockstep.seen[what] for what in ("Assigned", "hit", "miss", "lost")) > 0, lockstep.seen
+    assert min(lockstep.seen[what] for what in ("Assigned", "hit", "miss", "lost", "failed")) > 0, lockstep.seen
 
 
 def test_pages_that_only_one_of_many_has_are_found() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, Decision, Queued, Rejected, Unavailable
 from cluster.router.policy import RouterOptions, RouterPolicy
-from engine.pages.pool import page_hashes
+from engine.pages.pool import PageHash, page_hashes
 from worker.roles import ROLES
 
 pytestmark = pytest.mark.unit
@@ -27,8 +29,11 @@ def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None)
     return policy
 
 
-def shape(id: str, prompt_len: int = 32, max_tokens: int = 16, **more: object) -> RequestShape:
-    return RequestShape(id=id, prompt_len=prompt_len, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+def shape(
+    id: str, prompt_len: int = 32, max_tokens: int = 16, page_hashes: Sequence[PageHash] = (), **past: Any
+) -> RequestShape:
+    """`past`: fields of its Past."""
+    return RequestShape(id=id, prompt_len=prompt_len, max_tokens=max_tokens, page_hashes=page_hashes, past=Past(**past))
 
 
 def assigned(decision: Decision) -> Assigned:
@@ -42,7 +47,7 @@ def assigned_id(decision: Assigned | None) -> str:
 
 def lost(policy: RouterPolicy, name: str) -> list[str]:
     """The requests that a worker's loss fails."""
-    return [retry.request_id for retry in policy.on_worker_lost(name, "it said nothing")]
+    return [retry.request_id for retry in policy.on_worker_lost(name, "it said nothing", 0.0)]
 
 
 # choosing
@@ -146,7 +151,9 @@ def test_a_draining_worker_gets_nothing_new() -> None:
     policy.on_report("p0", Report(made_s=1.0, draining=True, available_pages=100), 1.0)
     assert assigned(policy.assign(shape("a"), 1.0)).prefill == "p1"
     policy.on_report("p1", Report(made_s=1.0, draining=True, available_pages=100), 1.0)
-    assert policy.assign(shape("b"), 1.0) == Unavailable(reason="no prefill worker is ready")
+    assert policy.assign(shape("b"), 1.0) == Queued(reason="no prefill worker is ready")
+    policy.on_report("p1", Report(made_s=2.0, available_pages=100), 2.0)
+    assert assigned_id(policy.next_assignable(2.0)) == "b"
 
 
 def test_the_reason_names_what_was_weighed() -> None:
@@ -173,8 +180,8 @@ def test_a_worker_that_computes_both_phases_may_be_given_both(monkeypatch: pytes
 # waiting and refusing
 
 
-def test_without_a_role_a_request_is_unavailable_and_forgotten() -> None:
-    policy = cluster("p0")
+def test_without_a_role_and_without_a_grace_a_request_is_unavailable_and_forgotten() -> None:
+    policy = cluster("p0", options=RouterOptions(unavailable_grace_s=0.0))
     assert policy.assign(shape("a"), 0.0) == Unavailable(reason="no decode worker is ready")
     policy.on_worker_up(WorkerView(name="d0", role="decode", total_pages=9, page_size=PAGE), 0.0)
     assert assigned(policy.assign(shape("a"), 0.0))
@@ -263,9 +270,9 @@ def test_a_lost_prefill_worker_takes_what_it_had_not_handed_off() -> None:
         assigned(policy.assign(shape(name), 0.0))
         policy._requests[name].prefill = "p0"
     policy.on_first_token("token", 0.0)
-    policy.on_handed_off("handed", "d0")  # its first token died with the worker
+    policy.on_handed_off("handed", "d0", 0.0)  # its first token died with the worker
     policy.on_first_token("both", 0.0)
-    policy.on_handed_off("both", "d0")
+    policy.on_handed_off("both", "d0", 0.0)
     assert lost(policy, "p0") == ["new", "token", "handed"]
 
 
@@ -278,8 +285,8 @@ def test_a_lost_decode_worker_takes_all_that_was_assigned_to_it() -> None:
     assert assigned(policy.assign(shape("a#2"), 0.0, is_resent=True)).decode == "d1"
 
 
-def test_the_last_worker_of_a_role_takes_the_queue_along() -> None:
-    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10))
+def test_without_a_grace_the_last_worker_of_a_role_takes_the_queue_along() -> None:
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10, unavailable_grace_s=0.0))
     assigned(policy.assign(shape("a"), 0.0))
     assert isinstance(policy.assign(shape("b"), 0.0), Queued)
     assert lost(policy, "p0") == ["a", "b"]
@@ -308,10 +315,10 @@ def test_a_worker_that_comes_back_is_empty() -> None:
 def test_a_stalled_request_moves_to_a_worker_that_has_pages_now() -> None:
     policy = cluster("p0", "d0", "d1", pages=10)
     assert assigned(policy.assign(shape("a", 60), 0.0)).decode == "d0"
-    assert policy.reassign("a", "d0") == "d1"
-    assert policy.reassign("a", "d0") is None  # it is not there any more
+    assert policy.reassign("a", "d0", 0.0) == "d1"
+    assert policy.reassign("a", "d0", 0.0) is None  # it is not there any more
     policy.on_report("d0", Report(made_s=1.0, available_pages=1), 1.0)
-    assert policy.reassign("a", "d1") is None
+    assert policy.reassign("a", "d1", 0.0) is None
     policy.check_invariants()
 
 
@@ -319,8 +326,8 @@ def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
     """The reassignment came too late: the first worker had granted pages meanwhile."""
     policy = cluster("p0", "d0", "d1")
     policy.assign(shape("a"), 0.0)
-    assert policy.reassign("a", "d0") == "d1"
-    policy.on_handed_off("a", "d0")
+    assert policy.reassign("a", "d0", 0.0) == "d1"
+    policy.on_handed_off("a", "d0", 0.0)
     assert lost(policy, "d1") == []
     assert lost(policy, "d0") == ["a"]
 
@@ -362,16 +369,23 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
             case 4 | 5 if sent:
                 policy.on_first_token(rng.choice(sent), now)
             case 6 if sent:
-                retry = policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")))
+                retry = policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")), now)
                 if retry is not None:
                     known.discard(retry.request_id)
             case 7 if known:
                 name = rng.choice(sorted(known))
-                end = rng.choice((policy.on_finished, policy.on_cancelled, policy.on_preempted, policy.on_failed))
-                end(name, *["the handoff failed"] * (end == policy.on_failed))
+                match rng.randrange(4):
+                    case 0:
+                        policy.on_finished(name)
+                    case 1:
+                        policy.on_cancelled(name)
+                    case 2:
+                        policy.on_preempted(name)
+                    case _:
+                        policy.on_failed(name, "the handoff failed", now)
                 known.discard(name)
             case 8 if known:
-                policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")))
+                policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")), now)
             case 9:
                 name = rng.choice(("p0", "p1", "d0", "d1"))
                 if name in up:
@@ -381,7 +395,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
                     seqs[name] = 0
                     role = "prefill" if name.startswith("p") else "decode"
                     view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)
-                    policy.on_worker_up(view, now)
+                    known -= {given_up.request_id for given_up in policy.on_worker_up(view, now)}
                     up.add(name)
             case _:
                 name = rng.choice(("p0", "p1", "d0", "d1"))

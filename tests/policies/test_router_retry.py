@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.router.decisions import Assigned, GiveUp, Queued, Resend, Unavailable
+from cluster.router.accounts import WorkerView
+from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Resend
 from cluster.router.policy import RouterOptions, RouterPolicy
-from tests.policies.test_router_policy import assigned, cluster, shape
+from cluster.router.retry import MAX_LOSSES
+from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, shape
 
 pytestmark = pytest.mark.unit
 
@@ -19,9 +21,9 @@ def sent(policy: RouterPolicy, failures: int = 0) -> Assigned:
 def test_each_failure_of_a_request_makes_it_wait_longer_up_to_a_bound(failed_before: int, after_s: float) -> None:
     policy = cluster("p0", "d0", options=RouterOptions(max_attempts=10))
     sent(policy, failed_before)
-    retry = policy.on_failed("a", "p0: its handoff failed")
+    retry = policy.on_failed("a", "p0: its handoff failed", 0.0)
     assert isinstance(retry, Resend)
-    assert (retry.request_id, retry.after_s, retry.failures) == ("a", after_s, failed_before + 1)
+    assert (retry.request_id, retry.after_s, retry.past.failures) == ("a", after_s, failed_before + 1)
     assert retry.reason == "p0: its handoff failed"
 
 
@@ -30,55 +32,89 @@ def test_after_so_many_failed_attempts_it_is_given_up_with_the_last_reason(max_a
     policy = cluster("p0", "d0", options=RouterOptions(max_attempts=max_attempts))
     sent(policy, max_attempts - 1)
     reason = f"given up after {max_attempts} failed attempts; the last: p0: out of order"
-    assert policy.on_failed("a", "p0: out of order") == GiveUp(request_id="a", reason=reason)
+    assert policy.on_failed("a", "p0: out of order", 0.0) == GiveUp(request_id="a", reason=reason)
     policy.check_invariants()
 
 
 def test_before_the_first_token_both_workers_are_avoided_and_after_it_the_decode_worker_alone() -> None:
     policy = cluster("p0", "p1", "d0", "d1")
     sent(policy)
-    retry = policy.on_failed("a", "")
+    retry = policy.on_failed("a", "", 0.0)
     assert isinstance(retry, Resend)
-    assert retry.avoid == {"p0", "d0"}
+    assert retry.past.avoid == {"p0", "d0"}
     sent(policy)
     policy.on_first_token("a", 0.0)
-    retry = policy.on_failed("a", "")
+    retry = policy.on_failed("a", "", 0.0)
     assert isinstance(retry, Resend)
-    assert retry.avoid == {"d0"}
+    assert retry.past.avoid == {"d0"}
 
 
 def test_a_preemption_is_no_failure_and_costs_no_wait() -> None:
     policy = cluster("p0", "d0", options=RouterOptions(max_attempts=1))
     sent(policy)
     retry = policy.on_preempted("a")
-    assert (retry.after_s, retry.avoid, retry.failures) == (0.0, frozenset(), 0)
+    assert (retry.after_s, retry.past.avoid, retry.past.failures) == (0.0, frozenset(), 0)
     assert retry.reason == "d0 preempted it"
 
 
-def test_a_lost_worker_fails_what_it_had_and_what_waited_for_it_alone() -> None:
-    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10, max_attempts=2))
+def test_a_lost_worker_costs_a_request_no_attempt() -> None:
+    policy = cluster("p0", "p1", "d0", options=RouterOptions(max_attempts=2))
     sent(policy, failures=1)
-    assert isinstance(policy.assign(shape("b"), 0.0), Queued)
-    first, second = policy.on_worker_lost("p0", "it said nothing for 2 s")
-    assert first == GiveUp(
-        request_id="a", reason="given up after 2 failed attempts; the last: p0 is lost: it said nothing for 2 s"
-    )
-    assert isinstance(second, Resend)
-    assert (second.request_id, second.avoid, second.failures) == ("b", frozenset(), 1)
+    [retry] = policy.on_worker_lost("p0", "it said nothing for 2 s", 0.0)
+    assert isinstance(retry, Resend)
+    assert (retry.after_s, retry.past.failures, retry.past.losses) == (0.0, 1, 1)
+    assert retry.reason == "p0 is lost: it said nothing for 2 s"
+
+
+def test_a_request_does_not_follow_lost_workers_for_ever() -> None:
+    policy = cluster("p0", "d0")
+    assigned(policy.assign(shape("a", losses=MAX_LOSSES - 1), 0.0))
+    [given_up] = policy.on_worker_lost("d0", "it died", 0.0)  # where it was not yet
+    reason = "given up after 32 workers that were lost or had no room; the last: d0 is lost: it died"
+    assert given_up == GiveUp(request_id="a", reason=reason)
 
 
 def test_kv_that_went_to_a_worker_lost_meanwhile_is_made_again() -> None:
     """It was moved to another worker, too late: the first had taken the KV, and is lost."""
     policy = cluster("p0", "d0", "d1")
     sent(policy)
-    assert policy.reassign("a", "d0") == "d1"
-    assert policy.on_worker_lost("d0", "it died") == []
-    retry = policy.on_handed_off("a", "d0")
+    assert policy.reassign("a", "d0", 0.0) == "d1"
+    assert policy.on_worker_lost("d0", "it died", 0.0) == []
+    retry = policy.on_handed_off("a", "d0", 0.0)
     assert isinstance(retry, Resend)
     assert retry.reason == "d0 was lost after it had taken the KV"
     policy.check_invariants()
 
 
-def test_how_long_a_role_without_a_worker_is_waited_for_is_the_policys_answer() -> None:
-    policy = cluster("p0", options=RouterOptions(unavailable_grace_s=15.0))
-    assert policy.assign(shape("a"), 0.0) == Unavailable(reason="no decode worker is ready", wait_s=15.0)
+def test_a_request_waits_in_the_queue_while_a_phase_has_no_worker_and_no_longer_than_the_grace() -> None:
+    policy = cluster("p0", options=RouterOptions(unavailable_grace_s=15.0, max_queued_requests=1))
+    assert policy.assign(shape("a"), 3.0) == Queued(reason="no decode worker is ready")
+    assert isinstance(policy.assign(shape("b"), 3.0), Rejected)  # the queue's bounds hold
+    assert policy.next_assignable(4.0) is None
+    assert policy.give_up_waiting("a", 17.9) is None
+    reason = "no decode worker is ready; try again later"
+    assert policy.give_up_waiting("a", 18.0) == GiveUp(request_id="a", reason=reason)
+    assert policy.num_queued == 0
+
+
+def test_what_waits_stays_where_it_is_when_the_last_worker_goes_and_goes_on_when_one_is_back() -> None:
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=10))
+    sent(policy)
+    assert isinstance(policy.assign(shape("b"), 0.0), Queued)
+    [lost] = policy.on_worker_lost("p0", "it died", 5.0)
+    assert isinstance(lost, Resend)
+    assert isinstance(policy.assign(shape("a#2"), 5.0, is_resent=True), Queued)
+    assert policy.give_up_waiting("b", 60.0) is None
+    policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE), 8.0)
+    assert [assigned_id(policy.next_assignable(8.0)) for _ in range(2)] == ["a#2", ""]
+    assert policy.give_up_waiting("b", 1000.0) is None  # it waits for its turn, as ever
+
+
+def test_a_worker_that_comes_back_too_small_for_what_waited_says_so() -> None:
+    policy = cluster("p0")
+    assert isinstance(policy.assign(shape("a", 500), 0.0), Queued)
+    small = WorkerView(name="d0", role="decode", total_pages=4, page_size=PAGE)
+    [given_up] = policy.on_worker_up(small, 1.0)
+    assert (given_up.request_id, given_up.code) == ("a", "UNAVAILABLE")
+    assert "the largest decode worker holds 64" in given_up.reason
+    policy.check_invariants()

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from cluster.front.server import ServerOptions
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions, KvrelayError
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, counters, random_prompt, until
+from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, counters, random_prompt, router_with, until
 from worker.driver import Worker
 
 PROMPTS = [random_prompt(length, seed=length) for length in (100, 16, 33)]
@@ -67,10 +68,10 @@ async def _check_nothing_is_held(cluster: LocalCluster, lost: Worker[Any], way: 
 
 @asynccontextmanager
 async def _serving(
-    model_dir: ModelDir, *, prefill: int, decode: int
+    model_dir: ModelDir, *, prefill: int, decode: int, router: ServerOptions = ROUTER
 ) -> AsyncIterator[tuple[LocalCluster, AsyncClient]]:
     cluster = LocalCluster(
-        str(model_dir("llama")), prefill=prefill, decode=decode, engine=ENGINE, worker=WORKER, router=ROUTER
+        str(model_dir("llama")), prefill=prefill, decode=decode, engine=ENGINE, worker=WORKER, router=router
     )
     async with cluster, AsyncClient(cluster.endpoint) as client:
         yield cluster, client
@@ -148,8 +149,11 @@ async def test_losing_prefill_does_not_touch_what_was_handed_over(way: str, mode
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_requests_fail_at_once_when_a_role_has_no_worker_left(role: str, way: str, model_dir: ModelDir) -> None:
-    async with _serving(model_dir, prefill=1, decode=1) as (cluster, client):
+async def test_without_a_grace_requests_fail_at_once_when_a_role_is_gone(
+    role: str, way: str, model_dir: ModelDir
+) -> None:
+    no_grace = router_with(unavailable_grace_s=0.0)
+    async with _serving(model_dir, prefill=1, decode=1, router=no_grace) as (cluster, client):
         [lost] = cluster.prefill if role == "prefill" else cluster.decode
         [other] = cluster.decode if role == "prefill" else cluster.prefill
         gate = Gate(lost.engine, at=1 if role == "prefill" else 5)

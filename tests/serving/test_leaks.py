@@ -58,7 +58,7 @@ def _check_nothing_is_left(cluster: LocalCluster) -> None:
     router = cluster.server.router
     assert router.num_submissions == 0
     dispatcher = router._dispatcher
-    assert (dispatcher._live, dispatcher._submissions, dispatcher._parked) == ({}, {}, {})
+    assert (dispatcher._live, dispatcher._submissions) == ({}, {})
     assert router.policy.num_queued == 0
     assert router.policy._requests == {}
     for worker in cluster.workers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
+from cluster.router.health.shunned import BARRED, NOBODY, Shunned
 from engine.pages.pool import pages_for
 
 FEW = 32  # workers, looked at one by one
@@ -59,6 +60,11 @@ class DecodeCandidates:
             self._changed[request.decode] = None
 
     @property
+    def open_names(self) -> list[str]:
+        """Of the workers that take new requests."""
+        return [name for name, account in self.accounts.items() if not account.report.draining]
+
+    @property
     def is_open(self) -> bool:
         """Some worker takes new requests."""
         self._rank()
@@ -70,33 +76,33 @@ class DecodeCandidates:
         self._rank()
         return self._by_pages.keys[-1][0] if self._by_pages.keys else 0
 
-    def best(self, shape: RequestShape) -> DecodeAccount | str:
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> DecodeAccount | str:
         """Or why none may have it now."""
         self._rank()
         least = pages_for(shape.prompt_len + 1, self._page_size)
-        best = self._first(shape, self._roomy(least), 0) or self._first_beyond(shape, least)
+        best = self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
         if best is not None:
             return best
-        avoided = self._avoided(shape)
-        for account in avoided:
+        last_resorts = self._last_resorts(shape, shunned)
+        for account in last_resorts:
             if account.batch == 0 or account.free_pages + self._beyond(account) >= self._needed(account, shape):
                 return account
-        return self._why_none(shape, avoided)
+        return self._why_none(shape, shunned, last_resorts)
 
-    def with_pages(self, shape: RequestShape, pages: int, but: str) -> DecodeAccount | None:
+    def with_pages(self, shape: RequestShape, pages: int, but: str, shunned: Shunned = NOBODY) -> DecodeAccount | None:
         """The best that has so many pages now, other than `but`."""
         self._rank()
         second: DecodeAccount | None = None
         for _, name in self._roomy(pages):
             account = self.accounts[name]
-            if name == but or name in shape.avoid or account.free_pages < pages or not self._fits(account, shape):
+            if name == but or name in shunned or account.free_pages < pages or not self._fits(account, shape):
                 continue
             if account.free_pages >= self._needed(account, shape):
                 return account
             second = second or account  # it counts in larger pages
         if second is not None:
             return second
-        for account in self._avoided(shape):
+        for account in self._last_resorts(shape, shunned):
             if account.view.name != but and account.free_pages >= pages:
                 return account
         return None
@@ -110,41 +116,46 @@ class DecodeCandidates:
             return self._by_batch.keys
         return sorted([(self.accounts[name].batch, name) for _, name in self._by_pages.keys[-count:]])
 
-    def _first(self, shape: RequestShape, keys: list[tuple[int, str]], share: float) -> DecodeAccount | None:
+    def _first(
+        self, shape: RequestShape, keys: list[tuple[int, str]], share: float, shunned: Shunned
+    ) -> DecodeAccount | None:
         """The first that has the pages, or may be promised them beyond `share` of all its own."""
         for _, name in keys:
             account = self.accounts[name]
             beyond = self._beyond(account) if share else 0
-            if account.free_pages + beyond < self._needed(account, shape) or name in shape.avoid:
+            if account.free_pages + beyond < self._needed(account, shape) or name in shunned:
                 continue
             if self._fits(account, shape):
                 return account
         return None
 
-    def _first_beyond(self, shape: RequestShape, least: int) -> DecodeAccount | None:
+    def _first_beyond(self, shape: RequestShape, least: int, shunned: Shunned) -> DecodeAccount | None:
         """Nobody has the pages: one that runs nothing, or may be promised them."""
-        best = self._first(shape, self._roomy(least - self._most_beyond), self._overcommit)
+        best = self._first(shape, self._roomy(least - self._most_beyond), self._overcommit, shunned)
         for batch, name in self._by_batch.keys[self._by_batch.least(0) :]:
             if batch > 0:
                 break
-            if name not in shape.avoid and self._fits(self.accounts[name], shape):
+            if name not in shunned and self._fits(self.accounts[name], shape):
                 return self.accounts[name] if best is None or (best.batch, best.view.name) > (0, name) else best
         return best
 
-    def _avoided(self, shape: RequestShape) -> list[DecodeAccount]:
-        """Of the workers that failed the request those that could hold it, the best first."""
-        if not shape.avoid:
+    def _last_resorts(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
+        """Of the workers that are shunned those that could hold the request, the best first."""
+        if not shunned:
             return []
-        accounts = [self.accounts[name] for name in shape.avoid if name in self.accounts]
-        fitting = [account for account in accounts if self._fits(account, shape)]
-        return sorted(fitting, key=lambda a: (a.free_pages < self._needed(a, shape), a.batch, a.view.name))
+        named = [self.accounts[name] for name, grade in shunned.items() if grade != BARRED and name in self.accounts]
+        fitting = [account for account in named if self._fits(account, shape)]
+        return sorted(
+            fitting,
+            key=lambda a: (shunned[a.view.name], a.free_pages < self._needed(a, shape), a.batch, a.view.name),
+        )
 
-    def _why_none(self, shape: RequestShape, avoided: list[DecodeAccount]) -> str:
+    def _why_none(self, shape: RequestShape, shunned: Shunned, last_resorts: list[DecodeAccount]) -> str:
         """Of all that lack pages, the one that would have been asked last."""
-        last = avoided[-1] if avoided else None
+        last = last_resorts[-1] if last_resorts else None
         if last is None:
             for _, name in reversed(self._by_batch.keys):
-                if self._fits(self.accounts[name], shape):
+                if name not in shunned and self._fits(self.accounts[name], shape):
                     last = self.accounts[name]
                     break
         if last is None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from cluster.router.accounts import PrefillAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
+from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
 from engine.pages.pool import PageHash, pages_for
 
 FEW = 32  # workers, looked at one by one
@@ -63,20 +64,25 @@ class PrefillCandidates:
             self._changed[request.prefill] = None
 
     @property
+    def open_names(self) -> list[str]:
+        """Of the workers that take new requests."""
+        return [name for name, account in self.accounts.items() if not account.report.draining]
+
+    @property
     def is_open(self) -> bool:
         """Some worker takes new requests."""
         self._rank()
         return len(self._by_queue) > 0
 
-    def best(self, shape: RequestShape) -> PrefillAccount | None:
-        """None when no worker that takes new requests could hold the prompt."""
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> PrefillAccount | None:
+        """None when no worker that takes new requests, or none that is not barred, could hold the prompt."""
         self._rank()
         best: PrefillAccount | None = None
         least = 0
         elsewhere_tokens, cachers = self._cachers(shape)
         for name in cachers:
             account = self.accounts[name]
-            if name in shape.avoid or not self._fits(account, shape):
+            if name in shunned or not self._fits(account, shape):
                 continue
             left = account.queued_tokens - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
@@ -85,12 +91,12 @@ class PrefillCandidates:
             if best is not None and (queued - elsewhere_tokens, name) > (least, best.view.name):
                 break  # nor could any after it be better
             account = self.accounts[name]
-            if name in shape.avoid or not self._fits(account, shape):
+            if name in shunned or not self._fits(account, shape):
                 continue
             left = queued - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
                 best, least = account, left
-        return best if best is not None else self._best_avoided(shape)
+        return best if best is not None else self._best_shunned(shape, shunned)
 
     def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
         """Few workers that may have much of the prompt cached, and how many tokens all others have at most."""
@@ -106,15 +112,16 @@ class PrefillCandidates:
             pages += 1
         return min(pages * self._page_size, shape.prompt_len - 1), few
 
-    def _best_avoided(self, shape: RequestShape) -> PrefillAccount | None:
+    def _best_shunned(self, shape: RequestShape, shunned: Shunned) -> PrefillAccount | None:
         best: PrefillAccount | None = None
-        least = 0
-        for name in sorted(shape.avoid):
+        least: tuple[Grade, int, str] = (SOUND, 0, "")
+        for name, grade in shunned.items():
             account = self.accounts.get(name)
-            if account is not None and self._fits(account, shape):
-                left = account.queued_tokens - account.cached_len(shape)
-                if best is None or left < least:
-                    best, least = account, left
+            if account is None or grade == BARRED or not self._fits(account, shape):
+                continue
+            rank = (grade, account.queued_tokens - account.cached_len(shape), name)
+            if best is None or rank < least:
+                best, least = account, rank
         return best
 
     def _fits(self, account: PrefillAccount, shape: RequestShape) -> bool:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cluster.router.accounts import Past
 from cluster.router.live_requests import LiveRequest
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -50,7 +51,7 @@ def test_a_new_attempt_has_a_name_of_its_own_and_carries_the_tokens_so_far() -> 
     request.take(token(0))
     request.take(token(1))
     request.take(token(5))  # early: it will be made again
-    request.begin_attempt(1.0, failures=1)
+    request.begin_attempt(1.0, past=Past(failures=1))
     state = request.state("router")
     assert (state.request_id, state.attempt) == ("r/a#2", 2)
     assert list(state.output_ids) == [100, 101]
@@ -60,12 +61,12 @@ def test_a_new_attempt_has_a_name_of_its_own_and_carries_the_tokens_so_far() -> 
 
 def test_recomputed_tokens_are_those_that_an_earlier_attempt_had_computed_and_no_cache_holds() -> None:
     request = live(prompt_len=100)
-    request.begin_attempt(0.5, failures=1)  # lost while it waited: nothing was computed
+    request.begin_attempt(0.5, past=Past(failures=1))  # lost while it waited: nothing was computed
     request.on_prefill_started(cached_tokens=0)
     assert request.recomputed_tokens == 0
     for index in range(5):
         request.take(token(index))
-    request.begin_attempt(1.0, failures=1)
+    request.begin_attempt(1.0, past=Past(failures=1))
     request.on_prefill_started(cached_tokens=64)
     assert request.recomputed_tokens == 104 - 64  # the KV of the last token had not been computed
     receipt = request.receipt_to_proto()
@@ -76,6 +77,6 @@ def test_recomputed_tokens_are_those_that_an_earlier_attempt_had_computed_and_no
 def test_cached_tokens_are_those_of_the_first_attempt() -> None:
     request = live(prompt_len=100)
     request.on_prefill_started(cached_tokens=16)
-    request.begin_attempt(1.0, failures=1)
+    request.begin_attempt(1.0, past=Past(failures=1))
     request.on_prefill_started(cached_tokens=96)
     assert request.cached_tokens == 16

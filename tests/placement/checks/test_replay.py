@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.router.accounts import Report, RequestShape, WorkerView
+from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned
 from cluster.router.policy import RouterPolicy
 from decode_worker.policy import DecodeOptions, DecodePolicy
@@ -25,10 +25,11 @@ def _record_router(folder: Path) -> Path:
         policy.on_worker_up(WorkerView(name=name, role=role, total_pages=100, page_size=16), 0.1)
     for i in range(4):
         hashes = page_hashes([1] * 40, 16)
-        shape = RequestShape(id=f"r{i}", prompt_len=40, max_tokens=9, page_hashes=hashes, avoid=frozenset({"p1"}))
+        past = Past(avoid=frozenset({"p1"}))
+        shape = RequestShape(id=f"r{i}", prompt_len=40, max_tokens=9, page_hashes=hashes, past=past)
         assert isinstance(policy.assign(shape, 0.2 + i, is_resent=i == 2), Assigned)
     policy.on_report("d0", Report(made_s=1.0, available_pages=9, request_ids=frozenset({"r1", "r0"})), 1.1)
-    policy.on_worker_lost("d0", "it said nothing")
+    policy.on_worker_lost("d0", "it said nothing", 1.2)
     return folder / "router-0.jsonl"
 
 
@@ -39,7 +40,7 @@ def test_a_recording_replays_and_only_the_drivers_calls_are_in_it(tmp_path: Path
         "on_worker_lost",
     ]
     replayed = replay(recording)
-    assert (replayed.calls, replayed.decisions, replayed.difference) == (9, 5, None)
+    assert (replayed.calls, replayed.decisions, replayed.difference) == (9, 8, None)
 
 
 def test_a_batch_that_comes_back_as_an_argument_is_the_replays_own(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_the_command_says_what_differs_and_what_it_cannot_read(
 ) -> None:
     path = _record_router(tmp_path)
     assert main([str(path)]) == 0
-    assert capsys.readouterr().out == "router-0: 5 decisions in 9 calls are the same again\n"
+    assert capsys.readouterr().out == "router-0: 8 decisions in 9 calls are the same again\n"
     path.write_text(path.read_text().replace('"prefill": "p0"', '"prefill": "p1"', 1))
     assert main([str(path)]) == 1
     assert "router-0: differs at call 3, assign(" in capsys.readouterr().out

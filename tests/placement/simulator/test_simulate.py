@@ -144,7 +144,7 @@ def test_counted_pages_decide_as_numbered_ones() -> None:
     setup = cluster(workers("prefill", num_pages=80), workers("decode", num_pages=80))
     assert same(simulate(setup, plain), simulate(setup, replace(unshared, blocks=[()] * len(plain))))
     assert percentiles(simulate(setup, unshared).ttft_s) == pytest.approx(
-        percentiles(simulate(setup, plain).ttft_s), rel=0.2
+        percentiles(simulate(setup, plain).ttft_s), rel=0.3
     )
 
 

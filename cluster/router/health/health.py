@@ -1,0 +1,146 @@
+"""Health is what a router knows of its workers' troubles: whose steps fail, who says nothing, which pairs cannot hand
+over, where a request is tried alone. For each choice it says whom to shun, and how much; the choice is made elsewhere
+(cluster/router/candidates/). It reads no clock and sends nothing.
+
+Trouble is rare: what nothing is known against costs nothing here.
+"""
+
+from __future__ import annotations
+
+from cluster.router.accounts import Past, PeerTrouble, RoutedRequest
+from cluster.router.health.circuits import Circuits
+from cluster.router.health.isolation import DECODE, Isolation
+from cluster.router.health.shunned import AVOIDED, BARRED, BROKEN, DOUBTED, NOBODY, Grade, Shunned, shun
+
+STEPS_TO_OPEN = 3  # steps that fail one after another, until a worker's circuit opens
+HANDOFFS_TO_OPEN = 1  # each costs a request seconds
+
+
+class Health:
+    def __init__(self) -> None:
+        self.steps = Circuits(STEPS_TO_OPEN)  # by worker
+        self.isolation = Isolation()
+        self._pairs: dict[str, Circuits] = {}  # by prefill worker: its decode workers
+        self._silent: dict[str, str] = {}  # by worker: one sentence
+        self._slow: dict[str, str] = {}
+        self.num_opened = 0  # circuits, of workers and of pairs
+
+    # what is heard
+
+    def on_silent(self, worker: str, why: str) -> None:
+        self._silent[worker] = why
+
+    def on_heard(self, worker: str) -> None:
+        self._silent.pop(worker, None)
+
+    def on_step_age(self, worker: str, age_s: float, most_s: float) -> None:
+        if age_s > most_s:
+            self._slow[worker] = f"its step has been running for {age_s:.1f} s"
+        else:
+            self._slow.pop(worker, None)
+
+    def on_step_failed(self, worker: str, reason: str, now: float) -> None:
+        self.num_opened += self.steps.on_failure(worker, reason, now)
+
+    def on_pair_failed(self, prefill: str, decode: str, reason: str, now: float) -> None:
+        self.num_opened += self._pairs_of(prefill).on_failure(decode, reason, now)
+
+    def on_pair_told(self, prefill: str, told: PeerTrouble) -> None:
+        self.num_opened += self._pairs_of(prefill).on_told(told.name, told.reason, told.failed_s)
+
+    def _pairs_of(self, prefill: str) -> Circuits:
+        return self._pairs.setdefault(prefill, Circuits(HANDOFFS_TO_OPEN))
+
+    def on_pair_works(self, prefill: str, decode: str) -> None:
+        if (pairs := self._pairs.get(prefill)) is not None:
+            pairs.on_success(decode)
+            if not pairs:
+                del self._pairs[prefill]
+
+    def forget(self, worker: str) -> None:
+        """It is lost: whoever comes back under its name is another."""
+        self.steps.on_success(worker)
+        self._silent.pop(worker, None)
+        self._slow.pop(worker, None)
+        self._pairs.pop(worker, None)
+        for prefill in list(self._pairs):
+            self.on_pair_works(prefill, worker)
+
+    # a request's way
+
+    def on_placed(self, request: RoutedRequest, now: float) -> None:
+        request_id = request.shape.id
+        for worker in {request.prefill, request.decode}:
+            self.steps.begin_trial(worker, request_id, now)
+        if (pairs := self._pairs.get(request.prefill)) is not None:
+            pairs.begin_trial(request.decode, request_id, now)
+        if request.past.died_in:
+            self.isolation.hold(request.past.died_in, request.at(request.past.died_in), request_id)
+
+    def on_passed(self, request: RoutedRequest) -> None:
+        """It is past the place where a worker may have died of it, or is over."""
+        if phase := request.past.died_in:
+            self.isolation.release(phase, request.at(phase), request.shape.id)
+
+    def on_over(self, request: RoutedRequest) -> None:
+        self.on_passed(request)
+        if self.steps:
+            self.steps.end_trial(request.shape.id)
+        for pairs in self._pairs.values():
+            pairs.end_trial(request.shape.id)
+
+    # whom to shun
+
+    def doubt(self, worker: str) -> str:
+        """Why it is suspect; empty if it is not."""
+        return self._silent.get(worker) or self._slow.get(worker, "")
+
+    def circuit(self, worker: str, now: float) -> str:
+        return self.steps.state(worker, now)
+
+    def is_broken_pair(self, prefill: str, decode: str, now: float) -> bool:
+        pairs = self._pairs.get(prefill)
+        return pairs is not None and not pairs.lets(decode, now)
+
+    def pairs(self, prefill: str) -> list[PeerTrouble]:
+        """The decode workers that it cannot hand over to."""
+        circuits = self._pairs.get(prefill)
+        if circuits is None:
+            return []
+        known = [(name, circuits.get(name)) for name in circuits]
+        return [
+            PeerTrouble(name=name, failures=c.failures, reason=c.reason, failed_s=c.failed_s)
+            for name, c in known
+            if c is not None
+        ]
+
+    def shunned(self, past: Past, phase: str, now: float, prefill: str = "") -> Shunned:
+        """For the choice of a worker that computes this phase; for decode `prefill` is who hands over."""
+        held = self.isolation.num_held(phase)
+        is_calm = not (held or self._silent or self._slow or self._pairs or self.steps)
+        if is_calm and not past.avoid:
+            return NOBODY
+        shunned: dict[str, Grade] = dict.fromkeys(past.avoid, AVOIDED)
+        for name in (*self._silent, *self._slow):
+            shun(shunned, name, DOUBTED)
+        _shun_broken(shunned, self.steps, now)
+        if phase == DECODE and (pairs := self._pairs.get(prefill)) is not None:
+            _shun_broken(shunned, pairs, now)
+        if held:
+            grade = BARRED if past.died_in == phase else AVOIDED
+            for name in self.isolation.holders(phase):
+                shun(shunned, name, grade)
+        return shunned
+
+    def check_invariants(self) -> None:
+        self.steps.check_invariants()
+        for pairs in self._pairs.values():
+            assert len(pairs) > 0, "a prefill worker without trouble is kept"
+            pairs.check_invariants()
+
+
+def _shun_broken(shunned: dict[str, Grade], circuits: Circuits, now: float) -> None:
+    for name in circuits:
+        circuit = circuits.get(name)
+        if circuit is not None and not circuit.lets(now):
+            shun(shunned, name, (BROKEN, circuit.retry_at_s))

@@ -1,0 +1,117 @@
+"""Placing chooses the two workers that serve a request now, or says why none do. It looks and changes nothing: whoever
+asked notes the choice (cluster/router/policy.py).
+
+The decode worker is chosen after the prefill worker, because a pair may be unable to hand over: then another prefill
+worker is taken, if there is one for which nothing stands against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape, RoutedRequest
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.health.health import Health
+from cluster.router.health.isolation import DECODE, PREFILL
+from cluster.router.health.shunned import BROKEN
+
+MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    prefill: PrefillAccount
+    decode: DecodeAccount
+
+    def reason(self, shape: RequestShape) -> str:
+        prefill, decode = self.prefill, self.decode
+        return (
+            f"{prefill.view.name}: {prefill.queued_tokens} prompt tokens queued, {prefill.cached_len(shape)} of "
+            f"{shape.prompt_len} cached; {decode.view.name}: {decode.free_pages} of {decode.view.total_pages} "
+            f"pages free, batch {decode.batch}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplaced:
+    """`lacks_pages`: a smaller request may find a place where this one finds none."""
+
+    reason: str
+    lacks_pages: bool
+
+
+class Placing:
+    def __init__(
+        self, prefill: PrefillCandidates, decode: DecodeCandidates, health: Health, max_backlog_tokens: int
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._health = health
+        self._max_backlog_tokens = max_backlog_tokens
+
+    def why_never(self, shape: RequestShape) -> str:
+        """Why no worker that is there could ever serve it, even alone; empty if one could."""
+        most = self._decode.most_tokens
+        if self._decode.accounts and shape.prompt_len + shape.max_tokens > most:
+            return (
+                f"prompt and max_tokens together are {shape.prompt_len + shape.max_tokens} tokens; "
+                f"the largest decode worker holds {most}, so give fewer"
+            )
+        most = self._prefill.most_tokens
+        if self._prefill.accounts and shape.prompt_len > most:
+            return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
+        return ""
+
+    def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
+        if (waits := self._waits_for_its_turn(request)) is not None:
+            return waits
+        shape, past = request.shape, request.past
+        shunned = self._health.shunned(past, PREFILL, now)
+        first: Placed | None = None
+        for _ in range(MAX_TRIES):
+            prefill = self._prefill.best(shape, shunned)
+            if prefill is None:
+                return first or Unplaced(
+                    reason="no prefill worker that takes new requests has so many pages", lacks_pages=True
+                )
+            name = prefill.view.name
+            if first is not None and name in shunned:
+                break  # something stands against all that are left
+            if why := self._backlog(prefill, shape):
+                return Unplaced(reason=why, lacks_pages=False)
+            decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name))
+            if isinstance(decode, str):
+                return first or Unplaced(reason=decode, lacks_pages=True)
+            placed = Placed(prefill=prefill, decode=decode)
+            if name in shunned or not self._health.is_broken_pair(name, decode.view.name, now):
+                return placed
+            first = first or placed
+            shunned = {**shunned, name: (BROKEN, now)}
+        assert first is not None
+        return first
+
+    def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
+        """Another decode worker that has pages for it now."""
+        shunned = self._health.shunned(request.past, DECODE, now, request.prefill)
+        better = self._decode.with_pages(request.shape, request.pages, request.decode, shunned)
+        if better is None or self._health.is_broken_pair(request.prefill, better.view.name, now):
+            return None
+        return better
+
+    def _waits_for_its_turn(self, request: RoutedRequest) -> Unplaced | None:
+        phase = request.past.died_in
+        if not phase:
+            return None
+        num_workers = len(self._prefill.accounts if phase == PREFILL else self._decode.accounts)
+        if self._health.isolation.num_held(phase) < num_workers:
+            return None
+        reason = f"a {phase} worker died while it computed it, and every other is trying such a request now"
+        return Unplaced(reason=reason, lacks_pages=False)
+
+    def _backlog(self, prefill: PrefillAccount, shape: RequestShape) -> str:
+        """Why it may not have the prompt yet."""
+        queued = prefill.queued_tokens
+        if queued and queued + shape.prompt_len - prefill.cached_len(shape) > self._max_backlog_tokens:
+            return f"{prefill.view.name}: {queued} prompt tokens queued"
+        return ""
