@@ -40,7 +40,7 @@ from rich.table import Table
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from kv_transfer.base import Segment, SendEnd
+from kv_transfer.base import Segment, SendEnd, Wire
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import cut_segments, layer_groups
@@ -85,7 +85,7 @@ def receiver_process(pipe: Connection, model: str, num_tokens: int) -> None:
     while (command := pipe.recv()) is not None:
         what, value = command
         if what == "offer":
-            end = load_transport(value).offer(memory, peer="prefill", host=HOST, timeout_s=TIMEOUT_S)
+            end = load_transport(value).offer(memory, peer="prefill", wire=Wire(host=HOST, timeout_s=TIMEOUT_S))
             pipe.send(dict(end.params))
             end.open(TIMEOUT_S)
         elif what == "receive":
@@ -214,7 +214,7 @@ def void(_: object) -> None:
 def connect_transport(name: str, memory: KvMemory, pipe: Connection) -> SendEnd:
     pipe.send(("offer", name))
     params = pipe.recv()
-    return load_transport(name).connect(memory, params, peer="decode", host=HOST, timeout_s=TIMEOUT_S)
+    return load_transport(name).connect(memory, params, peer="decode", wire=Wire(host=HOST, timeout_s=TIMEOUT_S))
 
 
 def connect_raw(pipe: Connection) -> Any:

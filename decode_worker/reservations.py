@@ -52,6 +52,7 @@ class Reservations:
             model_fingerprint=host.engine.info.fingerprint,
             options=host.options.transfer,
             address_host=host.options.host,
+            tls=host.options.tls,
         )
 
     # What prefill workers bring: ReservationHost

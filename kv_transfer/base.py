@@ -6,13 +6,14 @@ thread of its own, in the pair's order of `seq`, so an implementation needs no l
 another thread, at any time, and makes the other calls raise TransferError soon.
 
 One-sided transports (shared_memory, cuda_ipc) write into the receiver's pages by themselves: `receive` returns at
-once, and the receiver trusts what the sender announces after `send` returned. Two-sided ones (process_group) need
+once, and the receiver trusts what the sender announces after `send` returned. Two-sided ones (tcp, process_group) need
 both sides: `receive` blocks until the bytes have arrived, and `place` puts them into the pages, so that the receiver
 can look in between whether the pages are still meant for them.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +35,27 @@ class Segment:
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
     after: object | None = None  # KvMemory.mark: an event after which the source pages hold the KV
+
+
+class Tls(Protocol):
+    """Certificates (worker/tls.py), read anew for every pair. Both raise ValueError for files of no use."""
+
+    @property
+    def server_name(self) -> str:
+        """That a dialled peer's certificate must have; empty: its address."""
+
+    def server_context(self) -> ssl.SSLContext: ...
+
+    def client_context(self) -> ssl.SSLContext: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What a transport keeps to where it leaves its process."""
+
+    host: str  # this worker's own address, and the only one that it listens on
+    timeout_s: float  # that it waits for a peer that moves nothing
+    tls: Tls | None = None  # None: in plain
 
 
 class SendEnd(Protocol):
@@ -90,11 +112,10 @@ class ReceiveEnd(Protocol):
 class Transport(Protocol):
     name: str
     same_host_only: bool
+    encrypts: bool  # what leaves the host, when Wire has tls
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         """Raises TransferError when this memory or machine cannot."""
 
-    def connect(
-        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd:
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         """Blocks until both ends stand. Raises TransferError."""

@@ -11,9 +11,13 @@ from engine.knobs import check, knob
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
     transports: tuple[str, ...] = knob(
-        ("cuda_ipc", "shared_memory", "process_group"),
+        ("cuda_ipc", "shared_memory", "tcp", "process_group"),
         "the first that both workers can use is used: `cuda_ipc` between GPUs of one host, `shared_memory` on one "
-        "host's CPU, `process_group` anywhere (gloo; NCCL between GPUs)",
+        "host's CPU, `tcp` between CPUs of any hosts (in TLS if the cluster has it), `process_group` anywhere (gloo; "
+        "NCCL between GPUs; always in plain)",
+    )
+    encrypt: bool = knob(
+        True, "with TLS between workers, KV goes encrypted from host to host (`tcp`) or not at all; no TLS: in plain"
     )
     checksums: bool = knob(True, "of every segment, made by the sender and verified by the receiver")
     layers_per_group: int = knob(

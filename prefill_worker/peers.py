@@ -99,6 +99,7 @@ class Peers:
             dial=handoff_dial(host.options.secret, host.options.tls, silent_s=host.options.transfer.peer_silent_s),
             options=host.options.transfer,
             host=host.options.host,
+            tls=host.options.tls,
             faults=host.faults,
         )
 

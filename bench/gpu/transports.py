@@ -31,7 +31,7 @@ from bench.gpu import common as gpu_common
 from bench.gpu.common import WrongResult
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from kv_transfer.base import Segment, SendEnd, TransferError
+from kv_transfer.base import Segment, SendEnd, TransferError, Wire
 from kv_transfer.checksum import Checksummer, device_checksummer
 from kv_transfer.plan import GPU_SEGMENT_BYTES, cut_segments, layer_groups
 from kv_transfer.transports.gpu import nccl_settings
@@ -86,7 +86,7 @@ def _receiver(pipe: Connection, name: str, layout: KvLayout, device: str, enviro
     os.environ.update(environ)
     memory = random_memory(layout, device, seed=2)
     try:
-        end = load_transport(name).offer(memory, peer="prefill", host=HOST, timeout_s=TIMEOUT_S)
+        end = load_transport(name).offer(memory, peer="prefill", wire=Wire(host=HOST, timeout_s=TIMEOUT_S))
         pipe.send(dict(end.params))
         end.open(TIMEOUT_S)
         while (command := pipe.recv()) is not None:
@@ -125,7 +125,9 @@ class Other:
         theirs.close()
         params = self.answer()
         self._num_sent = 0
-        self.end: SendEnd = load_transport(name).connect(memory, params, peer="decode", host=HOST, timeout_s=TIMEOUT_S)
+        self.end: SendEnd = load_transport(name).connect(
+            memory, params, peer="decode", wire=Wire(host=HOST, timeout_s=TIMEOUT_S)
+        )
 
     def answer(self) -> Any:
         if not self.pipe.poll(ANSWER_S):

@@ -20,7 +20,7 @@ from worker.roles import ROLES
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 # Between processes, and of which memory; loopback is for tests within one.
-TRANSPORTS = {"cuda_ipc": ("cuda",), "shared_memory": ("cpu",), "process_group": ("cpu", "cuda")}
+TRANSPORTS = {"cuda_ipc": ("cuda",), "shared_memory": ("cpu",), "tcp": ("cpu",), "process_group": ("cpu", "cuda")}
 GPU_ONLY = ("gpu_memory_utilization", "cuda_graphs")
 
 

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from engine.pages.memory import KvMemory
-from kv_transfer.base import ReceiveEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Tls, TransferError, Wire
 from kv_transfer.checksum import Checksummer, device_checksummer
 from kv_transfer.decode_side.checks import Malformed
 from kv_transfer.decode_side.leases import LeaseKeeper, ReservationHost
@@ -28,6 +28,10 @@ from kv_transfer.options import TransferOptions
 from kv_transfer.transports.registry import MODULES, load_transport, usable
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
+IN_PLAIN = (
+    "does not encrypt what it moves between hosts, and tls is on; add tcp to the transports (GPUs have none), or "
+    "set encrypt: false where the network between the workers is trusted"
+)
 FENCE_POLL_S = 0.05  # how often a lost peer is looked at, while pages wait for it
 
 
@@ -41,6 +45,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         model_fingerprint: str,
         options: TransferOptions,
         address_host: str,
+        tls: Tls | None = None,
     ) -> None:
         """`address_host`: this worker's address, on which two-sided transports listen."""
         self.counters: Counter[str] = Counter()
@@ -52,10 +57,11 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             counters=self.counters,
         )
         self._memory = memory
+        self._must_encrypt = tls is not None and options.encrypt
         self._me = me
         self._model_fingerprint = model_fingerprint
         self._options = options
-        self._address_host = address_host
+        self._wire = Wire(host=address_host, timeout_s=options.timeout_s, tls=tls)
         on_device = device_checksummer(memory)  # a GPU's kernels are compiled here, not in the first handshake
         self._context = PairContext(
             layout=memory.layout,
@@ -125,10 +131,11 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             if transport.same_host_only and hello.host_id != host_id():
                 why.append(f"{name} wants both on one host")
                 continue
+            if not transport.encrypts and hello.host_id != host_id() and self._must_encrypt:
+                why.append(f"{name} {IN_PLAIN}")
+                continue
             try:
-                timeout_s = self._options.timeout_s
-                host = self._address_host
-                return name, transport.offer(self._memory, peer=hello.worker.name, host=host, timeout_s=timeout_s)
+                return name, transport.offer(self._memory, peer=hello.worker.name, wire=self._wire)
             except TransferError as error:
                 why.append(f"{name}: {error}")
         both = f"{self._me.name} takes {', '.join(self._options.transports)}"

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from engine.pages.memory import KvMemory
-from kv_transfer.base import SendEnd, TransferError
+from kv_transfer.base import SendEnd, Tls, TransferError, Wire
 from kv_transfer.handshake import make_hello
 from kv_transfer.options import TransferOptions
 from kv_transfer.prefill_side.errors import HandoffError, HandoffLost, HandoffRefused
@@ -30,6 +30,7 @@ async def connect(
     dial: Dial,
     options: TransferOptions,
     host: str,
+    tls: Tls | None = None,
     faults: Faults | None = None,
 ) -> PrefillPair:
     """Open the pair, over the first transport that both sides can use. `host`: this worker's own address.
@@ -37,13 +38,14 @@ async def connect(
     Raises HandoffRefused (the two do not fit together) or HandoffLost (the peer is not there, or no bytes can be
     moved to it: it may just be dying, so another attempt or another peer may do better).
     """
+    wire = Wire(host=host, timeout_s=options.timeout_s, tls=tls)
     names, failures = usable(options.transports, memory.device), list[str]()
     while names:
         hello = make_hello(me, model_fingerprint, memory.layout, names)
         stream = dial(target.address)
         try:
             welcome = await _shake_hands(stream.call, target, hello, options.connect_timeout_s)
-            end = await _open_send_end(welcome, memory, target.name, host, options.timeout_s)
+            end = await _open_send_end(welcome, memory, target.name, wire)
         except TransferError as error:
             failures.append(f"{welcome.transport}: {error}")
             names.remove(welcome.transport)
@@ -85,9 +87,7 @@ def _refusal(target: worker_pb2.WorkerAddress, code: Any, details: str | None) -
     return HandoffRefused(reason) if code in refused else HandoffLost(reason)
 
 
-async def _open_send_end(
-    welcome: worker_pb2.HandoffWelcome, memory: KvMemory, peer: str, host: str, timeout_s: float
-) -> SendEnd:
+async def _open_send_end(welcome: worker_pb2.HandoffWelcome, memory: KvMemory, peer: str, wire: Wire) -> SendEnd:
     transport = load_transport(welcome.transport)
     params = dict(welcome.transport_params)
-    return await asyncio.to_thread(transport.connect, memory, params, peer=peer, host=host, timeout_s=timeout_s)
+    return await asyncio.to_thread(transport.connect, memory, params, peer=peer, wire=wire)

@@ -1,11 +1,15 @@
 """Gloo for process_group: how KV in CPU memory is moved between two ranks.
 
 What gloo makes necessary (measured): a message larger than the buffer it arrives in ends the process, so a message's
-size is its tag too, and a message of another size matches no receive and times out.
+size is its tag too, and a message of another size matches no receive and times out. Its port, open as long as the
+group, asks a caller for a small number only, so each rank shows the other first that it is the one at the store. What
+a stranger who comes before that can still do is to end the pair: tcp.py does not have this weakness.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -21,6 +25,8 @@ from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, Two
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 
+PROOF_BYTES = 32
+PROOF_TAG = 0  # no segment is empty
 BUFFER_BYTES = 8 << 20  # at least, so that segments of all sizes share buffers whose memory is there already
 
 
@@ -32,6 +38,9 @@ class Gloo:
     def __init__(self, host: str) -> None:
         self._host = host
 
+    def meeting_s(self, timeout_s: float) -> float:
+        return timeout_s
+
     def check(self, params: Mapping[str, str], peer: str) -> None:
         if params.get("kind") != "gloo":
             raise TransferError(f"{peer}'s KV is on a GPU and ours on the CPU; give both pools the same device")
@@ -42,7 +51,13 @@ class Gloo:
     def group(
         self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
     ) -> GlooGroup:
-        return GlooGroup(lambda: make_gloo(store(), rank, self._host, timeout_s), peer, timeout_s)
+        def make() -> Any:
+            met_at = store()
+            group = make_gloo(met_at, rank, self._host, timeout_s)
+            prove(group, met_at, rank)
+            return group
+
+        return GlooGroup(make, peer, timeout_s)
 
 
 class GlooGroup(TwoRankGroup):
@@ -117,3 +132,16 @@ def make_gloo(store: Any, rank: int, host: str, timeout_s: float) -> Any:
     options._devices = [gloo.create_device(hostname=host)]
     options._threads = 1
     return gloo(store, rank, 2, options)
+
+
+def prove(group: Any, store: Any, rank: int) -> None:
+    """Raise RuntimeError unless the rank at the other end of `group` is the other one at `store`."""
+    other = DECODE_RANK if rank == PREFILL_RANK else PREFILL_RANK
+    ours = secrets.token_bytes(PROOF_BYTES)
+    store.set(f"proof/{rank}", ours)
+    shown = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
+    received = group.recv([shown], other, PROOF_TAG)
+    group.send([torch.frombuffer(bytearray(ours), dtype=torch.uint8)], other, PROOF_TAG).wait()
+    received.wait()
+    if not hmac.compare_digest(shown.numpy().tobytes(), store.get(f"proof/{other}")):
+        raise RuntimeError("somebody else is at the other end")

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from engine.pages.memory import KvMemory
 from engine.pages.rows import PageRows, Seen
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 
 _offers: WeakValueDictionary[str, LoopbackReceiveEnd] = WeakValueDictionary()  # by token, while the receiver lives
 
@@ -79,15 +79,14 @@ class LoopbackSendEnd:
 class LoopbackTransport:
     name = "loopback"
     same_host_only = True
+    encrypts = False
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         if memory.device != "cpu":
             raise TransferError(f"loopback moves CPU memory only, and this worker's KV is on {memory.device}")
         return LoopbackReceiveEnd(memory)
 
-    def connect(
-        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd:
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         receiver = _offers.get(params.get("token", ""))
         if receiver is None:
             raise TransferError(f"{peer} is not in this process; use another transport than loopback")

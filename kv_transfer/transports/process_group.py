@@ -1,34 +1,31 @@
 """process_group moves KV through a two-rank torch ProcessGroup for each pair: gloo for CPU memory, NCCL for CUDA.
 
-Two-sided. The decode side (rank 1) serves a TCPStore on its own address and a random name; both ranks meet there,
-outside any default group, so that a lost peer hurts one pair only. A segment's pages are gathered into one contiguous
-buffer, sent, received and scattered; while one is on the way the next is gathered, and the one before scattered.
+Two-sided. The ranks meet over a connection of the pair's own (pair_socket.py, pair_store.py): decode, rank 1, listens
+for it; no store has a port. The group is outside any default one, so that a lost peer hurts one pair only. A segment's
+pages are gathered into one contiguous buffer, sent, received and scattered; while one is on the way the next is
+gathered, and the one before scattered. What gloo and NCCL then send over connections of their own is in plain.
 
 What each backend makes necessary stands in gloo.py and gpu/nccl.py; how the ends wait, in two_rank_group.py.
 """
 
 from __future__ import annotations
 
-import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed
 
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.pages.rows import Seen
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.transports.gloo import Gloo
+from kv_transfer.transports.pair_socket import PairListener, dial, first_words
+from kv_transfer.transports.pair_store import PairStore
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup, first_line
-
-dist: Any = torch.distributed  # its names are not all in its type stubs
 
 BUFFERS = 3  # segments on the way, or about to be, at once
 
@@ -55,13 +52,17 @@ class Backend(Protocol):
     @property
     def params(self) -> Mapping[str, str]: ...
 
+    def meeting_s(self, timeout_s: float) -> float:
+        """How long the ranks wait for each other at first."""
+
     def check(self, params: Mapping[str, str], peer: str) -> None: ...
 
     def staging(self, memory: KvMemory, timeout_s: float) -> Any: ...
 
     def group(
         self, store: Callable[[], Any], rank: int, memory: KvMemory, staging: Any, peer: str, timeout_s: float
-    ) -> TwoRankGroup: ...
+    ) -> TwoRankGroup:
+        """`store` is called when the group is opened."""
 
 
 def backend_of(memory: KvMemory, host: str) -> Backend:
@@ -76,10 +77,11 @@ def backend_of(memory: KvMemory, host: str) -> Backend:
 class ProcessGroupSendEnd:
     one_sided = False
 
-    def __init__(self, memory: KvMemory, staging: Staging, group: TwoRankGroup, peer: str) -> None:
+    def __init__(self, memory: KvMemory, staging: Staging, group: TwoRankGroup, store: PairStore, peer: str) -> None:
         self._layout = memory.layout
         self._staging = staging
         self._group = group
+        self._store = store
         self._peer = peer
         self._in_flight: deque[tuple[Future[None], torch.Tensor]] = deque()
 
@@ -102,9 +104,11 @@ class ProcessGroupSendEnd:
 
     def abort(self) -> None:
         self._group.abort(f"the process group with {self._peer} is closed; open a new pair")
+        self._store.abort()
 
     def close(self) -> None:
         self.abort()
+        self._store.close()
 
 
 class ProcessGroupReceiveEnd:
@@ -112,27 +116,31 @@ class ProcessGroupReceiveEnd:
     sender_closed = False
     mapped_inode = 0
 
-    def __init__(self, memory: KvMemory, backend: Backend, peer: str, host: str, timeout_s: float) -> None:
+    def __init__(self, memory: KvMemory, backend: Backend, peer: str, wire: Wire) -> None:
         self._layout = memory.layout
-        self._staging: Staging = backend.staging(memory, timeout_s)
+        self._staging: Staging = backend.staging(memory, wire.timeout_s)
         self._peer = peer
         self._lock = threading.Lock()  # `expect` is called from another thread than the rest
         self._expected: deque[Segment] = deque()  # not posted yet
         self._posted: deque[tuple[int, Future[None], torch.Tensor]] = deque()
         self._arrived: torch.Tensor | None = None
         self._is_open = False
-        name = secrets.token_hex(8)
-        store, port = _serve_store(host, timeout_s)
-        self._params = {**backend.params, "name": name, "address": host, "port": str(port)}
-        self._group = backend.group(
-            lambda: dist.PrefixStore(name, store), DECODE_RANK, memory, self._staging, peer, timeout_s
-        )
+        self._meeting_s = backend.meeting_s(wire.timeout_s)
+        self._listener = PairListener(wire)
+        self._store: PairStore | None = None  # until the sender has come
+        self._params = {**backend.params, **self._listener.params}
+        self._group = backend.group(lambda: self._store, DECODE_RANK, memory, self._staging, peer, wire.timeout_s)
 
     @property
     def params(self) -> Mapping[str, str]:
         return self._params
 
     def open(self, timeout_s: float) -> None:
+        try:
+            sock = self._listener.accept(self._peer, self._meeting_s)
+        except OSError as error:
+            raise TransferError(f"cannot wait for {self._peer}: {first_words(error)}") from error
+        self._store = PairStore(sock, timeout_s)
         self._group.open()
         with self._lock:
             self._is_open = True
@@ -182,66 +190,47 @@ class ProcessGroupReceiveEnd:
 
     def abort(self) -> None:
         self._group.abort(f"the process group with {self._peer} is closed; open a new pair")
+        self._listener.abort()
+        if self._store is not None:
+            self._store.abort()
 
     def close(self) -> None:
         self.abort()
+        self._listener.close()
+        if self._store is not None:
+            self._store.close()
 
 
 class ProcessGroupTransport:
     name = "process_group"
     same_host_only = False
+    encrypts = False
 
     def __init__(self, find_backend: Callable[[KvMemory, str], Backend] = backend_of) -> None:
         self._find_backend = find_backend
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         try:
-            return ProcessGroupReceiveEnd(memory, self._find_backend(memory, host), peer, host, timeout_s)
-        except (OSError, RuntimeError) as error:
-            raise TransferError(f"cannot serve a process group on {host}: {first_line(error)}") from error
+            return ProcessGroupReceiveEnd(memory, self._find_backend(memory, wire.host), peer, wire)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise TransferError(f"cannot serve a process group on {wire.host}: {first_line(error)}") from error
 
-    def connect(
-        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd:
-        if not {"address", "port", "name"} <= params.keys():
-            raise TransferError(f"{peer} offers a process group without an address; use another transport")
-        backend = self._find_backend(memory, host)
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
+        backend = self._find_backend(memory, wire.host)
         backend.check(params, peer)
-
-        def store() -> Any:
-            served = dist.TCPStore(
-                params["address"],
-                int(params["port"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            return dist.PrefixStore(params["name"], served)
-
-        staging = backend.staging(memory, timeout_s)
-        group = backend.group(store, PREFILL_RANK, memory, staging, peer, timeout_s)
-        group.open()
-        return ProcessGroupSendEnd(memory, staging, group, peer)
+        staging = backend.staging(memory, wire.timeout_s)
+        store = PairStore(dial(params, wire, peer), wire.timeout_s)
+        group = backend.group(lambda: store, PREFILL_RANK, memory, staging, peer, wire.timeout_s)
+        try:
+            group.open()
+        except TransferError:
+            store.close()
+            raise
+        return ProcessGroupSendEnd(memory, staging, group, store, peer)
 
 
 def _num_bytes(layout: KvLayout, layers: range, pages: Sequence[int]) -> int:
     return layout.page_bytes(layers) * len(pages)
-
-
-def _serve_store(host: str, timeout_s: float) -> tuple[Any, int]:
-    """A store that listens on `host` only, on a port of the system's choice."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
 
 
 TRANSPORT = ProcessGroupTransport()

@@ -13,8 +13,14 @@ MODULES = {
     "loopback": "kv_transfer.transports.loopback",
     "process_group": "kv_transfer.transports.process_group",
     "shared_memory": "kv_transfer.transports.shared_memory",
+    "tcp": "kv_transfer.transports.tcp",
 }
-ONLY_ON = {"cuda_ipc": "cuda", "loopback": "cpu", "shared_memory": "cpu"}  # what is not named here moves both
+ONLY_ON = {
+    "cuda_ipc": "cuda",
+    "loopback": "cpu",
+    "shared_memory": "cpu",
+    "tcp": "cpu",
+}  # what is not named here moves both
 
 
 def usable(names: Sequence[str], device: str) -> list[str]:

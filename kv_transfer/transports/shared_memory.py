@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.pages.memory import KvMemory
 from engine.pages.rows import PageRows, Seen
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd
 from kv_transfer.transports.pair_file import map_file
 
@@ -39,16 +39,15 @@ class SharedMemorySendEnd(OneSidedSendEnd):
 class SharedMemoryTransport:
     name = "shared_memory"
     same_host_only = True
+    encrypts = False
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         if memory.fd is None:
             raise TransferError(f"shared_memory wants KV in a CPU memfd, and this worker's is on {memory.device}")
         inode = os.fstat(memory.fd).st_ino
         return OneSidedReceiveEnd(self.name, memory.layout, {"fd": str(memory.fd), "inode": str(inode)})
 
-    def connect(
-        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd:
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         if memory.device != "cpu":
             raise TransferError(f"shared_memory moves CPU memory only, and this worker's KV is on {memory.device}")
         try:

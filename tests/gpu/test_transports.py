@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.pages.layout import LayerKv
-from kv_transfer.base import Segment
+from kv_transfer.base import Segment, Wire
 from kv_transfer.checksum import device_checksummer
 from kv_transfer.options import TransferOptions
 from kv_transfer.transports.faulty import Faults
@@ -48,8 +48,8 @@ def test_the_contract_of_transports_holds_on_a_gpu() -> None:
 def open_ipc(seed: int = 1) -> tuple[Any, Any, Any, Any]:
     source, target = random_memory(23, seed=seed, device=GPU), random_memory(31, seed=2, device=GPU)
     transport = load_transport("cuda_ipc")
-    receiver = transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=5)
-    sender = transport.connect(source, receiver.params, peer="decode-0", host="127.0.0.1", timeout_s=5)
+    receiver = transport.offer(target, peer="prefill-0", wire=Wire(host="127.0.0.1", timeout_s=5))
+    sender = transport.connect(source, receiver.params, peer="decode-0", wire=Wire(host="127.0.0.1", timeout_s=5))
     return source, target, sender, receiver
 
 

@@ -172,10 +172,10 @@ class FakeNccl:
 
     def __init__(self) -> None:
         self.groups: list[FakeGroup] = []
-        self.offered: dict[str, FakeGroup] = {}
+        self.sent: dict[bytes, dict[int, bytes]] = {}  # by the id that rank 0 leaves at the store
 
     def make(self, store: Any, rank: int, device: str) -> FakeGroup:
-        group = FakeGroup(store, rank)
+        group = FakeGroup(self, store, rank)
         self.groups.append(group)
         return group
 
@@ -183,34 +183,42 @@ class FakeNccl:
 class FakeGroup:
     """One rank. A receive ends once the other rank's send of the same number has, on its queue, been reached."""
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, nccl: FakeNccl, store: Any, rank: int) -> None:
         self.rank = rank
         self.is_aborted = False
+        self._sent_by_id = nccl.sent
         self._store = store
         self._number = 0
+        if rank == 0:
+            name = os.urandom(16)
+            self._sent_by_id[name] = {}
+            store.set("id", name)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
         assert peer == 1 - self.rank
-        key, tensor = self._next_key(), tensors[0]
-        return self._work(lambda: self._store.set(key, tensor.numpy().tobytes()))
+        number, tensor = self._next_number(), tensors[0]
+        return self._work(lambda: self._sent().update({number: tensor.numpy().tobytes()}))
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
         assert peer == 1 - self.rank
-        key, tensor = self._next_key(), tensors[0]
+        number, tensor = self._next_number(), tensors[0]
 
         def take() -> None:
-            sent = torch.frombuffer(bytearray(self._store.get(key)), dtype=torch.uint8)
+            sent = torch.frombuffer(bytearray(self._sent().pop(number)), dtype=torch.uint8)
             assert len(sent) == len(tensor), "NCCL would hang: the two sides disagree about a size"
             tensor.copy_(sent)
 
-        return self._work(take, lambda: not self.is_aborted and bool(self._store.check([key])))
+        return self._work(take, lambda: not self.is_aborted and self._store.check(["id"]) and number in self._sent())
 
     def abort(self) -> None:
         self.is_aborted = True
 
-    def _next_key(self) -> str:
+    def _sent(self) -> dict[int, bytes]:
+        return self._sent_by_id[self._store.get("id")]
+
+    def _next_number(self) -> int:
         self._number += 1
-        return str(self._number)
+        return self._number
 
     def _work(self, act: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> FakeWork:
         """On a queue of the group's own, after what stands in the current one by now."""

@@ -23,6 +23,7 @@ from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
 from worker.rpc import bind, handoff_dial, keepalive_options, make_server, secret_door
+from worker.tls import TlsFiles
 
 SECRET = "open sesame"
 PAGE_SIZE = 4
@@ -129,6 +130,7 @@ async def decode_side(
     memory: KvMemory | None = None,
     fingerprint: str = "m",
     cached_pages: int = 0,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[DecodeSide]:
     memory = memory or random_memory(37, seed=2)
     host = PageHost(memory.layout.num_pages, cached_pages=cached_pages)
@@ -142,6 +144,7 @@ async def decode_side(
         model_fingerprint=fingerprint,
         options=options,
         address_host="127.0.0.1",
+        tls=tls,
     )
     worker_pb2_grpc.add_HandoffServicer_to_server(servicer, server)
     await server.start()
@@ -163,6 +166,7 @@ async def connect(
     secret: str = SECRET,
     faults: Faults | None = None,
     address: worker_pb2.WorkerAddress | None = None,
+    tls: TlsFiles | None = None,
 ) -> PrefillPair:
     return await prefill_side.connect(
         address or decode.address,
@@ -172,6 +176,7 @@ async def connect(
         dial=handoff_dial(secret, silent_s=options.peer_silent_s),
         options=options,
         host="127.0.0.1",
+        tls=tls,
         faults=faults,
     )
 

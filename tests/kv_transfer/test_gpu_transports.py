@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from engine.pages.memory import KvMemory
-from kv_transfer.base import Segment, TransferError
+from kv_transfer.base import Segment, TransferError, Wire
 from kv_transfer.transports.gloo import Gloo
 from kv_transfer.transports.gpu import nccl, nccl_settings
 from kv_transfer.transports.gpu.cuda_ipc import EVENTS, CudaIpcReceiveEnd, CudaIpcSendEnd, CudaIpcTransport
 from kv_transfer.transports.pair_file import PrefillPairFile
+from kv_transfer.transports.pair_socket import dial
 from kv_transfer.transports.process_group import ProcessGroupReceiveEnd, ProcessGroupSendEnd, ProcessGroupTransport
 from kv_transfer.transports.registry import nccl_counters, usable
 from tests.kv_transfer.fake_gpu import FakeEvent, FakeGpu, FakeGroup, FakeNccl
@@ -40,8 +41,10 @@ class Ipc:
         self.gpu = FakeGpu()
         self.source, self.target = random_memory(9, seed=1), random_memory(11, seed=2)
         transport = CudaIpcTransport(lambda device: self.gpu)
-        receiver = transport.offer(self.target, peer="prefill-0", host=HOST, timeout_s=timeout_s)
-        sender = transport.connect(self.source, receiver.params, peer="decode-0", host=HOST, timeout_s=timeout_s)
+        receiver = transport.offer(self.target, peer="prefill-0", wire=Wire(host=HOST, timeout_s=timeout_s))
+        sender = transport.connect(
+            self.source, receiver.params, peer="decode-0", wire=Wire(host=HOST, timeout_s=timeout_s)
+        )
         assert isinstance(receiver, CudaIpcReceiveEnd)
         assert isinstance(sender, CudaIpcSendEnd)
         self.receiver, self.sender = receiver, sender
@@ -152,7 +155,9 @@ def test_another_layout_is_refused() -> None:
     pair = Ipc()
     params = {**pair.receiver.params, "num_pages": "12"}
     with pytest.raises(TransferError, match="decode-0 says its KV has"):
-        CudaIpcTransport(lambda device: pair.gpu).connect(pair.source, params, peer="decode-0", host=HOST, timeout_s=1)
+        CudaIpcTransport(lambda device: pair.gpu).connect(
+            pair.source, params, peer="decode-0", wire=Wire(host=HOST, timeout_s=1)
+        )
 
 
 def test_a_receiver_that_has_gone_is_not_found() -> None:
@@ -161,13 +166,15 @@ def test_a_receiver_that_has_gone_is_not_found() -> None:
     keep = pair.receiver._pair_file  # its file is there, the receiver is not
     del pair.receiver
     with pytest.raises(TransferError, match="decode-0 is not in this process any more"):
-        CudaIpcTransport(lambda device: pair.gpu).connect(pair.source, params, peer="decode-0", host=HOST, timeout_s=1)
+        CudaIpcTransport(lambda device: pair.gpu).connect(
+            pair.source, params, peer="decode-0", wire=Wire(host=HOST, timeout_s=1)
+        )
     assert keep.sender_closed
 
 
 def test_cuda_ipc_is_for_gpu_memory() -> None:
     with pytest.raises(TransferError, match="cuda_ipc moves GPU memory only, and this worker's KV is on cpu"):
-        CudaIpcTransport().offer(random_memory(3), peer="p", host=HOST, timeout_s=1)
+        CudaIpcTransport().offer(random_memory(3), peer="p", wire=Wire(host=HOST, timeout_s=1))
 
 
 @pytest.mark.parametrize(
@@ -191,10 +198,12 @@ class NcclPair:
         self.queues = FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1")
         offering = ProcessGroupTransport(lambda memory, host: nccl.Nccl(self.queues[1], self.fake.make))
         joining = ProcessGroupTransport(lambda memory, host: nccl.Nccl(self.queues[0], self.fake.make))
-        receiver = offering.offer(self.target, peer="prefill-0", host=HOST, timeout_s=timeout_s)
+        receiver = offering.offer(self.target, peer="prefill-0", wire=Wire(host=HOST, timeout_s=timeout_s))
         with ThreadPoolExecutor(1) as pool:
             opened: Future[None] = pool.submit(receiver.open, timeout_s)
-            sender = joining.connect(self.source, receiver.params, peer="decode-0", host=HOST, timeout_s=timeout_s)
+            sender = joining.connect(
+                self.source, receiver.params, peer="decode-0", wire=Wire(host=HOST, timeout_s=timeout_s)
+            )
             opened.result(10)
         assert isinstance(receiver, ProcessGroupReceiveEnd)
         assert isinstance(sender, ProcessGroupSendEnd)
@@ -281,13 +290,16 @@ def test_buffers_are_kept_until_the_group_was_aborted() -> None:
 def test_a_peer_that_never_comes_to_the_group_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "MEETING_S", 0.1)
     forever = threading.Event()
-    kind = nccl.Nccl(FakeGpu(), lambda store, rank, device: forever.wait(5) and FakeGroup(store, rank))
-    receiver = ProcessGroupTransport(lambda memory, host: kind).offer(
-        random_memory(3), peer="prefill-0", host=HOST, timeout_s=0.1
-    )
-    with pytest.raises(TransferError, match=r"prefill-0 did not come to the process group within 0\.1 s"):
-        receiver.open(0.1)
+    kind = nccl.Nccl(FakeGpu(), lambda store, rank, device: forever.wait(5) and FakeGroup(FakeNccl(), store, rank))
+    wire = Wire(host=HOST, timeout_s=0.1)
+    receiver = ProcessGroupTransport(lambda memory, host: kind).offer(random_memory(3), peer="prefill-0", wire=wire)
+    with ThreadPoolExecutor(1) as pool:
+        dialled = pool.submit(dial, receiver.params, wire, "decode-0")
+        with pytest.raises(TransferError, match=r"prefill-0 did not come to the process group within 0\.1 s"):
+            receiver.open(0.1)
+        dialled.result().close()
     forever.set()
+    receiver.close()
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 
 from engine.pages.layout import LayerKv
 from kv_transfer.lease import Denied, Queued
@@ -19,6 +21,7 @@ from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports import shared_memory
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2
+from tests.certificates import write_tls
 from tests.kv_transfer.sides import (
     PAGE_SIZE,
     DecodeSide,
@@ -31,7 +34,7 @@ from tests.kv_transfer.sides import (
     snapshot,
 )
 
-TRANSPORTS = ["loopback", "shared_memory", "process_group"]
+TRANSPORTS = ["loopback", "shared_memory", "process_group", "tcp"]
 
 
 def no_stall(reason: str) -> None:
@@ -143,7 +146,7 @@ async def test_cancel_during_a_transfer_waits_for_the_fence(transport: str) -> N
         decode.servicer.check_invariants()
         with pytest.raises(HandoffDenied, match="the client went away"):
             await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
-        if transport == "process_group":
+        if transport in ("process_group", "tcp"):
             assert len(decode.host.free) == 37  # only the receiver writes there, and it was told
         else:
             assert decode.servicer.leases.leased_pages == 2
@@ -390,3 +393,22 @@ async def test_a_transport_that_the_sender_cannot_open_is_passed_over(monkeypatc
         await peer.close()
         with pytest.raises(HandoffLost, match=r"no transport works .*shared_memory: "):  # lost: others may do better
             await connect(decode, options("shared_memory"), random_memory(50, seed=1))
+
+
+async def test_kv_goes_from_host_to_host_encrypted_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = write_tls(tmp_path, trustme.CA())
+    monkeypatch.setattr("kv_transfer.handshake.host_id", lambda: "another host")
+    for transport, encrypt in (("tcp", True), ("process_group", False)):
+        chosen = options(transport, encrypt=encrypt)
+        async with decode_side(chosen, tls=tls) as decode:
+            peer = await connect(decode, chosen, random_memory(50, seed=1), tls=tls)
+            await hand_off(decode, peer)
+            await peer.close()
+    async with decode_side(options("process_group"), tls=tls) as decode:
+        with pytest.raises(HandoffRefused, match="process_group does not encrypt what it moves between hosts, and"):
+            await connect(decode, options("process_group"), random_memory(50), tls=tls)
+    async with decode_side(options("tcp"), tls=tls) as decode:
+        with pytest.raises(HandoffLost, match="one speaks TLS and the other does not"):
+            await connect(decode, options("tcp"), random_memory(50))

@@ -287,7 +287,7 @@ async def test_an_earlier_reservation_of_the_same_attempt_must_end_first(decode:
     await second.close()
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["loopback", "shared_memory", "process_group", "tcp"])
 async def test_random_handoffs_with_everything_going_wrong(transport: str) -> None:
     """Aborts, cancels, queues, damage and lost pairs in random order: no page is lost, none is given twice, and what
     was committed is right."""

@@ -5,45 +5,55 @@ On CPU, cuda_ipc and NCCL run on a fake GPU (fake_gpu.py). KVRELAY_TEST_DEVICE=c
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import multiprocessing
 import random
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import trustme
 
 from engine.pages.layout import LayerKv
 from engine.pages.memory import KvMemory
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Transport
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Transport, Wire
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.transports.registry import load_transport
+from tests.certificates import write_tls
 from tests.kv_transfer import fake_gpu
 from tests.kv_transfer.gpu_here import SECOND_GPU, why_no_nccl
 from tests.kv_transfer.sides import DEVICE, LAYERS, assert_pages_moved, random_memory, snapshot
+from worker.tls import TlsFiles
 
 NCCL = pytest.param("process_group", marks=pytest.mark.skipif(bool(why_no_nccl()), reason=why_no_nccl()))
 if DEVICE == "cpu":
     FAKES: dict[str, Transport] = {"cuda_ipc": fake_gpu.CUDA_IPC, "nccl": fake_gpu.NCCL}
     ONE_SIDED = ["cuda_ipc", "loopback", "shared_memory"]
-    TWO_SIDED: list[Any] = ["process_group", "nccl"]
-    BETWEEN_PROCESSES: list[Any] = ["cuda_ipc", "process_group", "shared_memory"]
-    SIZE_CHECKED: list[Any] = ["process_group"]
+    TWO_SIDED: list[Any] = ["process_group", "process_group in TLS", "nccl", "tcp", "tcp in TLS"]
+    BETWEEN_PROCESSES: list[Any] = ["cuda_ipc", "process_group", "shared_memory", "tcp"]
+    SIZE_CHECKED: list[Any] = ["process_group", "tcp", "tcp in TLS"]
 else:
     FAKES = {}
     ONE_SIDED = ["cuda_ipc"]
     TWO_SIDED = [NCCL]
     BETWEEN_PROCESSES = ["cuda_ipc"]  # process_group: tests/gpu/test_transports.py
     SIZE_CHECKED = []  # NCCL's messages have no sizes: the control stream agrees on them
+IN_TLS = " in TLS"
 ALL: list[Any] = [*ONE_SIDED, *TWO_SIDED]
-KILLED_SENDER = [name for name in BETWEEN_PROCESSES if name == "process_group"]
+KILLED_SENDER = [name for name in BETWEEN_PROCESSES if name in TWO_SIDED]
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of CPU memory")
 WIDE = (LayerKv(16, 80, 64), LayerKv(16, 64, 80))  # pages of 20 KiB and 16 KiB: copied as blocks
 ODD = (LayerKv(1, 3, 1),)
@@ -81,7 +91,19 @@ class Pair:
 
 
 def transport_named(name: str) -> Transport:
+    name = name.removesuffix(IN_TLS)
     return FAKES.get(name) or load_transport(name)
+
+
+def wire_for(name: str, timeout_s: float) -> Wire:
+    return Wire(host="127.0.0.1", timeout_s=timeout_s, tls=certificates() if name.endswith(IN_TLS) else None)
+
+
+@cache
+def certificates() -> TlsFiles:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return write_tls(Path(folder), trustme.CA())
 
 
 def send(end: SendEnd, *segments: Segment) -> None:
@@ -96,10 +118,10 @@ def open_pair(
     source = random_memory(23, layers=layers, seed=1)
     target = target or random_memory(31, layers=layers, seed=2, device=SECOND_GPU or DEVICE)
     transport = transport_named(name)
-    receiver = transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=timeout_s)
+    receiver = transport.offer(target, peer="prefill-0", wire=wire_for(name, timeout_s))
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(receiver.open, timeout_s)
-        sender = transport.connect(source, receiver.params, peer="decode-0", host="127.0.0.1", timeout_s=timeout_s)
+        sender = transport.connect(source, receiver.params, peer="decode-0", wire=wire_for(name, timeout_s))
         opened.result(20)
     return Pair(source, target, sender, receiver)
 
@@ -216,10 +238,12 @@ def test_sizes_that_disagree_raise_and_harm_nothing(name: str, num_sent: int, nu
     before = snapshot(pair.target)
     waiting = pair.pool.submit(pair.take, pair.segment(range(3), [], list(range(num_expected))))
     sent = pair.segment(range(3), list(range(num_sent)), list(range(num_sent)))
-    with pytest.raises(TransferError):
+    with suppress(TransferError):  # or it is told by the next
         send(pair.sender, sent)
     with pytest.raises(TransferError):
         waiting.result(10)
+    with pytest.raises(TransferError):
+        send(pair.sender, sent)
     assert_pages_moved(before, pair.source, pair.target, range(0), [], [])
     pair.close()
 
@@ -250,20 +274,35 @@ def test_the_receiver_sees_that_a_one_sided_sender_has_closed(name: str) -> None
     assert pair.receiver.sender_closed
 
 
+@ON_CPU
+@pytest.mark.parametrize("name", ALL)
+def test_once_a_pair_is_open_only_gloo_listens_and_on_its_own_address(name: str) -> None:
+    before = listening()
+    pair = open_pair(name)
+    left = [address for address, port in listening() - before]
+    assert left == ["127.0.0.1"] * (2 if name.startswith("process_group") else 0)
+    pair.close()
+
+
+def listening() -> set[tuple[str, int]]:
+    ends = psutil.Process().net_connections("tcp")
+    return {(end.laddr.ip, end.laddr.port) for end in ends if end.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_unusable_parameters_are_refused(name: str) -> None:
     with pytest.raises(TransferError):
-        transport_named(name).connect(random_memory(3), {}, peer="decode-0", host="127.0.0.1", timeout_s=0.2)
+        transport_named(name).connect(random_memory(3), {}, peer="decode-0", wire=wire_for(name, 0.2))
 
 
 @ON_CPU
 @pytest.mark.parametrize("key", ["nonce", "inode", "bytes", "fd"])
 def test_shared_memory_is_not_taken_for_another(key: str) -> None:
     transport, target = load_transport("shared_memory"), random_memory(9)
-    params = dict(transport.offer(target, peer="prefill-0", host="127.0.0.1", timeout_s=1).params)
+    params = dict(transport.offer(target, peer="prefill-0", wire=wire_for("shared_memory", 1)).params)
     params[key] = {"nonce": "00" * 16, "fd": params["fence_fd"]}.get(key, "4096")
     with pytest.raises(TransferError):
-        transport.connect(random_memory(5), params, peer="decode-0", host="127.0.0.1", timeout_s=1)
+        transport.connect(random_memory(5), params, peer="decode-0", wire=wire_for("shared_memory", 1))
 
 
 @ON_CPU
@@ -283,30 +322,30 @@ def num_maps() -> int:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    names = "cuda_ipc, loopback, process_group, shared_memory"
+    names = "cuda_ipc, loopback, process_group, shared_memory, tcp"
     with pytest.raises(ValueError, match=f"transport is 'pigeon'; give one of {names}"):
         load_transport("pigeon")
 
 
-def _serve_child(name: str, pipe: Connection) -> None:
-    end = transport_named(name).offer(random_memory(31, seed=2), peer="prefill-0", host="127.0.0.1", timeout_s=5)
+def _serve_child(name: str, wire: Wire, pipe: Connection) -> None:
+    end = transport_named(name).offer(random_memory(31, seed=2), peer="prefill-0", wire=wire)
     pipe.send(dict(end.params))
     end.open(5)
     pipe.recv()
 
 
-def _connect_child(name: str, pipe: Connection) -> None:
+def _connect_child(name: str, wire: Wire, pipe: Connection) -> None:
     pipe.send("started")
-    end = transport_named(name).connect(random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=5)
+    end = transport_named(name).connect(random_memory(23), pipe.recv(), peer="decode-0", wire=wire)
     pipe.send("connected")
     pipe.recv()
     end.close()
 
 
-def _in_child(target: Callable[[str, Connection], None], name: str) -> tuple[Connection, SpawnProcess]:
+def _in_child(target: Callable[[str, Wire, Connection], None], name: str) -> tuple[Connection, SpawnProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(name, theirs), daemon=True)
+    process = context.Process(target=target, args=(name, wire_for(name, 5), theirs), daemon=True)
     process.start()
     return ours, process
 
@@ -314,9 +353,7 @@ def _in_child(target: Callable[[str, Connection], None], name: str) -> tuple[Con
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
     pipe, child = _in_child(_serve_child, name)
-    sender = transport_named(name).connect(
-        random_memory(23), pipe.recv(), peer="decode-0", host="127.0.0.1", timeout_s=2
-    )
+    sender = transport_named(name).connect(random_memory(23), pipe.recv(), peer="decode-0", wire=wire_for(name, 2))
     child.kill()
     child.join()
     with pytest.raises(TransferError, match="decode-0"):
@@ -326,7 +363,7 @@ def test_a_killed_receiver_is_an_error_to_the_sender(name: str) -> None:
 
 @pytest.mark.parametrize("name", KILLED_SENDER)
 def test_a_killed_sender_is_an_error_to_the_receiver(name: str) -> None:
-    receiver = transport_named(name).offer(random_memory(31), peer="prefill-0", host="127.0.0.1", timeout_s=2)
+    receiver = transport_named(name).offer(random_memory(31), peer="prefill-0", wire=wire_for(name, 2))
     pipe, child = _in_child(_connect_child, name)
     assert pipe.recv() == "started"  # importing torch may take longer than the receiver waits
     with ThreadPoolExecutor(1) as pool:

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 from engine.pages.memory import KvMemory
 from engine.pages.page_table import Int64s, check_pages, pages_at
 from engine.pages.rows import Seen
-from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.checksum import Checksummer
 from kv_transfer.transports.gpu.cuda import gpu_of
 from kv_transfer.transports.gpu.device import Gpu
@@ -144,22 +144,21 @@ def _checked(pages: Sequence[int], num_pages: int, whose: str) -> Int64s:
 class CudaIpcTransport:
     name = "cuda_ipc"
     same_host_only = True
+    encrypts = False
 
     def __init__(self, find_gpu: Callable[[str], Gpu] = gpu_of) -> None:
         """`find_gpu` gives the GPU that a memory's device names, or raises TransferError."""
         self._find_gpu = find_gpu
 
-    def offer(self, memory: KvMemory, *, peer: str, host: str, timeout_s: float) -> ReceiveEnd:
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         try:
-            return CudaIpcReceiveEnd(memory, self._find_gpu(memory.device), peer, timeout_s)
+            return CudaIpcReceiveEnd(memory, self._find_gpu(memory.device), peer, wire.timeout_s)
         except (OSError, RuntimeError) as error:
             raise TransferError(f"this worker's KV cannot be shared by cuda_ipc: {error}") from error
 
-    def connect(
-        self, memory: KvMemory, params: Mapping[str, str], *, peer: str, host: str, timeout_s: float
-    ) -> SendEnd:
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         try:
-            return CudaIpcSendEnd(memory, params, peer, self._find_gpu(memory.device), timeout_s)
+            return CudaIpcSendEnd(memory, params, peer, self._find_gpu(memory.device), wire.timeout_s)
         except (KeyError, ValueError, OSError, RuntimeError) as error:
             raise TransferError(f"{peer}'s cuda_ipc cannot be used: {error}; use another transport") from error
 

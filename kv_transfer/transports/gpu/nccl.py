@@ -174,6 +174,9 @@ class Nccl:
     def params(self) -> Mapping[str, str]:
         return {"kind": "nccl", "gpu": self._gpu.uuid}
 
+    def meeting_s(self, timeout_s: float) -> float:
+        return max(MEETING_S, timeout_s)
+
     def check(self, params: Mapping[str, str], peer: str) -> None:
         """Raises TransferError when `peer` cannot be met."""
         if params.get("kind") != "nccl":

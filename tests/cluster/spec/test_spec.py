@@ -95,7 +95,7 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         (
             spec_data(transfer={"transports": ["rdma"]}),
             "transfer.transports is ['rdma']; 'rdma' is no transport; "
-            "give some of cuda_ipc, shared_memory, process_group",
+            "give some of cuda_ipc, shared_memory, tcp, process_group",
         ),
         (
             spec_data(name="My Cluster"),

@@ -1,0 +1,202 @@
+"""tcp moves KV between two hosts over one connection for each pair (pair_socket.py), in TLS where the cluster has it.
+
+Two-sided, CPU memory only. A segment is its place in the pair's order, its size and its bytes in the order of
+KvLayout.spans. Runs of pages leave from where they stand, scattered ones through a piece of the cache. They arrive in a
+buffer and are put into the pages by `place`: whose pages they are may have changed while they were on the way.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
+from engine.pages.rows import CHUNK_BYTES, PageRows, Rows, Seen
+from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
+from kv_transfer.transports.pair_socket import PairListener, dial, first_words, shut
+
+HEADER = struct.Struct("<QQ")  # place in the pair's order, bytes
+
+
+class _End:
+    """One end of the connection. After any error it is of no use."""
+
+    one_sided = False
+
+    def __init__(self, memory: KvMemory, peer: str, timeout_s: float) -> None:
+        self._layout: KvLayout = memory.layout
+        self._rows = PageRows(memory.layout, memory.bytes.numpy())
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # `abort` comes from another thread
+        self._reason = ""
+        self._socket: socket.socket | None = None
+
+    def abort(self) -> None:
+        self._fail(f"the tcp connection with {self._peer} is closed; open a new pair")
+
+    def close(self) -> None:
+        self.abort()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _use(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._socket = sock
+            is_over = bool(self._reason)
+        if is_over:
+            shut(sock)
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            self._reason = self._reason or reason
+        if self._socket is not None:
+            shut(self._socket)
+
+    @contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        """Whatever goes wrong with it is a TransferError, from now on."""
+        try:
+            if self._reason or self._socket is None:
+                raise ConnectionError("no connection")
+            yield self._socket
+        except TransferError as error:
+            self._fail(str(error))
+            raise
+        except TimeoutError as error:
+            self._fail(f"{self._peer} moved nothing for {self._timeout_s:g} s or is gone; open a new pair")
+            raise TransferError(self._reason) from error
+        except OSError as error:
+            self._fail(f"the connection with {self._peer} is lost: {first_words(error)}; open a new pair")
+            raise TransferError(self._reason) from error
+
+
+class TcpSendEnd(_End):
+    def __init__(self, memory: KvMemory, sock: socket.socket, peer: str, timeout_s: float) -> None:
+        super().__init__(memory, peer, timeout_s)
+        self._use(sock)
+
+    def send(self, segment: Segment, seen: Seen | None = None) -> None:
+        with self._connected() as sock:
+            _check_there(sock)
+            sock.sendall(HEADER.pack(segment.seq, _num_bytes(self._layout, segment, len(segment.src_pages))))
+            for block in self._rows.blocks(segment.layers, segment.src_pages):
+                for piece in _pieces(block):
+                    if seen is not None:
+                        seen(piece)
+                    sock.sendall(memoryview(piece).cast("B"))  # type: ignore[arg-type]  # numpy: as in checksum.py
+
+    def flush(self) -> None:
+        """What was sent has left the pages."""
+        with self._connected() as sock:
+            _check_there(sock)
+
+
+class TcpReceiveEnd(_End):
+    sender_closed = False
+    mapped_inode = 0
+
+    def __init__(self, memory: KvMemory, peer: str, wire: Wire) -> None:
+        super().__init__(memory, peer, wire.timeout_s)
+        self._listener = PairListener(wire)
+        self._buffer = np.empty(0, np.uint8)
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return self._listener.params
+
+    def open(self, timeout_s: float) -> None:
+        try:
+            self._use(self._listener.accept(self._peer, timeout_s))
+        except OSError as error:
+            self._fail(f"cannot wait for {self._peer}: {first_words(error)}")
+            raise TransferError(self._reason) from error
+
+    def expect(self, segment: Segment) -> None:
+        pass  # the kernel takes bytes ahead
+
+    def receive(self, segment: Segment) -> None:
+        with self._connected() as sock:
+            nbytes = _num_bytes(self._layout, segment, len(segment.dst_pages))
+            header = bytearray(HEADER.size)
+            _fill(sock, memoryview(header))
+            if HEADER.unpack(header) != (segment.seq, nbytes):
+                sent_seq, sent_bytes = HEADER.unpack(header)
+                both = f"segment {sent_seq} of {sent_bytes} bytes where {segment.seq} of {nbytes} belongs"
+                raise TransferError(f"{self._peer} sends {both}; open a new pair")
+            if len(self._buffer) < nbytes:
+                self._buffer = np.empty(nbytes, np.uint8)
+            _fill(sock, memoryview(self._buffer)[:nbytes])  # type: ignore[arg-type]  # numpy: as in checksum.py
+
+    def place(self, segment: Segment) -> None:
+        self._rows.scatter(segment.layers, segment.dst_pages, self._buffer)
+
+    def abort(self) -> None:
+        super().abort()
+        self._listener.abort()
+
+    def close(self) -> None:
+        super().close()
+        self._listener.close()
+
+
+def _num_bytes(layout: KvLayout, segment: Segment, num_pages: int) -> int:
+    return layout.page_bytes(segment.layers) * num_pages
+
+
+def _pieces(block: Rows) -> Iterator[Rows]:
+    step = max(1, CHUNK_BYTES // (block.shape[1] * block.itemsize))
+    for at in range(0, len(block), step):
+        yield block[at : at + step]
+
+
+def _check_there(sock: socket.socket) -> None:
+    """The receiver says nothing after its answer: what can be read is its end, and what is sent now would be lost."""
+    if _is_readable(sock):
+        raise ConnectionError("the other side has closed it")
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _fill(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        got = sock.recv_into(view)
+        if not got:
+            raise ConnectionError("the other side has closed it")
+        view = view[got:]
+
+
+class TcpTransport:
+    name = "tcp"
+    same_host_only = False
+    encrypts = True
+
+    def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
+        _check_memory(memory)
+        try:
+            return TcpReceiveEnd(memory, peer, wire)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot listen on {wire.host} for {peer}: {first_words(error)}") from error
+
+    def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
+        _check_memory(memory)
+        return TcpSendEnd(memory, dial(params, wire, peer), peer, wire.timeout_s)
+
+
+def _check_memory(memory: KvMemory) -> None:
+    if memory.device != "cpu":
+        raise TransferError(f"tcp moves CPU memory only, and this worker's KV is on {memory.device}")
+
+
+TRANSPORT = TcpTransport()
