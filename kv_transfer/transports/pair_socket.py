@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 CALLER_S = 2.0  # that a caller may take to show the token
 MAX_CALLERS = 16  # heard at once
+BACKLOG = 256  # that wait to be heard
 
 Proof = Generator[int, None, None]  # yields the selectors' events that it waits for; ends once the token was shown
 
@@ -50,7 +51,7 @@ class PairListener:
             self._tls.num_tickets = 0  # the sender reads nothing after the answer
         self._token, self._answer = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         family = socket.AF_INET6 if ":" in wire.host else socket.AF_INET
-        self._socket = socket.create_server((wire.host, 0), family=family, backlog=MAX_CALLERS)
+        self._socket = socket.create_server((wire.host, 0), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)
         self._callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
         self._last_refused = ""
