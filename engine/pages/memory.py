@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.pages.host_memory import allocate
 from engine.pages.layout import KvLayout
 
 TORCH_DTYPE = {
@@ -35,7 +36,8 @@ class LayerPages(Protocol):
 class KvMemory:
     """The pages described by `layout`, zeroed. `fd` and `map` are None when the bytes are not on the CPU.
 
-    With `fd`, a file that another process made for the same layout: its bytes as they are, seen by both.
+    With `fd`, a file that another process made for the same layout: its bytes as they are, seen by both. Without, all
+    of its memory is taken at once: raises ValueError when there is not so much.
     """
 
     def __init__(self, layout: KvLayout, device: str = "cpu", fd: int | None = None) -> None:
@@ -44,9 +46,7 @@ class KvMemory:
         self.fd: int | None = None
         self.map: mmap.mmap | None = None
         if device == "cpu":
-            self.fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC) if fd is None else fd
-            if fd is None:
-                os.ftruncate(self.fd, layout.total_bytes)
+            self.fd = allocate(layout.total_bytes) if fd is None else fd
             self.map = mmap.mmap(self.fd, layout.total_bytes)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         else:

@@ -1,0 +1,82 @@
+"""What memory this process may still take, and a file in memory (memfd) that has all of its own from the start.
+
+A memfd is sparse: one larger than the machine shows as nothing until it is written, and then as a process that the
+kernel kills under load. So its memory is taken at once, and what is not there is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    num_bytes: int
+    where: str
+
+
+def allocate(num_bytes: int) -> int:
+    """A zeroed memfd with memory for all of its bytes: its descriptor. Raises ValueError when there is not so much."""
+    free = free_memory()
+    if num_bytes > free.num_bytes:
+        raise ValueError(_too_much(num_bytes, free))
+    fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise ValueError(f"{_too_much(num_bytes, free_memory())} ({error.strerror})") from error
+    return fd
+
+
+def _too_much(num_bytes: int, free: FreeMemory) -> str:
+    return (
+        f"kv_bytes is {num_bytes} ({num_bytes / GIB:.1f} GiB of KV pages), but {free.num_bytes / GIB:.1f} GiB are free "
+        f"{free.where}; give a smaller kv_memory, or fewer workers"
+    )
+
+
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
+    """The least of what the machine has and what the limits of this process' cgroups leave."""
+    on_machine = FreeMemory(_available_kib(proc) * 1024, "on this machine")
+    return min([on_machine, *_left_by_limits(proc, cgroups)], key=lambda free: free.num_bytes)
+
+
+def _available_kib(proc: Path) -> int:
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == "MemAvailable:")
+
+
+def _left_by_limits(proc: Path, cgroups: Path) -> Iterator[FreeMemory]:
+    """Of version 2, one hierarchy, and of version 1, one for memory. A limit holds for all groups below it."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = cgroups / controllers
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            left = _left_in(folder, *names)
+            if left is not None:
+                yield FreeMemory(max(0, left), f"under the limit of the cgroup {folder}")
+            if folder == root:
+                break
+
+
+def _left_in(group: Path, limit_name: str, usage_name: str) -> int | None:
+    """None: no limit, or a group that cannot be seen from in here. Files that were read make way."""
+    try:
+        limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+    return int(limit) - usage + int(reclaimable)
