@@ -73,6 +73,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def why_open(host: str, *, auth: bool, tls: TlsFiles | None) -> str:
+    """Why a router there would let strangers in; empty where clients show tokens or certificates, or are of this
+    host."""
+    if auth or is_loopback(host) or (tls is not None and tls.ca):
+        return ""
+    return (
+        f"auth is false and host is {host}, where anybody on the network could call; "
+        "keep auth, or give tls.client_ca, or host 127.0.0.1"
+    )
+
+
 def _loaded(what: str, load: Callable[..., object], *arguments: str) -> None:
     try:
         load(*arguments)

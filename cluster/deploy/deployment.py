@@ -92,6 +92,20 @@ class Deployment:
             self._local.remember()
         return snapshot
 
+    def wait_serving(self, timeout_s: float) -> None:
+        """Until every router has reached workers of each role: they are told of them when all are ready. Asked by Ray,
+        which needs no certificate of a client. Raises DeployError."""
+        from ray.exceptions import RayError
+
+        for index in range(self.spec.router.replicas):
+            router = find_actor(f"router-{index}")
+            try:
+                if router is not None:
+                    router.wait_serving.remote(timeout_s).future().result()
+            except (RayError, TimeoutError) as error:
+                why = " ".join(str(error).split())
+                raise DeployError(f"router-{index} has not reached the workers within {timeout_s:g} s: {why}") from None
+
     def stop(self, *, keep_logs: bool = False) -> None:
         """End what `start` began, however far it came."""
         import ray

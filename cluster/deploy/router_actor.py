@@ -39,6 +39,10 @@ class RouterActor(MemberActor):
         """Roster.workers, and the Roster's version then."""
         self._thread.call(self._thread.service.set_workers(version, workers), CALL_TIMEOUT_S)
 
+    def wait_serving(self, timeout_s: float) -> None:
+        """Raises TimeoutError."""
+        self._thread.call(self._thread.service.wait_serving(), timeout_s)
+
 
 class _RouterService:
     def __init__(self, spec: ClusterSpec, index: int, greeting: Greeting, reached_at: str) -> None:
@@ -53,11 +57,17 @@ class _RouterService:
                 host=router.host,
                 port=router.port + index if router.port else _port_of(greeting.last_address),
                 secret=greeting.secrets.cluster,
+                auth=router.auth,
+                tokens=greeting.secrets.clients,
                 model=spec.model,
                 model_name=spec.model_name,
                 metrics_port=router.metrics_port + index if router.metrics_port else router.metrics_port,
                 router=router.options(RouterOptions),
                 front=router.options(FrontOptions),
+                tokens_file=router.tokens_file or "",
+                tls=router.tls.files if router.tls else None,
+                worker_tls=spec.tls.files if spec.tls else None,
+                reflection=router.reflection,
             )
         )
 
@@ -65,6 +75,9 @@ class _RouterService:
         port = await self._server.start()
         where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
         return f"{where}:{port}"
+
+    async def wait_serving(self) -> None:
+        await self._server.serving.wait()
 
     async def wait_broken(self) -> None:
         """Never: a router has no loop of its own that could break, and Ray sees its process die."""

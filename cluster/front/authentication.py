@@ -11,7 +11,6 @@ from collections.abc import Callable
 from grpc_health.v1 import health
 
 from worker.door import Door, Metadata, single
-from worker.tls import TlsFiles, is_loopback
 from worker.tokens import Keyring
 
 HEADER = "authorization"
@@ -31,13 +30,3 @@ def owner_of(authorization: bytes, keyring: Keyring) -> str | None:
     """The name of the token in such a header; None where there is no token that is known."""
     scheme, _, token = authorization.partition(b" ")
     return keyring.name_of(token.strip()) if scheme.lower() == SCHEME else None
-
-
-def check_door(host: str, *, auth: bool, tls: TlsFiles | None) -> None:
-    """Raises ValueError where strangers could come in: anybody on the network."""
-    if auth or is_loopback(host) or (tls is not None and tls.ca):
-        return
-    raise ValueError(
-        f"auth is false and the router's host is {host}: anybody on the network could call it; "
-        "keep auth, or give tls.client_ca, or the host 127.0.0.1"
-    )

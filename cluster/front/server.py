@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.front.authentication import check_door, client_door
+from cluster.front.authentication import client_door
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.health import Health
 from cluster.front.limits import CallLimit, give_memory_back
@@ -31,7 +31,7 @@ from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
 from worker.rpc import bind, make_server
-from worker.tls import TlsFiles
+from worker.tls import TlsFiles, why_open
 from worker.tokens import Keyring
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ def server_options(**settings: Any) -> ServerOptions:
 class RouterServer:
     def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None) -> None:
         """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise."""
-        check_door(options.host, auth=options.auth, tls=options.tls)
+        if why := why_open(options.host, auth=options.auth, tls=options.tls):
+            raise ValueError(why)
         self.options = options
         self._keyring = Keyring(text=options.tokens, path=options.tokens_file) if options.auth else None
         self.router = Router(
@@ -83,6 +84,7 @@ class RouterServer:
             unread=Unread(options.front.max_unread_bytes, options.front.max_unread_total_bytes),
             on_readiness=self._on_readiness,
         )
+        self.serving = asyncio.Event()  # once a worker of each role was ready
         self.port = 0
         self.metrics_port: int | None = None
         self._codec = codec
@@ -158,6 +160,8 @@ class RouterServer:
     def _on_readiness(self, is_ready: bool) -> None:
         if self._generate is not None and not self._generate.is_draining:
             self._health.set(is_serving=is_ready)
+            if is_ready:
+                self.serving.set()
 
 
 async def _trim() -> None:

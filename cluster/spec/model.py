@@ -20,9 +20,11 @@ from cluster.router.policy import RouterOptions
 from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
 from cluster.spec.pool import TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
+from cluster.spec.tls import FilePath, MemberTls, RouterTls
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.roles import PHASES, ROLES
+from worker.tls import why_open
 
 Name = Annotated[str, Field(min_length=1)]
 MAX_PORT = 65_535
@@ -38,10 +40,23 @@ class RouterSpec(Spec):
     metrics_port: Port | None = setting(
         None, "router i serves `/metrics` on this + i, on `host`; 0: any free ones; null: not at all"
     )
+    auth: bool = setting(
+        True, "clients send a token; false: everyone may call, on loopback or with `tls.client_ca` only"
+    )
+    tokens_file: FilePath | None = setting(
+        None, "named tokens on the router's node, `name:token` a line, followed as they change; null: `up` makes one"
+    )
+    tls: RouterTls | None = setting(
+        None, "of the public port, `{cert: FILE, key: FILE}`, for mTLS with `client_ca`; see [security.md](security.md)"
+    )
+    reflection: bool = setting(True, "says which services there are; with a token, like any other call")
     drain_s: Seconds = setting(5.0, "how long running requests may take to end when the cluster is stopped", unit="s")
     resources: dict[str, float] = setting(
         {}, "that place a router; none: where `kvrelay up` runs", unit="Ray resources"
     )
+
+    def why_open(self, host: str) -> str:
+        return why_open(host, auth=self.auth, tls=self.tls.files if self.tls else None)
 
 
 @with_knobs(TransferOptions)
@@ -88,6 +103,10 @@ class ClusterSpec(Spec):
         ..., "a list; at least one pool with role prefill and one with role decode"
     )
     transfer: TransferSpec = setting(TransferSpec(), "see *Transfer keys*")
+    tls: MemberTls | None = setting(
+        None,
+        "between all processes, `{cert: FILE, key: FILE, ca: FILE}` on every node; see [security.md](security.md)",
+    )
 
     @field_validator("name", mode="after")
     @classmethod
@@ -108,6 +127,7 @@ class ClusterSpec(Spec):
             self.pools, [pool.device for pool in self.pools], self.transfer.options(TransferOptions).transports
         )
         _check_ports(self.router)
+        _check_auth(self.router)
         return self
 
     @property
@@ -115,6 +135,13 @@ class ClusterSpec(Spec):
         """What requests call the model."""
         is_path = self.model.startswith((".", "/", "~"))
         return self.served_model_name or (Path(self.model).name if is_path else self.model)
+
+
+def _check_auth(router: RouterSpec) -> None:
+    if not router.auth and router.tokens_file:
+        raise ValueError("router.auth is false, and a tokens_file is given; give one of them")
+    if why := router.why_open(router.host) if router.host != "auto" else "":
+        raise ValueError(f"router.{why}")
 
 
 def _check_ports(router: RouterSpec) -> None:

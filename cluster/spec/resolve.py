@@ -41,6 +41,8 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
     if why := why_not_served(spec):
         raise SpecError(why)
     host = spec.router.host if spec.router.host != "auto" else node_host
+    if why := spec.router.why_open(host):
+        raise SpecError(f"router.{why}")
     pools = _resolve_devices(spec, machine)
     pools = _resolve_joined(pools) if machine is None else _resolve_on(pools, machine)
     return spec.model_copy(update={"pools": pools, "router": spec.router.model_copy(update={"host": host})})
@@ -234,6 +236,7 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
         role=pool.role,
         policy=pool.policy,
         transfer=spec.transfer.options(TransferOptions),
+        tls=spec.tls.files if spec.tls else None,
         tensor_parallel=pool.tensor_parallel,
         **pool.knobs(WorkerOptions),
     )

@@ -17,6 +17,7 @@ from kvrelay.bench.load import Planned, play
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.workload import Shape, WorkloadError, check_lengths, prompts, timed_shapes
+from kvrelay.client.access import FOUND, Access
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.messages import build_request
 from kvrelay.client.types import ServedModel
@@ -70,7 +71,7 @@ async def run(
     options: WorkloadOptions,
     playing: PlayOptions = AS_IT_COMES,
     *,
-    secret: str = "",
+    access: Access = FOUND,
     watch: Callable[[int], AbstractContextManager[Callable[[Outcome], None]]],
 ) -> tuple[ServedModel, list[Outcome], float]:
     """Play against a router; returns its model, the outcomes in order, and seconds from the start to the last end.
@@ -80,7 +81,7 @@ async def run(
     """
     _check(playing)
     timed = timed_shapes(options)
-    async with AsyncClient(endpoint, secret=secret) as client:
+    async with AsyncClient(endpoint, token=access.token, tls=access.tls) as client:
         model = await client.model_info()
         check_lengths([shape for shape, _ in timed], model.max_model_len)
         requests = _planned(options, playing, model, timed, 2)

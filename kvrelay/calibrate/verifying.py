@@ -24,6 +24,7 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
 from kvrelay.bench.workload import timed_workload
+from kvrelay.client.access import FOUND, Access
 from kvrelay.client.types import ClusterStatus
 from kvrelay.plan.reading import request_of
 from placement.build.from_profile import sim_cluster
@@ -59,10 +60,10 @@ def foretell(claim: Claim) -> Prediction:
 
 
 async def play(
-    endpoint: str, workload: WorkloadOptions, playing: PlayOptions, *, secret: str = "", watch: Watch
+    endpoint: str, workload: WorkloadOptions, playing: PlayOptions, *, access: Access = FOUND, watch: Watch
 ) -> Seen:
     """Serve it. Raises what kvrelay.bench.run.run does."""
-    _, outcomes, _ = await run(endpoint, workload, playing, secret=secret, watch=watch)
+    _, outcomes, _ = await run(endpoint, workload, playing, access=access, watch=watch)
     return measured_of(outcomes)
 
 

@@ -119,7 +119,7 @@ def bench(
         if save_result:
             results.make_directory(result_dir)
         watch = partial(request_progress, show=not no_progress)
-        played = run(router.endpoint, workload, playing, secret=router.secret, watch=watch)
+        played = run(router.endpoint, workload, playing, access=router.access(), watch=watch)
         model, outcomes, duration_s = asyncio.run(played)
     if len(outcomes) < (workload.num_prompts or 0):
         note(f"{workload.trace} has {len(outcomes)} requests; played those")

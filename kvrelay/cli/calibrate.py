@@ -25,7 +25,6 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import FAILURE, USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.progress import OnProgress, progress
-from kvrelay.client.client import AsyncClient
 from placement.latency.profile import Profile
 from placement.latency.profile_file import profile_object, write_profile
 
@@ -110,7 +109,7 @@ def _check_writable(out: Path) -> None:
 async def _calibrate(router: Router, effort: Effort, seed: int, on_progress: OnProgress) -> Profile:
     from importlib.metadata import version
 
-    async with AsyncClient(router.endpoint, secret=router.secret) as client:
+    async with router.async_client() as client:
         return await calibrate(
             client,
             effort=effort,

@@ -1,4 +1,4 @@
-"""What the commands that talk to a router share: where it listens, the secret, and how its refusals are told."""
+"""What the commands that talk to a router share: where it listens, how it lets us in, and how its refusals are told."""
 
 from __future__ import annotations
 
@@ -7,29 +7,69 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, INTERRUPTED, USAGE
-from kvrelay.client.client import DEFAULT_ENDPOINT
+from kvrelay.client.access import TLS_VARIABLES, Access, token_in
+from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient, Client
 from kvrelay.client.types import KvrelayError
+from worker.tls import TlsFiles
+from worker.tokens import TokenError
 
-SECRET_VARIABLE = "KVRELAY_SECRET"
 _EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
-
-SecretOption = Annotated[
-    str,
-    typer.Option("--secret", envvar=SECRET_VARIABLE, help="The cluster's secret, where clients need it.", hidden=True),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
+class Entrance:
+    """How a router lets us in. There is no flag for a token itself: everybody on a host sees command lines."""
+
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            help="A file with the token, 0600. Default: KVRELAY_TOKEN, KVRELAY_TOKENS_FILE, or the token of the "
+            "cluster that was started from here.",
+        ),
+    ] = None
+    tls: Annotated[bool, typer.Option("--tls", help="TLS, with a certificate of a public authority.")] = False
+    tls_ca: Annotated[
+        str, typer.Option("--tls-ca", envvar=TLS_VARIABLES["ca"], help="TLS, with a certificate of these authorities.")
+    ] = ""
+    tls_cert: Annotated[
+        str,
+        typer.Option("--tls-cert", envvar=TLS_VARIABLES["cert"], help="Our own certificate, for mTLS."),
+    ] = ""
+    tls_key: Annotated[str, typer.Option("--tls-key", envvar=TLS_VARIABLES["key"], help="Its key.")] = ""
+
+    def access(self) -> Access:
+        """Raises KvrelayError for a file that holds no token."""
+        files = TlsFiles(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+        tls = files if files != TlsFiles() else self.tls or None
+        try:
+            return Access(token=token_in(self.token_file) if self.token_file else None, tls=tls)
+        except TokenError as error:
+            raise KvrelayError("INVALID_ARGUMENT", str(error)) from None
+
+    def client_of(self, endpoint: str) -> Client:
+        access = self.access()
+        return Client(endpoint, token=access.token, tls=access.tls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router(Entrance):
     endpoint: Annotated[
         str, typer.Option("--endpoint", envvar=ENDPOINT_VARIABLE, help="Where a router listens, host:port.")
     ] = DEFAULT_ENDPOINT
-    secret: SecretOption = ""
+
+    def client(self) -> Client:
+        return self.client_of(self.endpoint)
+
+    def async_client(self) -> AsyncClient:
+        access = self.access()
+        return AsyncClient(self.endpoint, token=access.token, tls=access.tls)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ import typer
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import JsonOption
 from kvrelay.cli.groups import grouped
-from kvrelay.client.client import Client
 from kvrelay.client.streams import Stream
 from kvrelay.client.types import Choice, Completion, GenerateOptions, KvrelayError
 
@@ -90,8 +89,7 @@ def _generate(
 ) -> None:
     if timeout_s is not None and not timeout_s > 0:
         raise KvrelayError("INVALID_ARGUMENT", f"--timeout is {timeout_s:g}; give seconds above 0")
-    client = Client(router.endpoint, secret=router.secret)
-    with client, client.stream(prompt, timeout_s=timeout_s, **options) as stream:
+    with router.client() as client, client.stream(prompt, timeout_s=timeout_s, **options) as stream:
         live = not as_json and options.get("n", 1) == 1
         if live:
             _print_live(stream)

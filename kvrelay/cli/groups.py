@@ -120,7 +120,8 @@ class _Field:
         if shown.of and not is_told and type(self.default) in (int, float):
             help_text += f" Default: {self.default if isinstance(self.default, int) else f'{self.default:g}'}."
         flag = shown.flags.get(self.name, f"--{shown.prefix}{self.name}".replace("_", "-"))
-        names = () if self.default is True else (flag,)  # typer names both: --ignore-eos, --no-ignore-eos
+        is_named = self.default is not True or self.name in shown.flags
+        names = (flag,) if is_named else ()  # typer names both: --ignore-eos, --no-ignore-eos
         option = typer.Option(*names, help=help_text, rich_help_panel=shown.panels.get(self.name))
         return Annotated[self.kind | None if shown.of else self.kind, option]
 

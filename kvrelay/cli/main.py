@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 
-from kvrelay.cli.cluster import state
 from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
 app = typer.Typer(
@@ -54,7 +53,9 @@ def _find_endpoint(arguments: list[str]) -> None:
     """With one cluster running here, the commands that want an endpoint mean that one."""
     if ENDPOINT_VARIABLE in os.environ or any(a.partition("=")[0] == "--endpoint" for a in arguments):
         return
-    endpoints = [cluster.endpoints[0] for cluster in state.alive() if cluster.endpoints]
+    from kvrelay.client import known_clusters
+
+    endpoints = [cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints]
     if len(endpoints) == 1:
         os.environ[ENDPOINT_VARIABLE] = endpoints[0]
 

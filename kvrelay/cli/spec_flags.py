@@ -37,7 +37,7 @@ RouterFlags = Annotated[
     Flags(
         of=RouterSpec,
         prefix="router_",
-        flags={"host": "--host", "port": "--port"},
+        flags={"host": "--host", "port": "--port", "auth": "--auth/--no-auth", "tokens_file": "--tokens-file"},
         panels=dict.fromkeys(RouterSpec.model_fields, "Router"),
     ),
 ]

@@ -25,7 +25,6 @@ from kvrelay.cli.console import USAGE, CliError, JsonOption, NoProgressOption, e
 from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.progress import answered_progress, progress
 from kvrelay.cli.targets import Targets
-from kvrelay.client.client import AsyncClient
 from placement.catalogs.base import PlanError
 from placement.checks.margin import Margin, load_margin, save_margin
 from placement.checks.verification import Verification
@@ -127,13 +126,13 @@ def _verified(claim: verifying.Claim, router: Router, *, show: bool) -> Verifica
         prediction = verifying.foretell(claim)
         on_progress("simulated", 1, 1)
         watch = partial(answered_progress, on_progress=on_progress)
-        played = verifying.play(router.endpoint, claim.workload, playing, secret=router.secret, watch=watch)
+        played = verifying.play(router.endpoint, claim.workload, playing, access=router.access(), watch=watch)
         measured = asyncio.run(played)
     return verifying.judge(claim, prediction, measured)
 
 
 async def _check_alike(claim: verifying.Claim, router: Router) -> None:
-    async with AsyncClient(router.endpoint, secret=router.secret) as client:
+    async with router.async_client() as client:
         verifying.check_alike(claim, await client.status())
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -25,12 +26,16 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvrelay.client.access import Access, find_access
 from kvrelay.client.failures import raise_kvrelay
 from kvrelay.client.messages import build_request, completion_from, model_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
 from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
-from worker.rpc import CHANNEL_OPTIONS, open_channel, secret_metadata
+from worker.credentials import channel_credentials
+from worker.rpc import channel_options, open_channel
+from worker.tls import TlsError, TlsFiles
+from worker.tokens import TokenError
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 SERVICE = "kvrelay.v1.Generate"
@@ -41,13 +46,19 @@ _CALL_TIMEOUT_S = 30.0  # of the small questions: tokenize, model_info, status
 class Client:
     """A router's client. Safe to share between threads. Raises KvrelayError for everything that goes wrong.
 
-    endpoint: "host:port". secret: the cluster's, where its operator asks clients for one.
+    endpoint: "host:port". token: who calls; None: KVRELAY_TOKEN, KVRELAY_TOKENS_FILE, or that of the cluster which was
+    started from here. tls: certificates and authorities, True for public ones; None: KVRELAY_TLS_CA and its like, or as
+    the cluster has it that was started from here. Files are read now: a renewed certificate wants a new client.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, secret: str = "") -> None:
+    def __init__(
+        self, endpoint: str = DEFAULT_ENDPOINT, *, token: str | None = None, tls: TlsFiles | bool | None = None
+    ) -> None:
         self.endpoint = _checked(endpoint)
-        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-        self._metadata = secret_metadata(secret)
+        with _told():
+            access = find_access(endpoint, Access(token=token, tls=tls))
+            self._channel = _channel(endpoint, access.tls)
+        self._metadata = access.metadata
         self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
 
     def generate(
@@ -131,10 +142,14 @@ class AsyncClient:
     Cancelling a task that awaits an answer cancels the request at the server.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, secret: str = "") -> None:
+    def __init__(
+        self, endpoint: str = DEFAULT_ENDPOINT, *, token: str | None = None, tls: TlsFiles | bool | None = None
+    ) -> None:
         self.endpoint = _checked(endpoint)
-        self._channel = open_channel(endpoint)
-        self._metadata = secret_metadata(secret)
+        with _told():
+            access = find_access(endpoint, Access(token=token, tls=tls))
+            self._channel = open_channel(endpoint, access.tls)
+        self._metadata = access.metadata
         self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
 
     async def generate(
@@ -206,6 +221,21 @@ class AsyncClient:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A token or certificates that cannot be used, as the one error that leaves the client."""
+    try:
+        yield
+    except (TokenError, TlsError) as error:
+        raise KvrelayError("INVALID_ARGUMENT", str(error)) from None
+
+
+def _channel(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=channel_options(tls))
+    return grpc.secure_channel(endpoint, channel_credentials(tls), options=channel_options(tls))
 
 
 def _stub(kind: Any, channel: Any) -> Any:

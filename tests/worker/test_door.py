@@ -14,11 +14,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from cluster.front.authentication import check_door, client_door
+from cluster.front.authentication import client_door
 from tests.worker.raw_http2 import raw_call
 from worker import door, rpc
 from worker.door import CALLER
-from worker.tls import TlsFiles
 from worker.tokens import Keyring
 
 pytestmark = pytest.mark.unit
@@ -154,18 +153,3 @@ async def test_a_flood_of_wrong_tokens_is_one_line_in_the_log(caplog: pytest.Log
         "50 calls refused: no",
     ]
     assert "wrong-wrong" not in caplog.text
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "router.example", ""])
-def test_no_router_is_open_to_a_network(host: str) -> None:
-    with pytest.raises(ValueError, match="auth is false"):
-        check_door(host, auth=False, tls=None)
-    with pytest.raises(ValueError, match="auth is false"):
-        check_door(host, auth=False, tls=TlsFiles(cert="c", key="k"))
-    check_door(host, auth=True, tls=None)
-    check_door(host, auth=False, tls=TlsFiles(cert="c", key="k", ca="a"))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_may_be_open(host: str) -> None:
-    check_door(host, auth=False, tls=None)

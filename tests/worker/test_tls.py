@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.certificates import write_tls
 from worker import rpc
-from worker.tls import TlsError, TlsFiles
+from worker.tls import TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
 
@@ -105,3 +105,17 @@ def test_sockets_of_our_own_ask_for_the_peers_certificate_too(tmp_path: Path) ->
     assert member.server_context().verify_mode is ssl.CERT_REQUIRED
     dialling = member.client_context()
     assert (dialling.verify_mode, dialling.check_hostname) == (ssl.CERT_REQUIRED, True)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "router.example", "", "127.0.0.1.example"])
+def test_no_router_is_open_to_a_network(host: str) -> None:
+    files = TlsFiles(cert="c", key="k")
+    for tls in (None, files):
+        assert why_open(host, auth=False, tls=tls).startswith(f"auth is false and host is {host}, where anybody")
+    assert not why_open(host, auth=True, tls=None)
+    assert not why_open(host, auth=False, tls=replace(files, ca="a"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_loopback_may_be_open(host: str) -> None:
+    assert not why_open(host, auth=False, tls=None)

@@ -12,6 +12,7 @@ import typer
 
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import CliError, JsonOption, note, print_json
+from kvrelay.client import known_clusters
 
 HELP = """End a cluster in good order: running requests may finish, then every process that belongs to it is gone.
 
@@ -46,14 +47,14 @@ def down(
         note(f"{cluster.name} is down")
 
 
-def _in_ray(name: str | None, address: str) -> state.ClusterState:
-    return state.ClusterState(name=name or "kvrelay", mode="joined", pid=0, pid_created_s=0.0, address=address)
+def _in_ray(name: str | None, address: str) -> known_clusters.ClusterState:
+    return known_clusters.ClusterState(name=name or "kvrelay", mode="joined", pid=0, pid_created_s=0.0, address=address)
 
 
-def _pick(name: str | None) -> state.ClusterState:
-    clusters = {cluster.name: cluster for cluster in state.alive()}
+def _pick(name: str | None) -> known_clusters.ClusterState:
+    clusters = {cluster.name: cluster for cluster in known_clusters.alive()}
     if name is not None:
-        stale = state.read(name)
+        stale = known_clusters.read(name)
         if stale is not None and not stale.is_alive:
             state.remove(name)
             raise CliError(f"{name} was gone already: process {stale.pid} ended without `kvrelay down`")
@@ -67,12 +68,12 @@ def _pick(name: str | None) -> state.ClusterState:
     return next(iter(clusters.values()))
 
 
-def _end_process(cluster: state.ClusterState, timeout_s: float) -> None:
+def _end_process(cluster: known_clusters.ClusterState, timeout_s: float) -> None:
     import psutil
 
     try:
         process = psutil.Process(cluster.pid)
-        if state.is_process(cluster.pid, cluster.pid_created_s):
+        if known_clusters.is_process(cluster.pid, cluster.pid_created_s):
             os.kill(cluster.pid, signal.SIGTERM)
         process.wait(timeout_s)
     except (psutil.NoSuchProcess, ProcessLookupError):
@@ -82,7 +83,7 @@ def _end_process(cluster: state.ClusterState, timeout_s: float) -> None:
     state.remove(cluster.name)
 
 
-def _end_joined(cluster: state.ClusterState) -> None:
+def _end_joined(cluster: known_clusters.ClusterState) -> None:
     from cluster.deploy.deployment import end_joined
     from cluster.deploy.ray import DeployError, quiet_stdout
 

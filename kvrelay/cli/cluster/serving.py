@@ -14,12 +14,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cli.cluster import state
+from kvrelay.cli.cluster.secrets import noted
 from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError
 
 if TYPE_CHECKING:
     from cluster.deploy.deployment import Deployment
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
+    from kvrelay.client.known_clusters import Mode
+    from worker.secrets import Secrets
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCH_S = 30.0  # how long a quiet cluster is left alone: a change wakes us at once
@@ -33,13 +36,13 @@ class Stopped(BaseException):
 _asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
 
 
-def serve(spec: ClusterSpec, *, address: str | None, secret: str, mode: state.Mode, view: View) -> int:
+def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, mode: Mode, view: View) -> int:
     """Returns the exit code: see kvrelay/cli/cluster/up.py."""
     began_s = time.monotonic()
     _raise_on_signals()
     try:
         check_ports(spec, is_local=address is None)
-        return _serve(spec, address, secret, mode, view, began_s)
+        return _serve(spec, address, drawn, mode, view, began_s)
     except CliError as error:
         return view.failed(error)
     except BaseException:
@@ -64,15 +67,14 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
                 raise CliError(f"router cannot listen on {host}:{port}: {why}; give another --port, or 0") from None
 
 
-def _serve(spec: ClusterSpec, address: str | None, secret: str, mode: state.Mode, view: View, began_s: float) -> int:
+def _serve(spec: ClusterSpec, address: str | None, drawn: Secrets, mode: Mode, view: View, began_s: float) -> int:
     from cluster.deploy.deployment import Deployment
     from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
-    from worker.secrets import Secrets
 
     state.make_directory()
-    own_state = replace(state.this_process(spec.name, mode), secret=secret, address=address or "", model=spec.model)
-    deployment = Deployment(spec, address=address, secrets=Secrets(cluster=secret))
+    own_state = replace(noted(spec, drawn, state.this_process(spec.name, mode)), address=address or "")
+    deployment = Deployment(spec, address=address, secrets=drawn)
     keep = keep_logs = False
     with quiet_stdout():
         try:
@@ -117,21 +119,8 @@ def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
     snapshot: dict[str, Any] = {}
     for snapshot in follow(deployment):
         view.progress(snapshot)
-    for endpoint in _endpoints(snapshot):
-        wait_serving(endpoint)
+    deployment.wait_serving(SERVING_TIMEOUT_S)
     return snapshot
-
-
-def wait_serving(endpoint: str) -> None:
-    """Until the router says SERVING: it has reached the workers by then."""
-    from kvrelay.client.client import Client
-    from kvrelay.client.types import KvrelayError
-
-    try:
-        with Client(endpoint) as client:
-            client.wait_ready(SERVING_TIMEOUT_S)
-    except KvrelayError as error:
-        raise CliError(str(error)) from None
 
 
 def _watch(deployment: Deployment, view: View) -> None:

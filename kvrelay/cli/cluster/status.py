@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrelay.cli.cluster import state
-from kvrelay.cli.connection import SecretOption
+from kvrelay.cli.connection import Entrance
 from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json
+from kvrelay.cli.groups import grouped
+from kvrelay.client import known_clusters
 from kvrelay.client.client import DEFAULT_ENDPOINT
 
 TIMEOUT_S = 5.0
@@ -29,16 +30,16 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(help=HELP)(status)
+    app.command(help=HELP)(grouped(status))
 
 
 def status(
+    entrance: Entrance,
     endpoint: Annotated[str | None, typer.Option(envvar=ENDPOINT_VARIABLE, help="host:port of a router.")] = None,
-    secret: SecretOption = "",
     as_json: JsonOption = False,
 ) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
-    answers = [_ask(where, secret) for where in ([endpoint] if endpoint else _endpoints())]
+    answers = [_ask(where, entrance) for where in ([endpoint] if endpoint else _endpoints())]
     if as_json:
         print_json(answers[0] if len(answers) == 1 else {"routers": answers})
         return
@@ -47,19 +48,19 @@ def status(
 
 
 def _endpoints() -> list[str]:
-    return [where for cluster in state.alive() for where in cluster.endpoints] or [DEFAULT_ENDPOINT]
+    return [where for cluster in known_clusters.alive() for where in cluster.endpoints] or [DEFAULT_ENDPOINT]
 
 
-def _ask(endpoint: str, secret: str) -> dict[str, Any]:
-    from kvrelay.client.client import Client
+def _ask(endpoint: str, entrance: Entrance) -> dict[str, Any]:
     from kvrelay.client.types import KvrelayError
 
     try:
-        with Client(endpoint, secret=secret) as client:
+        with entrance.client_of(endpoint) as client:
             status = client.status(timeout_s=TIMEOUT_S)
     except KvrelayError as error:
-        why = "nothing answers" if error.code == "UNAVAILABLE" else error.message
-        raise CliError(f"no status from {endpoint}: {why}; is the cluster up? (kvrelay up)") from None
+        is_nobody = error.message.startswith("nothing answers")
+        why = "nothing answers; is the cluster up? (kvrelay up)" if is_nobody else error.message
+        raise CliError(f"no status from {endpoint}: {why}") from None
     return {"endpoint": endpoint, **asdict(status)}
 
 

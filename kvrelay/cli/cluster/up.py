@@ -11,12 +11,12 @@ Exit codes: 0 stopped when asked (`down`, SIGTERM); 1 it could not start or serv
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvrelay.cli.cluster import secrets
 from kvrelay.cli.console import USAGE, CliError, JsonOption
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.spec_flags import ClusterFlags, PoolFlags, RouterFlags, SpecChanges, TransferFlags
@@ -68,6 +68,7 @@ def up(
     except SpecError as error:
         raise CliError(str(error), USAGE) from None
     wanted = with_found_model(wanted, must_be_here=address is None)
+    wanted, drawn = secrets.draw(wanted, must_be_here=address is None)
     check_name(wanted.name)
     if detach and address is None and report_fd is None:
         from kvrelay.cli.cluster import daemon
@@ -76,9 +77,8 @@ def up(
     from kvrelay.cli.cluster import serving, views
 
     view = views.choose(as_json=as_json, report_fd=report_fd)
-    secret = os.environ.get("KVRELAY_SECRET") or secrets.token_hex(16)
     mode = "daemon" if report_fd is not None else "joined" if address and detach else "foreground"
-    raise typer.Exit(serving.serve(wanted, address=address, secret=secret, mode=mode, view=view))  # type: ignore[arg-type]
+    raise typer.Exit(serving.serve(wanted, address=address, drawn=drawn, mode=mode, view=view))  # type: ignore[arg-type]
 
 
 def build_spec(path: Path | None, changes: SpecChanges, prefill: int | None, decode: int | None) -> Any:
@@ -110,9 +110,9 @@ def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
 
 
 def check_name(name: str) -> None:
-    from kvrelay.cli.cluster import state
+    from kvrelay.client import known_clusters
 
-    running = state.read(name)
+    running = known_clusters.read(name)
     if running is not None and running.mode != "joined" and running.is_alive and running.pid != os.getpid():
         raise CliError(
             f"a cluster named {name} runs already (process {running.pid}); end it with `kvrelay down {name}`, "

@@ -1,0 +1,79 @@
+"""What keeps strangers out of a cluster that `kvrelay up` starts: its secrets are drawn, or read, and all of it is
+checked before anything is started.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvrelay.cli.console import USAGE, CliError
+from kvrelay.client.access import TOKEN_VARIABLE, TOKENS_FILE_VARIABLE
+from kvrelay.client.known_clusters import ClusterState
+from worker.secrets import Secrets
+from worker.tls import TlsError
+from worker.tokens import DEFAULT_NAME, TokenError, checked_token, read_tokens
+
+if TYPE_CHECKING:
+    from cluster.spec.model import ClusterSpec
+
+SECRET_VARIABLE = "KVRELAY_SECRET"
+NUM_BYTES = 32
+
+
+def draw(spec: ClusterSpec, *, must_be_here: bool) -> tuple[ClusterSpec, Secrets]:
+    """The spec with its tokens file, and the cluster's secrets. Raises CliError for tokens, a secret or certificates
+    that cannot be used; those on other nodes (not `must_be_here`) are for these to tell."""
+    try:
+        spec = _with_tokens_file(spec)
+        if must_be_here:
+            _check_files(spec)
+        return spec, Secrets(cluster=_given_or_drawn(SECRET_VARIABLE), clients=_clients(spec))
+    except (TokenError, TlsError) as error:
+        raise CliError(str(error), USAGE) from None
+
+
+def noted(spec: ClusterSpec, drawn: Secrets, state: ClusterState) -> ClusterState:
+    """The state with what a client of this user needs to come in."""
+    tls = spec.router.tls
+    return replace(
+        state,
+        model=spec.model,
+        token=drawn.clients.partition(":")[2],
+        tokens_file=spec.router.tokens_file or "",
+        tls=tls is not None,
+        tls_ca=tls.ca if tls else "",
+    )
+
+
+def _with_tokens_file(spec: ClusterSpec) -> ClusterSpec:
+    path = os.environ.get(TOKENS_FILE_VARIABLE)
+    if not path or not spec.router.auth or spec.router.tokens_file:
+        return spec
+    from cluster.spec.tls import full_path
+
+    return spec.model_copy(update={"router": spec.router.model_copy(update={"tokens_file": full_path(path)})})
+
+
+def _check_files(spec: ClusterSpec) -> None:
+    if spec.router.tokens_file:
+        read_tokens(spec.router.tokens_file)
+    if spec.router.tls:
+        spec.router.tls.files.server_context()
+    if spec.tls:
+        spec.tls.files.server_context()
+        spec.tls.files.client_context()
+
+
+def _clients(spec: ClusterSpec) -> str:
+    """One token, where none are in a file."""
+    if not spec.router.auth or spec.router.tokens_file:
+        return ""
+    return f"{DEFAULT_NAME}:{_given_or_drawn(TOKEN_VARIABLE)}"
+
+
+def _given_or_drawn(variable: str) -> str:
+    given = os.environ.get(variable)
+    return checked_token(given, variable) if given else secrets.token_urlsafe(NUM_BYTES)

@@ -1,0 +1,80 @@
+"""The clusters that this user started from this machine, as `kvrelay up` notes them: where they answer, and how a
+client of the same user is let in.
+
+One JSON file for each, readable by its owner only, under $XDG_STATE_HOME/kvrelay/clusters or ~/.kvrelay/clusters. One
+that is not ours alone counts for nothing, and so does one whose process is gone. It is written by
+kvrelay/cli/cluster/state.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from worker.private_files import PrivateFileError, read_private
+
+Mode = Literal["foreground", "daemon", "joined"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    name: str
+    mode: Mode  # joined: the actors live in a Ray that goes on without us
+    pid: int  # of `kvrelay up`; 0 when joined and detached
+    pid_created_s: float  # so that a pid that was given again is not taken for ours
+    address: str = ""  # joined: of the Ray
+    endpoints: tuple[str, ...] = ()  # empty until ready
+    model: str = ""
+    token: str = field(default="", repr=False)  # that `up` made, or was given
+    tokens_file: str = ""  # whose first token is ours
+    tls: bool = False
+    tls_ca: str = ""  # of the router's certificate; empty: a public authority
+
+    @property
+    def is_alive(self) -> bool:
+        """Joined and detached ones are believed: only their Ray could say."""
+        return self.mode == "joined" or is_process(self.pid, self.pid_created_s)
+
+
+def directory() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    root = Path(base) / "kvrelay" if base else Path.home() / ".kvrelay"
+    return root / "clusters"
+
+
+def read(name: str) -> ClusterState | None:
+    """None when there is none, or it cannot be read."""
+    try:
+        data: dict[str, Any] = json.loads(read_private(directory() / f"{name}.json", "the state"))
+        return ClusterState(**{**data, "endpoints": tuple(data["endpoints"])})
+    except (PrivateFileError, ValueError, TypeError, KeyError):
+        return None
+
+
+def alive() -> Iterator[ClusterState]:
+    """The clusters that run, by name."""
+    for path in sorted(directory().glob("*.json")):
+        state = read(path.stem)
+        if state is not None and state.is_alive:
+            yield state
+
+
+def at(endpoint: str) -> ClusterState | None:
+    """The one that runs there. Its token goes to no other address, nor to who took the port when it was gone."""
+    wanted = endpoint.replace("localhost:", "127.0.0.1:")
+    return next((cluster for cluster in alive() if wanted in cluster.endpoints), None)
+
+
+def is_process(pid: int, created_s: float) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_same = abs(process.create_time() - created_s) < 1.0
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,154 @@
+"""How a client finds its token and its certificates, and what it tells who is not let in."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import trustme
+
+from kvrelay.cli.cluster import state
+from kvrelay.cli.console import CliError
+from kvrelay.client import AsyncClient, Client, KvrelayError
+from kvrelay.client.access import FOUND, Access, find_access
+from kvrelay.client.failures import kvrelay_error
+from kvrelay.client.known_clusters import ClusterState, at, directory, read
+from worker.tls import TlsFiles
+from worker.tokens import TokenError
+
+pytestmark = pytest.mark.unit
+
+ENDPOINT = "127.0.0.1:50051"
+GIVEN, NOTED, FILED = "given-0123456789abc", "noted-0123456789abc", "filed-0123456789abc"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for variable in [name for name in os.environ if name.startswith("KVRELAY_T")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def running(**settings: object) -> ClusterState:
+    """A cluster whose `kvrelay up` is this process."""
+    of_ours = replace(state.this_process("chat", "foreground"), endpoints=(ENDPOINT,), token=NOTED)
+    noted = replace(of_ours, **settings)  # type: ignore[arg-type]
+    state.write(noted)
+    return noted
+
+
+def tokens_file(folder: Path, token: str = FILED) -> str:
+    path = folder / "tokens"
+    path.write_text(f"chat:{token}\nbatch:other-{token}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_the_token_of_a_cluster_of_ours_is_found_by_its_endpoint(home: Path) -> None:
+    running()
+    assert find_access(ENDPOINT, FOUND).metadata == (("authorization", f"Bearer {NOTED}"),)
+    assert find_access("localhost:50051", FOUND).token == NOTED
+    running(tokens_file=tokens_file(home), token="")
+    assert find_access(ENDPOINT, FOUND).token == FILED
+
+
+def test_what_is_said_comes_before_what_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running()
+    monkeypatch.setenv("KVRELAY_TOKENS_FILE", tokens_file(home))
+    assert find_access(ENDPOINT, FOUND).token == FILED
+    monkeypatch.setenv("KVRELAY_TOKEN", GIVEN)
+    assert find_access(ENDPOINT, FOUND).token == GIVEN
+    assert find_access(ENDPOINT, Access(token=NOTED)).token == NOTED
+    assert find_access(ENDPOINT, Access(token="")).metadata == ()
+
+
+def test_a_token_goes_to_no_other_address_and_to_nobody_who_took_the_port(home: Path) -> None:
+    noted = running()
+    assert not find_access("127.0.0.1:50052", FOUND).token
+    assert not find_access("10.0.0.1:50051", FOUND).token
+    created_s = psutil.Process().create_time() - 10  # the process of that number is another one now
+    state.write(replace(noted, pid_created_s=created_s))
+    assert not find_access(ENDPOINT, FOUND).token
+
+
+def test_what_others_could_have_written_is_no_state_of_ours(home: Path) -> None:
+    running()
+    path = directory() / "chat.json"
+    path.chmod(0o644)
+    assert (read("chat"), at(ENDPOINT)) == (None, None)
+    path.chmod(0o600)
+    assert at(ENDPOINT) is not None
+    path.write_text(json.dumps({**asdict(running()), "what a later version notes": 1}))
+    assert at(ENDPOINT) is None
+
+
+def test_the_folder_of_the_states_is_ours_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory().mkdir(parents=True, mode=0o777)
+    directory().chmod(0o777)
+    running()
+    assert directory().stat().st_mode & 0o777 == directory().parent.stat().st_mode & 0o777 == 0o700
+    assert (directory() / "chat.json").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CliError, match="belongs to another user; set XDG_STATE_HOME"):
+        state.make_directory()
+
+
+def test_a_folder_that_a_stranger_made_into_a_link_is_refused(home: Path) -> None:
+    (home / "elsewhere").mkdir()
+    (home / "kvrelay").symlink_to(home / "elsewhere")
+    with pytest.raises(CliError, match="belongs to another user"):
+        state.make_directory()
+
+
+@pytest.mark.parametrize(
+    "token", ["short", "with a blank in it!", "schlüssel-mit-umlaut", "line\nbreak-0123456789", "x" * 513]
+)
+def test_what_is_no_token_is_told_before_anything_is_sent(token: str) -> None:
+    with pytest.raises(TokenError, match="the token is no token; give 16 to 512 characters") as refused:
+        find_access(ENDPOINT, Access(token=token))
+    assert token not in str(refused.value)
+    with pytest.raises(KvrelayError, match="INVALID_ARGUMENT: the token is no token"):
+        Client(ENDPOINT, token=token)
+
+
+async def test_certificates_that_cannot_be_used_are_the_clients_one_error() -> None:
+    for make in (Client, AsyncClient):
+        with pytest.raises(KvrelayError, match=r"the authorities '/nowhere' cannot be used: no such file"):
+            make(ENDPOINT, tls=TlsFiles(ca="/nowhere"))
+
+
+def test_tls_is_found_as_the_token_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = home / "ca.pem"
+    ca.write_bytes(trustme.CA().cert_pem.bytes())
+    running(tls=True, tls_ca=str(ca))
+    assert find_access(ENDPOINT, FOUND).tls == TlsFiles(ca=str(ca))
+    assert find_access(ENDPOINT, Access(tls=True)).tls == TlsFiles()
+    assert find_access(ENDPOINT, Access(tls=False)).tls is None
+    monkeypatch.setenv("KVRELAY_TLS_CERT", "c")
+    assert find_access(ENDPOINT, FOUND).tls == TlsFiles(cert="c")
+    running()
+    monkeypatch.delenv("KVRELAY_TLS_CERT")
+    assert find_access(ENDPOINT, FOUND).tls is None
+
+
+@pytest.mark.parametrize(
+    ("details", "sentence"),
+    [
+        ("Socket closed", "hung up at once: it wants TLS"),
+        ("Tls handshake failed: SSL_ERROR_SSL: WRONG_VERSION_NUMBER: Invalid", "speaks plain text, not TLS"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get", "give --tls-ca, or KVRELAY_TLS_CA"),
+        ("Hostname Verification Check failed.", "is another name's"),
+        ("connect: Connection refused (111)", "nothing answers"),
+    ],
+)
+def test_who_speaks_otherwise_is_told_how(details: str, sentence: str) -> None:
+    said = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:{ENDPOINT}: {details}"
+    error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, said, (), ENDPOINT)
+    assert sentence in error.message
+    assert ENDPOINT in error.message
