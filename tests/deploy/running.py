@@ -44,6 +44,11 @@ class Running:
         return str(self.summary["endpoints"][0])
 
     @property
+    def token(self) -> str:
+        """As a client finds it that has the same state directory."""
+        return str(self.state["token"])
+
+    @property
     def daemon(self) -> psutil.Process:
         return psutil.Process(self.state["pid"])
 

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def client(cluster: Running) -> Iterator[Client]:
-    with Client(cluster.endpoint) as client:
+    with Client(cluster.endpoint, token=cluster.token) as client:
         client.wait_ready(READY_TIMEOUT_S)
         yield client
 
@@ -155,6 +155,6 @@ def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Cli
     (victim,) = cluster.actors("RouterActor")
     os.kill(victim, signal.SIGKILL)
     until(lambda: bool(cluster.actors("RouterActor") - {victim}), "Ray starts the router again")
-    with Client(cluster.endpoint) as again:
+    with Client(cluster.endpoint, token=cluster.token) as again:
         again.wait_ready(READY_TIMEOUT_S)
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
