@@ -17,6 +17,7 @@ from cluster.router.live_requests import NewRequest, RequestFailed
 from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_stop_counts
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
+from worker.door import CALLER
 
 MAX_ID_CHARS = 128
 
@@ -52,6 +53,7 @@ async def check_request(
     """
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
+    cache_salt = _cache_salt(request.cache_salt, CALLER.get())
     check_stop_counts(len(request.sampling.stop), len(request.sampling.stop_token_ids))
     params = sampling_from_proto(request.sampling)
     params.validate(model.vocab_size)
@@ -69,6 +71,7 @@ async def check_request(
     new = NewRequest(
         id=request_id,
         prompt_ids=prompt_ids,
+        cache_salt=cache_salt,
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
@@ -92,6 +95,14 @@ def _checked_id(request_id: str) -> str:
     if not request_id.isascii() or not request_id.isprintable():
         raise InvalidRequest(f"request_id is {request_id!r}; give printable ASCII characters only")
     return request_id
+
+
+def _cache_salt(given: str, caller: str) -> str:
+    """Whom a request shares cached prefixes with: those of the same caller that gave the same salt. Another caller's
+    are out of reach, whatever is given."""
+    if len(given) > MAX_ID_CHARS or not given.isprintable():
+        raise InvalidRequest(f"cache_salt has {len(given)} characters; give at most {MAX_ID_CHARS}, all printable")
+    return f"{caller}\n{given}" if caller else given
 
 
 async def _prompt_ids(

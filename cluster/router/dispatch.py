@@ -146,12 +146,11 @@ class Dispatcher:
                 self._refuse(live, decision)
 
     def _shape(self, live: LiveRequest) -> RequestShape:
-        tokens = [*live.prompt_ids, *live.output_ids]
         return RequestShape(
             id=live.wire_id,
-            prompt_len=len(tokens),
+            prompt_len=len(live.prompt_ids) + len(live.output_ids),
             max_tokens=live.tokens_left,
-            page_hashes=self._served.page_hashes(tokens),
+            page_hashes=self._served.page_hashes(live.hashes, live.output_ids),
             past=live.past,
         )
 

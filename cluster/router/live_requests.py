@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.router.accounts import FRESH, Past
+from cluster.router.prompt_hashes import PromptHashes
 from cluster.router.timeline import PHASES, Timeline
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
@@ -43,6 +44,7 @@ class NewRequest:
     prompt_ids: Sequence[int]
     sampling: Sequence[generate_pb2.SamplingParams]  # all fields set; one for each choice
     arrived_s: float  # router's clock
+    cache_salt: str = ""  # only requests with the same share cached prefixes
     deadline_s: float | None = None  # router's clock
     deadline_reason: str = "the request's deadline is over"
     queue_deadline_s: float | None = None  # router's clock; by then it must have been sent to a worker
@@ -66,6 +68,7 @@ class LiveRequest:
         choice: int,
         prompt_ids: Sequence[int],
         sampling: generate_pb2.SamplingParams,
+        hashes: PromptHashes,
         arrived_s: float,
     ) -> None:
         self.id = id
@@ -73,6 +76,7 @@ class LiveRequest:
         self.choice = choice
         self.prompt_ids = prompt_ids
         self.sampling = sampling
+        self.hashes = hashes  # shared with the other choices
         self.timeline = Timeline(arrived_s)
         self.attempt = 1
         self.past = FRESH  # what earlier attempts have met
@@ -139,6 +143,7 @@ class LiveRequest:
             output_ids=self.output_ids,
             sampling=self.sampling,
             attempt=self.attempt,
+            cache_salt=self.hashes.cache_salt,
         )
 
     def timeline_to_proto(self) -> generate_pb2.Timeline:
@@ -184,6 +189,7 @@ class Submission:
         """
         many = len(request.sampling) > 1
         prefix = f"{router_id}/{serial}/{request.id}"
+        hashes = PromptHashes(request.prompt_ids, request.cache_salt)
         choices = [
             LiveRequest(
                 id=f"{prefix}-{i}" if many else prefix,
@@ -191,6 +197,7 @@ class Submission:
                 choice=i,
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,
+                hashes=hashes,
                 arrived_s=request.arrived_s,
             )
             for i, sampling in enumerate(request.sampling)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cluster.router.prompt_hashes import PromptHashes
 from cluster.router.worker_link import WorkerRefused
-from engine.pages.pool import PageHash, chain_root, page_hashes
+from engine.pages.pool import PageHash
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -31,9 +32,9 @@ class ServedModel:
                 )
         self.info, self._page_size = hello.model, hello.page_size
 
-    def page_hashes(self, tokens: Sequence[int], cache_salt: str = "") -> list[PageHash]:
+    def page_hashes(self, prompt: PromptHashes, output_ids: Sequence[int]) -> list[PageHash]:
         """Of the pages that the workers' prefix caches may hold; none before the first worker came up."""
-        return page_hashes(tokens, self._page_size, parent=chain_root(cache_salt)) if self._page_size else []
+        return prompt.followed_by(output_ids, self._page_size) if self._page_size else []
 
 
 def _named(model: generate_pb2.GetModelInfoResponse) -> str:

@@ -59,6 +59,8 @@ class Sampling:
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
 
+    cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes with the same salt only.")] = None
+
     def options(self) -> GenerateOptions:
         """Those that were given. Raises KvrelayError."""
         given: dict[str, Any] = dataclasses.asdict(self) | {"ignore_eos": self.ignore_eos or None}

@@ -34,7 +34,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     """The wire's form. Raises KvrelayError for an unknown option or a value that the wire cannot carry."""
     values: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     request = generate_pb2.GenerateRequest()
-    for key in ("model", "request_id"):
+    for key in ("model", "request_id", "cache_salt"):
         _set(request, key, values.pop(key, ""))
     if isinstance(prompt, str):
         _set(request, "text", prompt, "prompt")

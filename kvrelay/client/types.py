@@ -48,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty [1.0], presence_penalty [0.0], frequency_penalty [0.0]: as in vLLM.
     n [1]: how many choices; choice i draws with seed + i.
     model [the one served], request_id [made by the server].
+    cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
+        another has asked; where clients have names, each shares with itself only.
     """
 
     temperature: float
@@ -67,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int
     model: str
     request_id: str
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,20 @@ async def test_what_is_not_set_takes_the_public_defaults_and_a_seed_of_its_own()
         assert first.seed != second.seed
 
 
+async def test_a_salt_reaches_the_workers_under_the_callers_name_in_every_choice_and_attempt() -> None:
+    salted = generate_pb2.GenerateRequest(token_ids={"ids": [5]}, cache_salt="s", sampling={"n": 2, "max_tokens": 2})
+    async with serving() as h:
+        h.prefill().fail_with = "it broke"
+        await h.generate.GenerateOnce(salted)
+        await h.generate.GenerateOnce(generate_pb2.GenerateRequest(token_ids={"ids": [5]}))
+        assert [s.request.cache_salt for s in h.prefill().submits] == ["s", "s", "s", ""]
+    tokens = "acme: one-token-for-acme\nmine: another-token-for-me\n"
+    async with serving(options=server_options(port=0, auth=True, tokens=tokens)) as h:
+        for token in ("one-token-for-acme", "another-token-for-me"):
+            await h.generate.GenerateOnce(salted, metadata=(("authorization", f"Bearer {token}"),))
+        assert {s.request.cache_salt for s in h.prefill().submits} == {"acme\ns", "mine\ns"}
+
+
 async def test_a_decimal_reaches_the_workers_as_it_was_meant() -> None:
     async with serving() as h:
         await h.generate.GenerateOnce(request(temperature=0.7, top_p=0.95, min_p=0.05, seed=11))

@@ -8,13 +8,18 @@ import pytest
 
 from cluster.router.accounts import Past
 from cluster.router.live_requests import LiveRequest
+from cluster.router.prompt_hashes import PromptHashes
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
 
 def live(prompt_len: int = 8, max_tokens: int = 10) -> LiveRequest:
     sampling = generate_pb2.SamplingParams(max_tokens=max_tokens)
-    return LiveRequest(id="r/a", call_id="a", choice=0, prompt_ids=range(prompt_len), sampling=sampling, arrived_s=0.0)
+    prompt_ids = range(prompt_len)
+    hashes = PromptHashes(prompt_ids, "")
+    return LiveRequest(
+        id="r/a", call_id="a", choice=0, prompt_ids=prompt_ids, sampling=sampling, hashes=hashes, arrived_s=0.0
+    )
 
 
 def token(index: int) -> pb.TokenOutput:

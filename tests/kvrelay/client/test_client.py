@@ -51,10 +51,11 @@ def test_every_option_reaches_the_server(server: ScriptedServer) -> None:
             n=1,
             model="m",
             request_id="mine",
+            cache_salt="salt",
         )
     (seen,) = server.requests
     assert list(seen.token_ids.ids) == [5, 6]
-    assert (seen.model, seen.request_id) == ("m", "mine")
+    assert (seen.model, seen.request_id, seen.cache_salt) == ("m", "mine", "salt")
     sampling = seen.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)
     assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (2**40, 2, 1)

@@ -1,0 +1,31 @@
+"""PromptHashes are the hashes of a call's full pages, by which the router guesses what prefix caches hold. Made once
+for all choices and attempts of the call: a long prompt's take the event loop milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.pages.pool import PageHash, chain_root, page_hashes
+
+
+class PromptHashes:
+    """Only calls with the same `cache_salt` share pages."""
+
+    def __init__(self, prompt_ids: Sequence[int], cache_salt: str) -> None:
+        self.cache_salt = cache_salt
+        self._prompt_ids = prompt_ids
+        self._root = chain_root(cache_salt)
+        self._page_size = 0  # of the hashes below
+        self._hashes: list[PageHash] = []
+
+    def followed_by(self, output_ids: Sequence[int], page_size: int) -> list[PageHash]:
+        """Of the pages of prompt and output together, of so many tokens each; not to be changed."""
+        if page_size != self._page_size:
+            self._hashes = page_hashes(self._prompt_ids, page_size, parent=self._root)
+            self._page_size = page_size
+        tail = self._prompt_ids[len(self._hashes) * page_size :]
+        if len(tail) + len(output_ids) < page_size:
+            return self._hashes
+        parent = self._hashes[-1] if self._hashes else self._root
+        return [*self._hashes, *page_hashes([*tail, *output_ids], page_size, parent=parent)]
