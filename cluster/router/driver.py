@@ -343,8 +343,12 @@ class Router:
         return self._links.with_reports(self._clock())
 
     @property
+    def now(self) -> float:
+        return self._clock()
+
+    @property
     def uptime_s(self) -> float:
-        return self._clock() - self._started_s
+        return self.now - self._started_s
 
     def check_invariants(self) -> None:
         self.policy.check_invariants()

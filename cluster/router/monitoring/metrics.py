@@ -39,6 +39,7 @@ COUNTERS = {
     "preempted": "Times a decode worker took a request's pages for others.",
     "reassigned": "Times a request was moved to a decode worker with free pages.",
     "workers_lost": "Times a worker was lost.",
+    "circuits_opened": "Times a worker or a pair was avoided because its steps or handoffs failed.",
     "stale_tokens": "Tokens dropped because their request had ended or was sent again.",
     "recomputed_tokens": "Tokens whose KV was computed again.",
     "prompt_tokens": "Prompt tokens of requests that finished.",

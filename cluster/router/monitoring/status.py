@@ -12,7 +12,7 @@ from kvrelay.v1 import worker_pb2 as pb
 
 REPORTED = (
     *("num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages"),
-    "leased_pages",
+    *("leased_pages", "fenced_pages", "quarantined_pages"),
 )
 
 
@@ -23,13 +23,15 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
         uptime_s=router.uptime_s,
         num_queued=router.policy.num_queued,
         num_in_flight=router.num_in_flight,
-        workers=[_worker_status(link, report, age_s) for link, report, age_s in router.workers()],
+        workers=[_worker_status(router, *each) for each in router.workers()],
         counters=router.metrics.counts,
         limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
     )
 
 
-def _worker_status(link: WorkerLink, report: pb.WorkerReport | None, age_s: float) -> cluster_pb2.WorkerStatus:
+def _worker_status(
+    router: Router, link: WorkerLink, report: pb.WorkerReport | None, age_s: float
+) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         name=link.name,
         role=link.worker.role,
@@ -38,6 +40,7 @@ def _worker_status(link: WorkerLink, report: pb.WorkerReport | None, age_s: floa
         losses=link.losses,
         reason=link.reason,
     )
+    _note_health(status, router, link)
     if link.hello is not None:
         status.page_size = link.hello.page_size
         status.limits.update(link.hello.limits)
@@ -46,10 +49,27 @@ def _worker_status(link: WorkerLink, report: pb.WorkerReport | None, age_s: floa
     if report.draining and link.state is LinkState.READY:
         status.state = "draining"
     status.report_age_s = age_s
+    status.step_age_s = report.step_age_ms / 1e3
+    status.loop_lag_s = report.loop_lag_ms / 1e3
     for key in REPORTED:
         setattr(status, key, getattr(report, key))
     status.counters.update(report.counters)
     return status
+
+
+def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerLink) -> None:
+    """What stands against sending requests to it, as the router sees it."""
+    health, now = router.policy.health, router.now
+    status.circuit = health.circuit(link.name, now)
+    for pair in health.pairs(link.name):
+        age_s = now - pair.failed_s
+        status.pairs.add(peer=pair.name, failures=pair.failures, reason=pair.reason, age_s=age_s)
+    if link.state is not LinkState.READY:
+        return
+    if why := health.doubt(link.name):
+        status.state, status.reason = "suspect", why
+    elif (circuit := health.steps.get(link.name)) is not None:
+        status.reason = f"{circuit.failures} steps failed one after another, the last: {circuit.reason}"
 
 
 def gauges_of(router: Router) -> list[WorkerGauges]:

@@ -1,0 +1,191 @@
+"""Workers that fail, die of a request, say nothing or cannot reach each other: who pays for it, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import grpc
+import pytest
+
+from cluster.front.server import server_options
+from kvrelay.v1 import generate_pb2
+from kvrelay.v1 import worker_pb2 as pb
+from tests.cluster.harness import Harness, collect, request, serving, tokens_of
+from tests.fakes import FakePrefillWorker, scripted_tokens
+
+QUICK = server_options(port=0, dead_after_s=0.5)
+POISON = [666, 6, 6]
+
+
+async def test_a_poison_prompt_ends_two_workers_and_no_bystander(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(4, 1, options=QUICK) as h:
+        prefills = [h.prefill(i) for i in range(4)]
+        deaths: list[str] = []
+        for prefill in prefills:
+            prefill.is_holding = True
+            monkeypatch.setattr(prefill, "compute", partial(_compute_or_die, prefill, deaths))
+        poison = asyncio.ensure_future(h.generate.GenerateOnce(request(POISON, max_tokens=4)))
+        await h.until(lambda: any(p.held for p in prefills))
+        calls = [h.generate.GenerateOnce(request([5, 6, i], max_tokens=4)) for i in range(20)]
+        await h.until(lambda: sum(len(p.held) for p in prefills) == 21)
+        for prefill in prefills:
+            prefill.release()
+        for i, answer in enumerate(await asyncio.gather(*calls)):
+            assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, i], 4)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await poison
+        assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "2 workers died while they computed it (" in str(failure.value.details())
+        assert "do not send it again" in str(failure.value.details())
+        assert len(deaths) == 2
+
+
+def _compute_or_die(prefill: FakePrefillWorker, deaths: list[str], submit: pb.Submit) -> None:
+    """All that came with the prompt, and after it, dies with the worker: nothing of it is said."""
+    if prefill.name in deaths:
+        return
+    if list(submit.request.prompt_ids) == POISON:
+        deaths.append(prefill.name)
+        asyncio.get_running_loop().create_task(prefill.kill())
+    else:
+        FakePrefillWorker.compute(prefill, submit)
+
+
+async def test_a_worker_whose_steps_fail_costs_no_request_while_another_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2, 1) as h:
+        monkeypatch.setattr(h.prefill(0), "compute", partial(_fail_step, h.prefill(0)))
+        for i in range(12):
+            answer = await h.generate.GenerateOnce(request([5, 6, i], max_tokens=4))
+            assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, i], 4)
+        assert 3 <= len(h.prefill(0).submits) < 12  # its circuit opened
+        assert h.count("circuits_opened") >= 1
+        [circuit] = {w.circuit for w in (await h.status()).workers if w.name == "prefill-0"}
+        assert circuit in ("open", "half_open")
+
+
+def _fail_step(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
+    failed = prefill.event(
+        submit.request, pb.EVENT_KIND_FAILED, reason="CUDA error", cause=pb.FAILURE_CAUSE_STEP, retryable=False
+    )
+    prefill.emit(submit.request.router_id, events=[failed])
+
+
+async def test_a_pair_that_cannot_hand_over_is_avoided_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(1, 2) as h:
+        monkeypatch.setattr(h.prefill(), "compute", partial(_fail_to_reach, h.prefill(), "decode-0"))
+        attempts = []
+        for i in range(8):
+            answer = await h.generate.GenerateOnce(request([5, 6, i], max_tokens=4))
+            assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, i], 4)
+            attempts.append(answer.timeline.attempts)
+        assert attempts[0] == 2
+        assert sum(attempts) < 12  # a try now and then at most
+        [[pair]] = [list(w.pairs) for w in (await h.status()).workers if w.name == "prefill-0"]
+        assert (pair.peer, pair.reason) == ("decode-0", "prefill-0: no route")
+
+
+def _fail_to_reach(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> None:
+    if submit.decode.name != peer:
+        FakePrefillWorker.compute(prefill, submit)
+        return
+    cause = pb.FAILURE_CAUSE_PEER
+    failed = prefill.event(submit.request, pb.EVENT_KIND_FAILED, reason="no route", cause=cause, peer=peer)
+    prefill.emit(submit.request.router_id, events=[failed])
+
+
+async def _decoding(
+    h: Harness, max_tokens: int = 6
+) -> tuple[pb.RequestState, asyncio.Task[list[generate_pb2.GenerateResponse]]]:
+    """A request that the decode worker has begun and does not go on with."""
+    h.decode().max_steps = 2
+    reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=max_tokens))))
+    await h.until(lambda: h.decode().steps == 2)
+    [live] = h.router._dispatcher._live.values()
+    await h.until(lambda: live.is_handed_off)
+    return h.prefill().submits[0].request, reader
+
+
+async def test_a_late_failure_of_prefill_does_not_end_a_decode_that_has_the_kv() -> None:
+    async with serving() as h:
+        state, reader = await _decoding(h)
+        failed = h.prefill().event(state, pb.EVENT_KIND_FAILED, reason="no receipt", retryable=True)
+        h.prefill().emit(state.router_id, events=[failed])
+        h.prefill().is_holding = True  # a second attempt would stop here
+        marker = h.generate.GenerateOnce(request([9, 9], max_tokens=1))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        h.decode().resume()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 6)
+        assert responses[-1].timeline.attempts == 1
+        h.prefill().release()
+        await marker
+
+
+async def test_the_only_worker_of_its_kind_is_doubted_before_it_is_given_up() -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        _, reader = await _decoding(h)
+        h.decode().is_silent = True
+        await h.until(lambda: bool(h.router.policy.health.doubt("decode-0")))
+        [(state, reason)] = [(w.state, w.reason) for w in (await h.status()).workers if w.name == "decode-0"]
+        assert state == "suspect"
+        assert "it has said nothing for" in reason
+        h.decode().is_silent = False
+        h.decode().resume()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 6)
+        assert responses[-1].timeline.attempts == 1
+        assert h.count("workers_lost") == 0
+        assert not h.router.policy.health.doubt("decode-0")
+
+
+async def test_silence_has_an_end_for_the_only_worker_too() -> None:
+    options = server_options(port=0, dead_after_s=0.2, lost_after_s=0.4, unavailable_grace_s=0.0)
+    async with serving(1, 1, options=options) as h:
+        _, reader = await _decoding(h)
+        h.decode().is_silent = True
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await reader
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [w.reason for w in (await h.status()).workers if w.name == "decode-0"] == ["it said nothing for 0.4 s"]
+        h.decode().is_silent = False
+
+
+async def test_cancel_and_deadline_reach_a_request_that_waits_for_a_worker() -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        await h.decode().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        cancelled = h.generate.GenerateOnce(request())
+        await h.until(lambda: h.router.policy.num_queued == 1)
+        cancelled.cancel()
+        await h.until(lambda: h.router.policy.num_queued == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await h.generate.GenerateOnce(request(), timeout=0.2)
+        assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await h.until(lambda: h.router.num_submissions == 0)
+
+
+async def test_a_broken_stream_to_a_worker_that_lives_is_no_death() -> None:
+    """It is connected again under the same incarnation: no request is to blame, however often."""
+    async with serving(1, 1, options=QUICK) as h:
+        incarnation = h.decode().incarnation
+        _, reader = await _decoding(h, max_tokens=20)
+        for losses in (1, 2, 3):
+            await h.decode().kill()
+            h.decode().incarnation = incarnation
+            await h.until(partial(_has_lost, h, losses))
+            h.decode().max_steps = h.decode().steps + 1
+            await h.decode().start()
+            await h.until(partial(_stands, h))
+        h.decode().resume()
+        assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 20)
+
+
+def _has_lost(h: Harness, losses: int) -> bool:
+    return h.count("workers_lost") == losses
+
+
+def _stands(h: Harness) -> bool:
+    return h.decode().steps == h.decode().max_steps
