@@ -16,12 +16,12 @@ from functools import partial
 
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import HeldAnswer, Reservations
-from engine.types import PENDING, Chunk, SampledToken, Step, finish_reason
+from engine.types import PENDING, Chunk, InvalidRequest, SampledToken, Step, finish_reason
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.convert import token_output
 from worker.role import AddToServer, RoleHost
-from worker.router_streams import RouterLink
+from worker.router_link import RouterLink
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ class DecodeRole:
     # What routers send
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
-        reason = f"{self._name} decodes; prompts go to a prefill worker"
-        link.event(submit.request, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_REQUEST)
-        self._host.streams.flush()
+        raise InvalidRequest(f"{self._name} decodes; prompts go to a prefill worker")
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         log.warning("%s decodes; reassign of %s is for its prefill worker", self._name, reassign.request_id)

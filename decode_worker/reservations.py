@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PageHash, chain_root
+from engine.types import InvalidRequest
 from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.convert import sampling_from_proto
-from worker.requests import HeldRequest
+from worker.requests import HeldRequest, read_request
 from worker.role import RoleHost
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,10 @@ class Reservations:
         denied = self._why_not(request)
         if denied is not None:
             return denied
-        params = sampling_from_proto(request.sampling)
-        tokens = [*request.prompt_ids, *request.output_ids]
+        try:
+            params, tokens = read_request(request, self._host.engine.info)
+        except InvalidRequest as error:
+            return Denied(reason=f"{self._name}: {error}", retryable=False)
         root = chain_root(request.cache_salt)
         hashes = self._host.page_hashes(tokens, root)
         held = HeldAnswer(

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.pages.pool import chain_root, pages_for
-from engine.types import Chunk, SampledToken, Step, finish_reason
+from engine.types import Chunk, InvalidRequest, SampledToken, Step, finish_reason
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
-from worker.convert import sampling_from_proto, token_output
+from worker.convert import token_output
+from worker.requests import read_request
 from worker.role import AddToServer, RoleHost
-from worker.router_streams import RouterLink
+from worker.router_link import RouterLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,15 @@ class PrefillRole:
         state = submit.request
         if self._host.is_draining or state.request_id in self.requests:
             why = "is stopping" if self._host.is_draining else f"has {state.request_id} already"
-            self._refuse(link, state, f"{self._name} {why}", pb.FAILURE_CAUSE_ROOM)
+            cause = pb.FAILURE_CAUSE_ROOM
+            link.event(state, pb.EVENT_KIND_FAILED, reason=f"{self._name} {why}", retryable=True, cause=cause)
+            self._host.streams.flush()
             return
-        request = HeldPrompt(
-            state=state,
-            link=link,
-            params=sampling_from_proto(state.sampling),
-            tokens=[*state.prompt_ids, *state.output_ids],
-            decode=submit.decode,
-        )
+        params, tokens = read_request(state, self._host.engine.info)
         pool = self._host.pool
-        if pages_for(len(request.tokens), pool.page_size) > pool.num_pages:
-            reason = f"{self._name}: the prompt of {len(request.tokens)} tokens needs more pages than exist"
-            self._refuse(link, state, reason, pb.FAILURE_CAUSE_REQUEST)
-            return
+        if pages_for(len(tokens), pool.page_size) > pool.num_pages:
+            raise InvalidRequest(f"{self._name}: the prompt of {len(tokens)} tokens needs more pages than exist")
+        request = HeldPrompt(state=state, link=link, params=params, tokens=tokens, decode=submit.decode)
         self.requests[request.id] = request
         if request.new_tokens_left <= 1 or self.handoffs.peers.open_pair(request.decode) is not None:
             self._enqueue(request)
@@ -108,11 +104,6 @@ class PrefillRole:
     async def close(self) -> None:
         await self.handoffs.settle()
         await self.handoffs.peers.close()
-
-    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, cause: pb.FailureCause) -> None:
-        is_retryable = cause != pb.FAILURE_CAUSE_REQUEST
-        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, retryable=is_retryable, cause=cause)
-        self._host.streams.flush()
 
     def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
         self._host.counters["handoffs_failed"] += 1

@@ -31,7 +31,8 @@ from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.roles import kind_of
-from worker.router_streams import RouterLink, RouterStreams
+from worker.router_link import RouterLink
+from worker.router_streams import RouterStreams
 from worker.rpc import bind, keepalive_options, make_server, secret_door
 from worker.run_ahead import BegunBatch, RunAhead
 from worker.step_watch import WatchedEngine
@@ -78,7 +79,12 @@ class Worker(Generic[RoleT]):
         self.pool = PagePool(engine.layout.num_pages, engine.layout.page_size)
         self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
         self.clock = AwakeClock()
-        self.streams = RouterStreams(self, report_interval_s=options.report_interval_s)
+        self.streams = RouterStreams(
+            self,
+            self.clock.now_s,
+            report_interval_s=options.report_interval_s,
+            drop_after_s=options.drop_router_after_s,
+        )
         self.is_draining = False
         self._is_stopping = False
         self._wake = asyncio.Event()
@@ -126,11 +132,12 @@ class Worker(Generic[RoleT]):
         await self.clock.stop()
 
     async def wait_broken(self) -> None:
-        """Raises what broke the step loop, or the engine while it stood idle or hung, if ever: whoever keeps the worker
-        must end it, for it serves nothing. Returns when the loop has ended."""
+        """Raises what broke the step loop, the reports, or the engine while it stood idle or hung, if ever: whoever
+        keeps the worker must end it, for it serves nothing. Returns when the loop has ended."""
         assert self._step_loop is not None, "wait_broken before start"
         while not self._step_loop.done():
             self.engine.check()
+            self.streams.check()
             if self.options.step_timeout_s:
                 self._watched.check(self.options.step_timeout_s)
             await asyncio.wait({self._step_loop}, timeout=CHECK_S)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.types import SampleSpec, SamplingParams, banned_token_ids
+from engine.types import InvalidRequest, ModelInfo, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
+from worker.convert import sampling_from_proto
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,3 +42,22 @@ class HeldRequest:
             output_ids=self.tokens[self.prompt_len :] if has_penalties else (),
             banned_ids=banned_token_ids(self.params, position - self.prompt_len, eos_token_ids),
         )
+
+
+def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:
+    """How to sample, and the tokens so far. Raises InvalidRequest for what the model cannot compute.
+
+    The front has checked it before; but on a GPU one id without a row in the embedding ends the whole process.
+    """
+    params = sampling_from_proto(state.sampling)
+    params.validate(model.vocab_size)
+    tokens = [*state.prompt_ids, *state.output_ids]
+    if not state.prompt_ids:
+        raise InvalidRequest("prompt_ids is empty; give a token or more")
+    if (largest := max(tokens)) >= model.vocab_size:
+        raise InvalidRequest(f"its tokens have id {largest}; the model's go from 0 to {model.vocab_size - 1}")
+    if len(state.output_ids) >= params.max_tokens:
+        raise InvalidRequest(f"output_ids has {len(state.output_ids)} tokens; max_tokens is {params.max_tokens}")
+    if (length := len(state.prompt_ids) + params.max_tokens) > model.max_model_len:
+        raise InvalidRequest(f"prompt and max_tokens are {length} tokens; the model takes {model.max_model_len}")
+    return params, tokens

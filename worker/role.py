@@ -24,7 +24,8 @@ from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
 from worker.options import WorkerOptions
 from worker.requests import HeldRequest
-from worker.router_streams import RouterLink, RouterStreams
+from worker.router_link import RouterLink
+from worker.router_streams import RouterStreams
 
 BatchT = TypeVar("BatchT")
 
@@ -67,7 +68,8 @@ class Role(Protocol[BatchT]):
     def requests(self) -> Mapping[str, HeldRequest]:
         """Those it was given and has not ended, by id."""
 
-    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None: ...
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        """Raises InvalidRequest for one that no worker could serve; the router is told."""
 
     def on_cancel(self, request_id: str, reason: str) -> None:
         """The request is not wanted any more. It may be over, or not have come yet."""

@@ -2,8 +2,9 @@
 
 One stream for each router. Down come submits and cancels, handed to the WorkerHost (the worker) as they arrive; up go
 the tokens and events that its role collects during a step, one message for each router at `flush`, and reports:
-every `report_interval_s`, and soon after a step when things changed. A stream's end means that router is lost: the
-host drops all of its requests.
+every `report_interval_s`, and soon after a step when things changed. A router whose stream ends is lost: the host drops
+all of its requests. So is, at once, one that says nothing for `drop_after_s`, and one that reads nothing until
+MAX_UNREAD_BYTES wait for it; their streams end when gRPC can write again. No message ends a stream, whatever is in it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
+from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.options import REPORT_GAP_S
+from worker.router_link import RouterLink
 from worker.rpc import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
+HELLO_S = 5.0  # that a router may take to present itself
 MAX_UNREAD = 64  # messages; a router that reads no faster gets reports again when it has caught up
-ROUTER_DEAD_AFTER_S = 10.0
+MAX_UNREAD_BYTES = 64 << 20  # 64 requests with 20 logprobs make 0.25 MB a step
 
 
 class WorkerHost(Protocol):
@@ -35,7 +38,8 @@ class WorkerHost(Protocol):
 
     def hello(self) -> pb.WorkerHello: ...
 
-    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None: ...
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        """Raises InvalidRequest for one that no worker could serve."""
 
     def on_cancel(self, cancel: pb.Cancel) -> None: ...
 
@@ -46,61 +50,15 @@ class WorkerHost(Protocol):
     def report(self) -> pb.WorkerReport: ...
 
 
-class RouterLink:
-    """The way up to one router. Tokens and events are gathered until `flush` sends them as one message."""
-
-    def __init__(self, router_id: str) -> None:
-        self.router_id = router_id
-        self.last_submit_seq = 0
-        self.heard_s = time.monotonic()  # routers ping several times a second
-        self.outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()  # None: the stream has ended
-        self._outputs = pb.Outputs()
-
-    def token(self, output: pb.TokenOutput) -> None:
-        self._outputs.tokens.append(output)
-
-    def event(
-        self,
-        request: pb.RequestState,
-        kind: pb.EventKind,
-        *,
-        reason: str = "",
-        retryable: bool = False,
-        cause: pb.FailureCause = pb.FAILURE_CAUSE_UNSPECIFIED,
-        peer: str = "",
-        in_doubt: bool = False,
-        receipt: generate_pb2.HandoffReceipt | None = None,
-        cached_tokens: int = 0,
-        decode_worker: str = "",
-        at_ns: int = 0,
-    ) -> None:
-        self._outputs.events.append(
-            pb.RequestEvent(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                kind=kind,
-                at_ns=at_ns or time.monotonic_ns(),
-                reason=reason,
-                retryable=retryable,
-                cause=cause,
-                peer=peer,
-                in_doubt=in_doubt,
-                receipt=receipt,
-                cached_tokens=cached_tokens,
-                decode_worker=decode_worker,
-            )
-        )
-
-    def flush(self) -> None:
-        if self._outputs.tokens or self._outputs.events:
-            self.outbox.put_nowait(pb.WorkerMessage(outputs=self._outputs))
-            self._outputs = pb.Outputs()
-
-
 class RouterStreams(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, host: WorkerHost, *, report_interval_s: float) -> None:
+    def __init__(
+        self, host: WorkerHost, now_s: Callable[[], float], *, report_interval_s: float, drop_after_s: float
+    ) -> None:
+        """`now_s`: a clock that stands still while this process does; what it slept is nobody's silence."""
         self._host = host
+        self._now_s = now_s
         self._report_interval_s = report_interval_s
+        self._drop_after_s = drop_after_s
         self._links: dict[str, RouterLink] = {}
         self._reported_at = 0.0
         self._report_soon: asyncio.TimerHandle | None = None
@@ -128,6 +86,11 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def start(self) -> None:
         self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
 
+    def check(self) -> None:
+        """Raise what ended the reports, if anything did: no router would know what this worker holds."""
+        if self._reporter is not None and self._reporter.done() and not self._reporter.cancelled():
+            self._reporter.result()
+
     async def stop(self) -> None:
         if self._report_soon is not None:
             self._report_soon.cancel()
@@ -138,8 +101,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
 
     def flush(self) -> None:
         """Send what was gathered, and let routers know soon what changed."""
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.flush()
+            if link.unread_bytes > MAX_UNREAD_BYTES:
+                self._drop(link, f"it has left {link.unread_bytes >> 20} MiB unread")
         if self._report_soon is None:
             gap = max(0.0, self._reported_at + REPORT_GAP_S - time.monotonic())
             self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
@@ -149,23 +114,27 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[pb.WorkerMessage]:
         link = await self._greet(requests, context)
         reader = asyncio.get_running_loop().create_task(self._read(requests, link))
-        reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
+        reader.add_done_callback(lambda _: link.close())
         try:
             yield pb.WorkerMessage(hello=self._host.hello())
             yield pb.WorkerMessage(report=self._report_for(link, self._host.report()))
-            while (message := await link.outbox.get()) is not None:
+            while (message := await link.get()) is not None:
                 yield message
         finally:
             reader.cancel()
             _check_reader(reader, link.router_id)
-            if self._links.get(link.router_id) is link:
-                del self._links[link.router_id]
-                log.info("router %s is gone; its requests are dropped", link.router_id)
-                self._host.on_router_lost(link.router_id)
+            self._drop(link, "its stream has ended", logging.INFO)
+
+    def _drop(self, link: RouterLink, why: str, level: int = logging.WARNING) -> None:
+        """Now, and not when its stream ends: gRPC may be writing to a router that never reads."""
+        link.close()
+        if self._links.get(link.router_id) is link:
+            del self._links[link.router_id]
+            log.log(level, "router %s is gone: %s; its requests are dropped", link.router_id, why)
+            self._host.on_router_lost(link.router_id)
 
     async def _greet(self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext) -> RouterLink:
-        first = await anext(aiter(requests), pb.RouterMessage())
-        hello = first.hello
+        hello = await _hello_of(requests)
         if not hello.router_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a router_id")
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -173,44 +142,65 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the router speaks protocol {hello.protocol_version}, this worker {PROTOCOL_VERSION}: upgrade one",
             )
-        if hello.router_id in self._links:  # its old stream broke and we have not noticed yet
-            del self._links[hello.router_id]
-            self._host.on_router_lost(hello.router_id)
-        link = RouterLink(hello.router_id)
+        if (old := self._links.get(hello.router_id)) is not None:
+            self._drop(old, "it has opened another stream")
+        link = RouterLink(hello.router_id, self._now_s())
         self._links[hello.router_id] = link
         return link
 
     async def _read(self, requests: AsyncIterator[pb.RouterMessage], link: RouterLink) -> None:
         async for message in requests:
-            link.heard_s = time.monotonic()
-            match message.WhichOneof("kind"):
-                case "submit":
-                    link.last_submit_seq = message.submit.seq
-                    self._host.on_submit(link, message.submit)
-                case "cancel":
-                    self._host.on_cancel(message.cancel)
-                case "reassign":
-                    self._host.on_reassign(message.reassign)
-                case "ping":
-                    pong = pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns())
-                    link.outbox.put_nowait(pb.WorkerMessage(pong=pong))
-                case other:
-                    log.warning("router %s sent %s, which is not known here", link.router_id, other)
+            if link.is_closed:
+                return
+            link.heard_s = self._now_s()
+            try:
+                self._on_message(link, message)
+            except Exception as error:  # of one message; the router's other requests are none the worse for it
+                log.exception("a message of router %s cannot be taken", link.router_id)
+                if message.HasField("submit"):
+                    self._refuse(link, message.submit.request, f"{type(error).__name__}: {error}")
+
+    def _on_message(self, link: RouterLink, message: pb.RouterMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "submit":
+                self._on_submit(link, message.submit)
+            case "cancel":
+                self._host.on_cancel(message.cancel)
+            case "reassign":
+                self._host.on_reassign(message.reassign)
+            case "ping":
+                link.put(
+                    pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))
+                )
+            case other:
+                log.warning("router %s sent %s, which is not known here", link.router_id, other)
+
+    def _on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        link.last_submit_seq = submit.seq
+        try:
+            if submit.request.router_id != link.router_id:
+                given = submit.request.router_id
+                raise InvalidRequest(f"router_id is {given!r}; give {link.router_id!r}, as in the hello")
+            self._host.on_submit(link, submit)
+        except InvalidRequest as error:
+            self._refuse(link, submit.request, str(error))
+
+    def _refuse(self, link: RouterLink, request: pb.RequestState, reason: str) -> None:
+        link.event(request, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_REQUEST)
+        link.flush()
 
     async def _report_forever(self) -> None:
         while True:
             await asyncio.sleep(self._report_interval_s)
-            self._end_silent_links()
+            self._drop_silent_links()
             if time.monotonic() - self._reported_at >= self._report_interval_s / 2:
                 self._send_reports()
 
-    def _end_silent_links(self) -> None:
+    def _drop_silent_links(self) -> None:
         """A router behind a cut cable: its requests hold pages, and TCP would take minutes to say so."""
         for link in list(self._links.values()):
-            if time.monotonic() - link.heard_s > ROUTER_DEAD_AFTER_S:
-                log.warning("router %s said nothing for %g s", link.router_id, ROUTER_DEAD_AFTER_S)
-                link.outbox.put_nowait(None)
-                link.heard_s = math.inf  # told once
+            if self._now_s() - link.heard_s > self._drop_after_s:
+                self._drop(link, f"it said nothing for {self._drop_after_s:g} s")
 
     def _send_reports(self) -> None:
         if self._report_soon is not None:
@@ -221,8 +211,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
             return
         report = self._host.report()
         for link in self._links.values():
-            if link.outbox.qsize() < MAX_UNREAD:
-                link.outbox.put_nowait(pb.WorkerMessage(report=self._report_for(link, report)))
+            if link.num_unread < MAX_UNREAD:
+                link.put(pb.WorkerMessage(report=self._report_for(link, report)))
 
     def _report_for(self, link: RouterLink, report: pb.WorkerReport) -> pb.WorkerReport:
         mine = pb.WorkerReport()
@@ -230,6 +220,14 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         mine.made_ns = time.monotonic_ns()
         mine.last_submit_seq = link.last_submit_seq
         return mine
+
+
+async def _hello_of(requests: AsyncIterator[pb.RouterMessage]) -> pb.RouterHello:
+    """An empty one where none comes."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HELLO_S):
+            return (await anext(aiter(requests), pb.RouterMessage())).hello
+    return pb.RouterHello()
 
 
 def _check_reader(reader: asyncio.Task[None], router_id: str) -> None:
