@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 GREET_TIMEOUT_S = 10.0
 GREET_RETRY_S = 1.0
-CONTROLLER_SILENCE_S = 20.0  # the controller asks every second; after this long it is asked itself
-CONTROLLER_TIMEOUT_S = 10.0  # and killed if it does not answer
-CONTROLLER_CHECK_S = 5.0
+CONTROLLER_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +44,12 @@ Build = Callable[[str, Progress, Greeting], Service]  # the incarnation's name, 
 
 
 class MemberActor:
-    """Made by Ray, again after each crash. `controller` names the actor (in this namespace) that hears the events."""
+    """Made by Ray, again after each crash. `controller` names the actor (in this namespace) that hears the events: one
+    that does not ask for `liveness_timeout_s`, and does not answer for as long, is killed."""
 
-    def __init__(self, name: str, host: str, controller: str, build: Build) -> None:
+    def __init__(self, name: str, host: str, build: Build, *, controller: str, liveness_timeout_s: float) -> None:
         self._controller = controller
+        self._liveness_timeout_s = liveness_timeout_s
         self._greeting: Greeting | None = None
         self._asked_s = time.monotonic()
 
@@ -90,14 +90,14 @@ class MemberActor:
     def _watch_controller(self) -> None:
         while True:
             time.sleep(CONTROLLER_CHECK_S)
-            if time.monotonic() - self._asked_s > CONTROLLER_SILENCE_S:
+            if time.monotonic() - self._asked_s > self._liveness_timeout_s:
                 self._end_hung_controller()
                 self._asked_s = time.monotonic()
 
     def _end_hung_controller(self) -> None:
         try:
             controller = ray.get_actor(self._controller)
-            ray.get(controller.ping.remote(), timeout=CONTROLLER_TIMEOUT_S)
+            ray.get(controller.ping.remote(), timeout=self._liveness_timeout_s)
         except GetTimeoutError:
             logger.warning("killing the controller: it gave no sign of life for %g s", time.monotonic() - self._asked_s)
             ray.kill(controller, no_restart=False)
@@ -107,7 +107,14 @@ class MemberActor:
 
 class WorkerActor(MemberActor):
     def __init__(
-        self, options: WorkerOptions, engine: Mapping[str, Any], cpus: Sequence[int], loopback: bool, controller: str
+        self,
+        options: WorkerOptions,
+        engine: Mapping[str, Any],
+        cpus: Sequence[int],
+        loopback: bool,
+        *,
+        controller: str,
+        liveness_timeout_s: float,
     ) -> None:
         """`options` without the secret: what an actor is made with is kept in Ray's GCS."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
@@ -123,4 +130,4 @@ class WorkerActor(MemberActor):
             secret = greeting.secrets.cluster
             return make_worker(replace(options, host=host, incarnation=incarnation, secret=secret), loaded)
 
-        super().__init__(options.name, host, controller, build)
+        super().__init__(options.name, host, build, controller=controller, liveness_timeout_s=liveness_timeout_s)

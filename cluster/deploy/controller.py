@@ -22,11 +22,12 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from cluster.deploy.checkpoint import Checkpoint
-from cluster.deploy.liveness import AwakeClock, Liveness
+from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import Roster, Version, WorkerEntry
 from engine.process import LOG_FORMAT
 from worker.actor import Greeting
+from worker.awake import AwakeClock
 from worker.process import BROKEN_EXIT_CODE
 from worker.roles import kind_of
 from worker.secrets import Secrets
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 PROBE_S = 1.0
-TICK_S = 0.5
 SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as the routers know it
 
 
@@ -58,7 +58,7 @@ class Controller:
         self._drain_s = drain_s
         self._probe_timeout_s = liveness_timeout_s
         self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s)
-        self._awake = AwakeClock(max_step_s=2 * TICK_S)
+        self._awake = AwakeClock()
         self._changed = asyncio.Condition()
         self._is_stopping = False
         self._secrets: asyncio.Future[Secrets] = asyncio.get_running_loop().create_future()
@@ -67,7 +67,7 @@ class Controller:
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
         self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
         self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._tick())
+        self._awake.start()
         self._spawn(self._confirm())
         for name in roles:
             self._spawn(self._keep(name))
@@ -88,7 +88,7 @@ class Controller:
     async def on_event(self, event: dict[str, Any]) -> None:
         """A ServiceEvent of a worker or router, sent or asked for."""
         version, is_new_stage = self._roster.version, self._roster.on_event(event)
-        self._liveness.on_answer(event, self._awake.now_s)
+        self._liveness.on_answer(event, self._awake.now_s())
         if is_new_stage:
             await self._save()
             if event["stage"] == "failed" and self._roster.was_ready:
@@ -138,11 +138,6 @@ class Controller:
 
     # the watch over the members
 
-    async def _tick(self) -> None:
-        while True:
-            self._awake.step(asyncio.get_running_loop().time())
-            await asyncio.sleep(TICK_S)
-
     async def _confirm(self) -> None:
         await self._save()  # the epoch, before anybody is told of it
         if not self._is_confirmed:
@@ -160,7 +155,7 @@ class Controller:
                 with contextlib.suppress(TimeoutError):
                     await self._probe(name, handle)
             self._heard[name].set()
-            if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s):
+            if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
                 await self._replace(name, reason)
             await asyncio.sleep(PROBE_S)
 
@@ -184,13 +179,13 @@ class Controller:
             self._roster.on_failed(name, reason)
         else:
             self._roster.on_lost(name, incarnation, reason)
-            self._liveness.on_lost(name, self._awake.now_s)
+            self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
 
     async def _replace(self, name: str, reason: str) -> None:
         self._kill(name, reason)
         self._roster.on_killed(name, reason)
-        self._liveness.on_lost(name, self._awake.now_s)
+        self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
 
     async def _after_loss(self, name: str) -> None:

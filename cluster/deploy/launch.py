@@ -72,7 +72,7 @@ def launch_members(spec: ClusterSpec, *, loopback: bool) -> None:
     group = _reserve([bundle for bundle in bundles if bundle])
     index = 0
     for plan, bundle in zip(plans, bundles, strict=True):
-        _launch_worker(plan, bundle, group, index, loopback)
+        _launch_worker(plan, bundle, group, index, loopback, spec.liveness_timeout_s)
         index += bool(bundle)
     for i in range(spec.router.replicas):
         _launch_router(spec, i)
@@ -91,7 +91,14 @@ def _always(name: str) -> dict[str, Any]:
     return {"name": name, "lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
 
-def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, index: int, loopback: bool) -> None:
+def _launch_worker(
+    plan: WorkerPlan,
+    bundle: Mapping[str, float],
+    group: Any,
+    index: int,
+    loopback: bool,
+    liveness_timeout_s: float,
+) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -104,7 +111,14 @@ def _launch_worker(plan: WorkerPlan, bundle: Mapping[str, float], group: Any, in
     if bundle:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     actor = ray.remote(_actor_class(plan.options.role)).options(**options)
-    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, CONTROLLER)
+    actor.remote(
+        plan.options,
+        dict(plan.engine),
+        plan.cpus,
+        loopback,
+        controller=CONTROLLER,
+        liveness_timeout_s=liveness_timeout_s,
+    )
 
 
 def _actor_class(role: str) -> type[Any]:
@@ -126,7 +140,7 @@ def _launch_router(spec: ClusterSpec, index: int) -> None:
     else:  # where `up` runs, so that the endpoint is where one looks for it
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    ray.remote(RouterActor).options(**options).remote(spec, index, CONTROLLER)
+    ray.remote(RouterActor).options(**options).remote(spec, index, controller=CONTROLLER)
 
 
 def end_actors(controller: Any) -> None:

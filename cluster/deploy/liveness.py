@@ -65,18 +65,3 @@ class Liveness:
 
     def _of(self, name: str, now: float) -> _Signs:
         return self._signs.setdefault(name, _Signs(alive_s=now, moved_s=now))
-
-
-class AwakeClock:
-    """Seconds that passed while its owner ran: a step of the clock counts `max_step_s` at most."""
-
-    def __init__(self, max_step_s: float) -> None:
-        self._max_step_s = max_step_s
-        self._last_s: float | None = None
-        self.now_s = 0.0
-
-    def step(self, clock_s: float) -> float:
-        if self._last_s is not None:
-            self.now_s += min(clock_s - self._last_s, self._max_step_s)
-        self._last_s = clock_s
-        return self.now_s

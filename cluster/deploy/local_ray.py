@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_kill_worker_timeout_milliseconds": "500",  # until a process that is told to end is sent a SIGKILL
 }
 
 

@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class RouterActor(MemberActor):
-    def __init__(self, spec: ClusterSpec, index: int, controller: str) -> None:
+    def __init__(self, spec: ClusterSpec, index: int, *, controller: str) -> None:
         """`spec` is resolved."""
         set_thread_counts(1)
         host = ray.util.get_node_ip_address() if spec.router.host in ANY_ADDRESS else spec.router.host
@@ -33,7 +33,9 @@ class RouterActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             return _RouterService(spec, index, greeting, host)
 
-        super().__init__(f"router-{index}", host, controller, build)
+        super().__init__(
+            f"router-{index}", host, build, controller=controller, liveness_timeout_s=spec.liveness_timeout_s
+        )
 
     def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
         """Roster.workers, and the Roster's version then."""

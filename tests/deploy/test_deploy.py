@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvrelay.client.client import Client
@@ -24,6 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     state_dir = tmp_path_factory.mktemp("state")
     model = make_demo_model(tmp_path_factory.mktemp("models") / "tiny")
     flags = ["--model", str(model), "--name", "test", "--port", "0", "--kv-memory", "32MiB", "--decode", "2"]
+    flags += ["--liveness-timeout-s", "4"]
     began = kvrelay(state_dir, "up", *flags, "--detach", "--json")
     assert began.returncode == 0, began.stderr
     running = Running(state_dir, json.loads(began.stdout))
@@ -149,6 +151,19 @@ def test_a_killed_controller_costs_no_stream_and_finds_all_again(cluster: Runnin
 def _losses(client: Client) -> dict[str, int]:
     """How often the router has lost each decode worker."""
     return {worker.name: worker.losses for worker in client.status().workers if worker.role == "decode"}
+
+
+def test_stopped_processes_are_killed_and_come_back(cluster: Running, client: Client) -> None:
+    """A stopped process ends for nothing but a SIGKILL. The controller goes first, with a worker and the router: a
+    member that is left ends it, and only the next one can notice the others."""
+    victims = [*cluster.actors("Controller"), *cluster.actors("RouterActor"), min(cluster.actors("DecodeActor"))]
+    for victim in victims:
+        os.kill(victim, signal.SIGSTOP)
+    until(lambda: not any(psutil.pid_exists(victim) for victim in victims), "they are killed")
+    with Client(cluster.endpoint) as again:
+        again.wait_ready(READY_TIMEOUT_S)
+        until(lambda: all(w.state == "ready" for w in again.status().workers), "the router reaches all again")
+    assert len(cluster.actors("DecodeActor")) == 2
 
 
 def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.deploy.liveness import LOAD_SILENCE_S, AwakeClock, Liveness
+from cluster.deploy.liveness import LOAD_SILENCE_S, Liveness
 
 pytestmark = pytest.mark.unit
 
@@ -93,10 +93,3 @@ def test_one_that_does_not_come_back_is_killed_again_and_again() -> None:
 
 def test_one_that_was_known_before_the_controller_was_restarted_is_judged_too() -> None:
     assert Watch().hung_after("ready", at_most_s=11)
-
-
-def test_the_watchers_own_sleep_is_nobodys_silence() -> None:
-    clock = AwakeClock(max_step_s=1.0)
-    assert clock.step(100.0) == 0.0
-    assert clock.step(100.5) == 0.5
-    assert clock.step(160.5) == 1.5
