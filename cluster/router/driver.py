@@ -121,11 +121,18 @@ class Router:
         if submission.error is not None:
             raise submission.error
         if request.deadline_s is not None:
+            self._refuse_late(submission, request.deadline_s - self._clock())
             over = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, request.deadline_reason)
             self._call_at(request.deadline_s, submission, partial(self._dispatcher.fail, submission, over))
         if request.queue_deadline_s is not None and _is_waiting(submission):
             self._call_at(request.queue_deadline_s, submission, partial(self._on_waited, submission, request))
         return submission
+
+    def _refuse_late(self, submission: Submission, left_s: float) -> None:
+        if reason := self.policy.why_late(submission.choices[-1].wire_id, left_s):
+            error = RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=RETRY_AFTER_S)
+            self._dispatcher.fail(submission, error, counter="rejected")
+            raise error
 
     def _call_at(self, at_s: float, submission: Submission, call: Callable[[], None]) -> None:
         wait_s = max(0.0, at_s - self._clock())

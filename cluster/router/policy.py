@@ -74,6 +74,12 @@ class RouterOptions:
         60.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
     )
 
+    refuse_late: bool = knob(
+        False,
+        "whether a request that the queue would keep beyond its deadline, at the rate of late, is refused at once with "
+        "RESOURCE_EXHAUSTED",
+    )
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -210,6 +216,17 @@ class RouterPolicy:
             return Unavailable(reason=f"no {phase} worker is ready")
         full = self._queue.why_full(RequestShape(id="", prompt_len=0, max_tokens=0))
         return Rejected(reason=full, retry_after_s=self._queue.retry_after_s()) if full else None
+
+    def why_late(self, request_id: str, left_s: float) -> str:
+        """Why a request that has just come will not have its first token within `left_s`; empty if it may, or if it is
+        not asked for."""
+        empty_s = self._queue.empty_s() if self.options.refuse_late and request_id in self._queue else None
+        if empty_s is None or empty_s <= left_s:
+            return ""
+        return (
+            f"its deadline is in {left_s:.1f} s, and the prompts that wait at this router take {empty_s:.1f} s at the "
+            "rate of late"
+        )
 
     def assign(self, shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
         """Workers for a new request, a place in the queue, or why not.

@@ -42,7 +42,8 @@ class WaitingQueue:
         self._tried: dict[str, OrderedDict[str, None]] = {}  # by phase, beside the line
         self._tokens = 0
         self._front = self._back = 0  # places
-        self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)  # (when, prompt tokens computed)
+        # (when, prompt tokens computed) since somebody waits: without it workers may have been idle in between
+        self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -98,6 +99,8 @@ class WaitingQueue:
 
     def add(self, shape: RequestShape, *, is_resent: bool, tried_in: str = "") -> None:
         """`tried_in`: the phase in which it is to be tried alone."""
+        if not self._waiting:
+            self._rate.clear()
         place = self._front - 1 if is_resent else self._back + 1
         self._front, self._back = min(self._front, place), max(self._back, place)
         waiting = Waiting(shape.prompt_len, place, tried_in)
@@ -138,10 +141,15 @@ class WaitingQueue:
 
     def retry_after_s(self) -> float:
         """How long the queue takes to empty at the rate at which prompts were computed lately; 1 s if unknown."""
+        empty_s = self.empty_s()
+        return 1.0 if empty_s is None else min(max(empty_s, MIN_RETRY_S), MAX_RETRY_S)
+
+    def empty_s(self) -> float | None:
+        """How long all prompts that wait take to be computed, at the rate of late; None: unknown."""
         if len(self._rate) < 2 or self._rate[-1][0] <= self._rate[0][0]:
-            return 1.0
+            return None
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
-        return min(max(self._tokens / max(tokens_per_s, 1.0), MIN_RETRY_S), MAX_RETRY_S)
+        return self._tokens / max(tokens_per_s, 1.0)
 
     def check_invariants(self) -> None:
         """Assert that each stands where it belongs, the line in the order of its places."""

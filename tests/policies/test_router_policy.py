@@ -239,15 +239,33 @@ def test_the_queue_is_bounded_in_tokens_too_but_takes_one_request_of_any_length(
 
 
 def test_retry_after_follows_the_rate_at_which_prompts_were_computed() -> None:
-    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100, max_queued_requests=1))
-    for i in range(5):
-        assigned(policy.assign(shape(f"r{i}", 100), float(i)))
-        policy.on_first_token(f"r{i}", float(i))
-    assigned(policy.assign(shape("a", 100), 5.0))
-    assert isinstance(policy.assign(shape("b", 250), 5.0), Queued)
+    policy = busy(RouterOptions(max_backlog_tokens=100))
     rejected = policy.assign(shape("c", 100), 5.0)
     assert isinstance(rejected, Rejected)
-    assert rejected.retry_after_s == pytest.approx(2.0)  # 250 tokens at 500 in 4 s
+    assert rejected.retry_after_s == pytest.approx(5.25)  # 700 tokens at 400 in 3 s
+
+
+def busy(options: RouterOptions) -> RouterPolicy:
+    """Seven requests of 100 tokens wait, and four were computed lately, one each second; before that nobody came."""
+    policy = cluster("p0", "d0", options=replace(options, max_queued_requests=7))
+    policy.on_first_token(assigned(policy.assign(shape("old", 100), -900.0)).request_id, -900.0)
+    running = assigned(policy.assign(shape("r0", 100), 1.0)).request_id
+    for i in range(1, 8):
+        assert isinstance(policy.assign(shape(f"r{i}", 100), 1.0), Queued)
+    for second in range(1, 5):
+        policy.on_first_token(running, float(second))
+        running = assigned_id(policy.next_assignable(float(second)))
+    for i in range(4):
+        assert isinstance(policy.assign(shape(f"s{i}", 100), 5.0), Queued)
+    return policy
+
+
+def test_who_cannot_make_its_deadline_at_that_rate_is_late_where_that_is_asked_for() -> None:
+    policy = busy(RouterOptions(max_backlog_tokens=100, refuse_late=True))
+    assert policy.why_late("s3", 2.0).startswith("its deadline is in 2.0 s, and the prompts that wait at this router")
+    assert policy.why_late("s3", 20.0) == ""
+    assert policy.why_late("r0", 0.1) == "", "it does not wait"
+    assert busy(RouterOptions(max_backlog_tokens=100)).why_late("s3", 2.0) == ""
 
 
 def test_a_resent_request_passes_the_queue_and_its_bounds() -> None:

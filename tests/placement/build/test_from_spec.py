@@ -39,6 +39,7 @@ ODD: dict[str, Any] = {  # no value is a default
         "slow_step_s": 3.5,
         "max_attempts": 7,
         "unavailable_grace_s": 1.5,
+        "refuse_late": True,
     },
     "pools": [
         {
