@@ -21,6 +21,7 @@ from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
 from worker.rpc import bind, make_server, secret_door
+from worker.tls import TlsFiles
 
 VOCAB = 1000
 EOS = 2
@@ -48,6 +49,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     fingerprint: str = "f1"
     script: Script = scripted_token
     secret: str = ""
+    tls: TlsFiles | None = None
     report_interval_s: float = 0.05
     port: int = 0
     submits: list[pb.Submit] = field(default_factory=list)
@@ -67,7 +69,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> WorkerEndpoint:
         self._server = make_server(secret_door(self.secret))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        self.port = bind(self._server, "127.0.0.1", self.port)
+        self.port = bind(self._server, "127.0.0.1", self.port, self.tls)
         await self._server.start()
         return self.endpoint
 

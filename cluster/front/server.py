@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.front.authentication import client_door
+from cluster.front.authentication import client_door, owner_of
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.health import Health
 from cluster.front.limits import CallLimit, give_memory_back
@@ -117,7 +117,7 @@ class RouterServer:
             reflection.enable_server_reflection(names, self._server)
         self.port = bind(self._server, options.host, options.port, options.tls)
         if options.metrics_port is not None:
-            self.metrics_port = self._expose(options.host, options.metrics_port)
+            self.metrics_port = self._expose(options, options.metrics_port)
         await self._server.start()
         self._trimmer = asyncio.get_running_loop().create_task(_trim())
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
@@ -145,13 +145,16 @@ class RouterServer:
         if self._codec is not None:
             self._codec.close()
 
-    def _expose(self, host: str, port: int) -> int:
+    def _expose(self, options: ServerOptions, port: int) -> int:
+        host = options.host
         try:
             return self.router.metrics.expose(
                 host,
                 port,
                 model=lambda: self._generate.model_name if self._generate is not None else "",
                 workers=lambda: gauges_of(self.router),
+                may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
+                tls=options.tls,
             )
         except OSError as error:
             why = (error.strerror or str(error)).lower()

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cluster.router.monitoring.scraping import ScrapeServer
 from cluster.router.timeline import Timeline
+from worker.tls import TlsFiles
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -62,19 +64,29 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._exposed: _Exposed | None = None
+        self._server: ScrapeServer | None = None
 
     def expose(
-        self, host: str, port: int, *, model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
+        self,
+        host: str,
+        port: int,
+        *,
+        model: Callable[[], str],
+        workers: Callable[[], Iterable[WorkerGauges]],
+        may_enter: Callable[[bytes], bool] = lambda authorization: True,
+        tls: TlsFiles | None = None,
     ) -> int:
         """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken."""
+        from prometheus_client import make_wsgi_app
+
         exposed = _Exposed(self.counts, model, workers)
-        bound = exposed.serve(host, port)
+        self._server = ScrapeServer(host, port, make_wsgi_app(exposed.registry), may_enter=may_enter, tls=tls)
         self._exposed = exposed
-        return bound
+        return self._server.server_port
 
     def close(self) -> None:
-        if self._exposed is not None:
-            self._exposed.close()
+        if self._server is not None:
+            self._server.close()
 
     def on_tokens(self, count: int, gap_s: float | None) -> None:
         """`count` tokens of a request were delivered at once, `gap_s` after those before; None: its first ones."""
@@ -105,23 +117,12 @@ class _Exposed:
         from prometheus_client import CollectorRegistry, Histogram
 
         self._counts, self._model, self._workers = counts, model, workers
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._histograms: dict[str, Any] = {
-            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry)
+            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self._registry.register(self)
-
-    def serve(self, host: str, port: int) -> int:
-        from prometheus_client import start_http_server
-
-        self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.registry.register(self)
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].labels(self._model()).observe(value)

@@ -1,0 +1,93 @@
+"""Serves /metrics over HTTP to scrapers whom `may_enter` lets in: a few at a time, each for a bounded while.
+
+It counts nothing itself. Prometheus sends its token with `authorization: {credentials_file: ...}`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from worker.tls import TlsError, TlsFiles
+
+MAX_SCRAPERS = 8
+SCRAPE_TIMEOUT_S = 10.0  # that a scraper is waited for, with its request or with taking the answer
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class ScrapeServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        app: Application,
+        *,
+        may_enter: Callable[[bytes], bool] = lambda authorization: True,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`may_enter` is asked with the authorization header. Raises OSError when the port is taken, TlsError."""
+        if tls is not None:
+            tls.server_context()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._tls = tls
+        self._slots = threading.BoundedSemaphore(MAX_SCRAPERS)
+        super().__init__((host, port), _Handler)
+        self.set_app(_guarded(app, may_enter))
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """With certificates as they are now. The handshake is left to the scraper's own thread."""
+        accepted, address = super().get_request()
+        if self._tls is None:
+            return accepted, address
+        try:
+            context = self._tls.server_context()
+        except TlsError as error:
+            accepted.close()
+            raise OSError(str(error)) from None
+        return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that left, or spoke no TLS: nothing that anybody has to mend."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
+
+
+def _guarded(app: Application, may_enter: Callable[[bytes], bool]) -> Application:
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if may_enter(environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")):
+            return app(environ, start_response)
+        headers = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
+        start_response("401 Unauthorized", headers)
+        return [b"the token is missing or wrong; send authorization: Bearer TOKEN\n"]
+
+    return guarded

@@ -1,0 +1,85 @@
+"""/metrics over HTTP: who is let in, and that nobody holds it up (cluster/router/monitoring/scraping.py)."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from cluster.router.monitoring import scraping
+from cluster.router.monitoring.scraping import ScrapeServer
+from tests.certificates import write_tls
+
+pytestmark = pytest.mark.unit
+
+Start = Callable[..., ScrapeServer]
+
+
+def metrics(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    start_response("200 OK", [])
+    return [b"up 1\n"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[ScrapeServer] = []
+
+    def start(**settings: Any) -> ScrapeServer:
+        servers.append(ScrapeServer("127.0.0.1", 0, metrics, **settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def scrape(server: ScrapeServer, *, scheme: str = "http", context: ssl.SSLContext | None = None, **headers: str) -> int:
+    asked = urllib.request.Request(f"{scheme}://127.0.0.1:{server.server_port}/metrics", headers=headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=5, context=context) as answer:
+            assert answer.read() == b"up 1\n"
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_is_known_may_scrape(start: Start) -> None:
+    server = start(may_enter=lambda authorization: authorization == b"Bearer t")
+    assert scrape(server, Authorization="Bearer t") == 200
+    assert [scrape(server), scrape(server, Authorization="Bearer x"), scrape(server, Authorization="t")] == [401] * 3
+
+
+def test_a_scraper_that_says_nothing_costs_the_others_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scraping._Handler, "timeout", 0.2)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.server_port)):
+        assert scrape(server) == 200
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(scraping.MAX_SCRAPERS + 3)]
+    for other in silent:
+        other.settimeout(5)
+        assert other.recv(1) == b""  # too many of them, or too slow
+        other.close()
+    assert scrape(server) == 200
+
+
+def test_with_certificates_it_speaks_tls_and_asks_for_theirs(start: Start, tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    own = write_tls(tmp_path, authority, "127.0.0.1")
+    server = start(tls=own)
+    assert scrape(server, scheme="https", context=own.client_context()) == 200
+    without = replace(own, cert="", key="")
+    others = write_tls(tmp_path, stranger, "127.0.0.1", ca=authority, stem="stranger")
+    for files in (without, others):
+        with pytest.raises((urllib.error.URLError, OSError)):
+            scrape(server, scheme="https", context=files.client_context())
+    with pytest.raises((urllib.error.URLError, OSError)):
+        scrape(server)
+    assert scrape(server, scheme="https", context=own.client_context()) == 200
