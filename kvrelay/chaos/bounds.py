@@ -92,6 +92,38 @@ BOUNDS: tuple[Bound, ...] = (
         how="tried elsewhere; the worker's process ends and is replaced",
     ),
     Bound(
+        fault="engine-hung",
+        what="a step of a worker's engine does not end",
+        phases="first chunk, decoding",
+        noticed="step_timeout_s + 1",
+        next_token="step_timeout_s + 1 + prefill_s + 2 * step_s + 1",
+        pages="step_timeout_s + 2",
+        how="the worker's process ends and is replaced",
+    ),
+    Bound(
+        fault="rank-stopped",
+        what="a process of a tensor-parallel worker is stopped",
+        phases="decoding",
+        noticed="3",
+        next_token="3 + prefill_s + 2 * step_s + 1",
+        pages="4",
+        how="its worker ends, and starts anew",
+    ),
+    Bound(
+        fault="router-stopped",
+        what="a router's process says nothing",
+        phases="all",
+        pages="drop_router_after_s + 1",
+        how="its clients' own deadlines; workers drop its requests",
+    ),
+    Bound(
+        fault="client-cut",
+        what="the client's cable is cut",
+        phases="all",
+        pages="keepalive_s + 6",
+        how="the client's own deadline; the router pings it, and drops its requests",
+    ),
+    Bound(
         fault="router-killed",
         what="a router's process dies",
         phases="all",
@@ -175,6 +207,33 @@ BOUNDS: tuple[Bound, ...] = (
         how="nothing",
     ),
     Bound(
+        fault="deployed-killed",
+        what="a process that Ray keeps dies",
+        phases="all",
+        noticed="2",
+        next_token="0.5 + prefill_s + 2 * step_s + 1",
+        pages="start_s + 1",
+        how="as above; Ray starts another",
+    ),
+    Bound(
+        fault="deployed-stopped",
+        what="a process that Ray keeps is stopped, or hangs: until it is ended and another started",
+        phases="all",
+        noticed="liveness_timeout_s + 3",
+        next_token="liveness_timeout_s + 3 + prefill_s + 2 * step_s + 1",
+        pages="liveness_timeout_s + start_s + 1",
+        how="its streams go on elsewhere long before; the controller kills it",
+    ),
+    Bound(
+        fault="controller-stopped",
+        what="the controller is stopped, or hangs: until members have ended it",
+        phases="all",
+        noticed="2 * liveness_timeout_s + 3",
+        next_token="prefill_s + 2 * step_s + 1",
+        pages="1 + 2 * step_s",
+        how="nothing: it carries no request. Ray starts it again",
+    ),
+    Bound(
         fault="controller-killed",
         what="the controller dies",
         phases="all",
@@ -184,16 +243,9 @@ BOUNDS: tuple[Bound, ...] = (
     ),
 )
 
-NEXT = (  # of faults that have no row yet
-    Bound(fault="engine-hung", what="", phases=""),
-    Bound(fault="rank-stopped", what="", phases=""),
-    Bound(fault="router-stopped", what="", phases=""),
-    Bound(fault="client-cut", what="", phases=""),
-)
-
 
 def bound_of(fault: str) -> Bound:
-    return next(bound for bound in (*BOUNDS, *NEXT) if bound.fault == fault)
+    return next(bound for bound in BOUNDS if bound.fault == fault)
 
 
 def seconds(time: str, values: Mapping[str, float]) -> float:

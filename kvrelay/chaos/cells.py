@@ -19,10 +19,12 @@ from kvrelay.chaos.load import Fate
 from kvrelay.chaos.oracle import POISON_ID
 from kvrelay.chaos.round import Round
 
-Act = Callable[[Round], Awaitable[None]]
+Act = Callable[[Round[Any]], Awaitable[None]]
 NOTHING_LOST: frozenset[str] = frozenset()
 STREAMS = 6
+TIMEOUT_S = 25.0  # of a stream
 PHASE_S = 2.0  # that a phase is waited for, until the fault is made without it
+REPLACED_S = 60.0  # that a stopped process is waited for, until it is called forgotten
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 # the phase -> the moment of worker/faults.py, and at which role's workers it is reached
@@ -55,37 +57,38 @@ class Cell:
 # Processes
 
 
-async def process(round_: Round, do: str, role: str, phase: str) -> None:
+async def process(round_: Round[Any], do: str, role: str, phase: str, timeout_s: float = TIMEOUT_S) -> None:
     """SIGKILL or SIGSTOP of one process: by itself where it is a worker that reaches the phase, else by who does."""
     cluster = round_.cluster
     victim = round_.rng.choice(cluster.names(role))
     if phase == "idle":
         cluster.signal(victim, SIGNALS[do])
         round_.fault()
-        round_.start(STREAMS)
+        round_.start(STREAMS, timeout_s=timeout_s)
     else:
         if phase == "connecting":
             for name in cluster.names("prefill"):
                 for decode in cluster.names("decode"):
                     cluster.proxy.link(f"{name}>{decode}").reset()
-        await in_phase(round_, phase, victim, do=do)
+        await in_phase(round_, phase, victim, timeout_s, do=do)
         if not round_.fault_s:
             cluster.signal(victim, SIGNALS[do])
             round_.fault()
     await round_.all_ended()
+    if role == "router":
+        cluster.signal(victim, signal.SIGCONT)  # nobody else says who holds pages
 
 
-async def in_phase(round_: Round, phase: str, victim: str, **rule: Any) -> None:
+async def in_phase(round_: Round[Any], phase: str, victim: str, timeout_s: float = TIMEOUT_S, **rule: Any) -> None:
     """Arm, start the load, and wait until the rule has fired somewhere."""
     cluster = round_.cluster
     at, role = PHASES[phase]
-    if "nth" not in rule:
-        rule["nth"] = round_.rng.randrange(1, 20) if phase == "decoding" else round_.rng.randrange(1, 4)
+    rule = {"at": at, "nth": round_.rng.randrange(1, 20 if phase == "decoding" else 4), **rule}
     is_own = victim in cluster.names(role)
     where = [victim] if is_own else cluster.names(role)
     pid = 0 if is_own else cluster.pid(victim)
-    armed = [(name, await cluster.arm(name, at=at, pid=pid, **rule)) for name in where]
-    round_.start(STREAMS * (3 if phase == "stalled" else 1))
+    armed = [(name, await cluster.arm(name, pid=pid, **rule)) for name in where]
+    round_.start(STREAMS * (3 if phase == "stalled" else 1), timeout_s=timeout_s)
     deadline = time.monotonic() + PHASE_S
     while time.monotonic() < deadline and not round_.is_over:
         fired = [time_s for name, rule_id in armed for time_s in cluster.times(name, rule_id)]
@@ -96,7 +99,7 @@ async def in_phase(round_: Round, phase: str, victim: str, **rule: Any) -> None:
     round_.missed = True
 
 
-async def rank(round_: Round, do: str) -> None:
+async def rank(round_: Round[Any], do: str) -> None:
     """One of the other processes of decode-0."""
     cluster = round_.cluster
     round_.start(STREAMS)
@@ -111,16 +114,17 @@ async def rank(round_: Round, do: str) -> None:
 # Engines
 
 
-async def engine(round_: Round, do: str, phase: str, times: int, for_s: float = 0.0) -> None:
+async def engine(round_: Round[Any], do: str, phase: str, times: int, for_s: float = 0.0) -> None:
     """A step of one worker that hangs, fails, or brings what is no number: once, or from then on."""
-    victim = round_.rng.choice(round_.cluster.names(PHASES[phase][1]))
-    await in_phase(round_, phase, victim, do=do, times=times, for_s=for_s)
+    at, role = PHASES[phase]
+    victim = round_.rng.choice(round_.cluster.names(role))
+    await in_phase(round_, phase, victim, do=do, times=times, for_s=for_s, at=at if times == 1 else "step")
     if round_.missed:
         round_.fault()
     await round_.all_ended()
 
 
-async def poison(round_: Round) -> None:
+async def poison(round_: Round[Any]) -> None:
     """A prompt that ends the process which computes it, beside others that do not."""
     cluster = round_.cluster
     workers = [*cluster.names("prefill"), *cluster.names("decode")]
@@ -140,7 +144,7 @@ async def poison(round_: Round) -> None:
 # Links
 
 
-async def link(round_: Round, between: str, how: str, for_s: float) -> None:
+async def link(round_: Round[Any], between: str, how: str, for_s: float) -> None:
     """What happens to the bytes between two processes, for a while, with streams under way and new ones coming."""
     cluster = round_.cluster
     sources, targets = ("router", "prefill") if between == "router" else ("prefill", "decode")
@@ -167,7 +171,7 @@ async def link(round_: Round, between: str, how: str, for_s: float) -> None:
     await round_.all_ended()
 
 
-async def messages(round_: Round, at: str, do: str, count: int, for_s: float = 0.0) -> None:
+async def messages(round_: Round[Any], at: str, do: str, count: int, for_s: float = 0.0) -> None:
     """Segments and messages of handoffs that are corrupt, lost, doubled or late: `count` of each worker's."""
     cluster = round_.cluster
     role = "prefill" if at == "segment" else "decode"
@@ -185,10 +189,31 @@ async def messages(round_: Round, at: str, do: str, count: int, for_s: float = 0
         round_.fault()
 
 
+# Under Ray: what the deployment mends
+
+
+async def deployed(round_: Round[Any], do: str, role: str) -> None:
+    """SIGKILL or SIGSTOP of a process that Ray keeps, with streams before and meanwhile, until it has ended."""
+    cluster = round_.cluster
+    victim = round_.rng.choice(cluster.names(role))
+    timeout_s = 5.0 if role == "router" else TIMEOUT_S
+    round_.start(STREAMS, timeout_s=timeout_s)
+    await round_.until_tokens(2)
+    before_s = cluster.ended_s(victim)
+    cluster.signal(victim, SIGNALS[do])
+    round_.fault()
+    while cluster.ended_s(victim) == before_s and time.monotonic() - round_.fault_s[0] < REPLACED_S:
+        if round_.is_over:
+            round_.start(2, timeout_s=timeout_s)
+        await asyncio.sleep(0.1)
+    round_.noticed_at_s = time.monotonic()
+    await round_.all_ended()
+
+
 # Clients
 
 
-async def clients(round_: Round, fate: Fate, count: int) -> None:
+async def clients(round_: Round[Any], fate: Fate, count: int) -> None:
     """Clients that go away at some token, never read, or want it sooner than it can be had; beside some that stay."""
     round_.start(2)
     for _ in range(count):
@@ -204,7 +229,7 @@ async def clients(round_: Round, fate: Fate, count: int) -> None:
     await round_.all_ended()
 
 
-async def vanish(round_: Round, how: str) -> None:
+async def vanish(round_: Round[Any], how: str) -> None:
     """The clients' cable: reset, as when their process dies, or cut."""
     cut = round_.cluster.proxy.link("client>router-0")
     for stream in round_.start(STREAMS, timeout_s=5.0):
@@ -221,7 +246,7 @@ async def vanish(round_: Round, how: str) -> None:
 # Limits, disks, clocks
 
 
-async def limit(round_: Round, what: str) -> None:
+async def limit(round_: Round[Any], what: str) -> None:
     """A worker that may open or take no more, for a while."""
     cluster = round_.cluster
     victim = round_.rng.choice([*cluster.names("prefill"), *cluster.names("decode")])
@@ -237,7 +262,7 @@ async def limit(round_: Round, what: str) -> None:
     undo()
 
 
-async def worker_rule(round_: Round, do: str, for_s: float = 0.0) -> None:
+async def worker_rule(round_: Round[Any], do: str, for_s: float = 0.0) -> None:
     """Something that a worker does to itself while it serves: its log's disk is full, its wall clock jumps."""
     cluster = round_.cluster
     round_.start(STREAMS)
@@ -276,7 +301,7 @@ def _cells() -> list[Cell]:
                 cells.append(_cell(f"{do}/{role}/{phase}", f"worker-{_past(do)}", act, share, shape=shape))
     for phase in ROUTER_PHASES:
         for do, share in (("kill", 3), ("stop", 1)):
-            act = partial(process, do=do, role="router", phase=phase)
+            act = partial(process, do=do, role="router", phase=phase, timeout_s=5.0)
             cells.append(_cell(f"{do}/router/{phase}", f"router-{_past(do)}", act, share, allowed=ROUTER_GONE))
     cells += [
         _cell(f"{do}/rank/decoding", f"rank-{_past(do)}", partial(rank, do=do), 0.5, shape="ranks")
@@ -313,6 +338,12 @@ def _cells() -> list[Cell]:
     cells.append(_cell("log/full", "harmless", partial(worker_rule, do="log_full"), 20))
     for name, jump_s in (("forward", 3600.0), ("back", -3600.0)):
         cells.append(_cell(f"clock/{name}", "harmless", partial(worker_rule, do="clock", for_s=jump_s), 20))
+    for role in ("prefill", "decode", "router", "controller"):
+        allowed = ROUTER_GONE if role == "router" else NOTHING_LOST
+        for do in SIGNALS:
+            act = partial(deployed, do=do, role=role)
+            bound = f"deployed-{_past(do)}" if role != "controller" else f"controller-{_past(do)}"
+            cells.append(_cell(f"ray/{do}/{role}", bound, act, 0.3, shape="ray", allowed=allowed))
     return [replace(cell, is_quick=cell.name in QUICK) for cell in cells]
 
 

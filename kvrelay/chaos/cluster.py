@@ -27,7 +27,7 @@ import psutil
 from engine.process import set_thread_counts
 from kvrelay.chaos.members import PRELOAD, run_router, run_worker
 from kvrelay.chaos.proxy import Proxy
-from kvrelay.chaos.target import ProcessState, Shape
+from kvrelay.chaos.target import ProcessState, Shape, is_there, states_of
 from worker.options import worker_options
 
 POLL_S = 0.005
@@ -127,7 +127,7 @@ class ProcessCluster:
                 with contextlib.suppress(OSError):
                     member.pipe.send(0.0)
         await asyncio.to_thread(psutil.wait_procs, self._seen.values(), STOP_S)
-        left = [process.pid for process in self._seen.values() if _is_there(process)]
+        left = [process.pid for process in self._seen.values() if is_there(process)]
         for member in self._members.values():
             if member.process is not None and member.process.is_alive():
                 member.process.kill()
@@ -189,9 +189,6 @@ class ProcessCluster:
     def names(self, role: str) -> list[str]:
         return [name for name, member in self._members.items() if member.role == role]
 
-    def member(self, name: str) -> Member:
-        return self._members[name]
-
     def pid(self, name: str) -> int:
         process = self._members[name].process
         return process.pid or 0 if process is not None and process.is_alive() else 0
@@ -201,6 +198,15 @@ class ProcessCluster:
         with contextlib.suppress(psutil.Error):
             return [child.pid for child in psutil.Process(self.pid(name)).children(recursive=True)]
         return []
+
+    def ended_s(self, name: str) -> float:
+        return self._members[name].ended_s
+
+    def heal(self) -> None:
+        self.disarm()
+        self.proxy.heal()
+        for name in self._members:
+            self.signal(name, signal.SIGCONT)
 
     def is_ready(self, name: str) -> bool:
         return bool(self._members[name].port)
@@ -225,17 +231,11 @@ class ProcessCluster:
         return lift
 
     def states(self) -> dict[int, ProcessState]:
-        states = {}
         for name in self._members:
             for pid in [self.pid(name), *self.rank_pids(name)]:
                 with contextlib.suppress(psutil.Error):
-                    process = self._seen.setdefault(pid, psutil.Process(pid))
-                    states[pid] = ProcessState(
-                        descriptors=process.num_fds(),
-                        threads=process.num_threads(),
-                        memory_bytes=process.memory_info().rss,
-                    )
-        return states
+                    self._seen.setdefault(pid, psutil.Process(pid))
+        return states_of(self._seen.values())
 
     def _owner_of(self, port: int) -> str:
         """The worker whose connection comes from this port."""
@@ -283,9 +283,3 @@ class ProcessCluster:
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(rules))
         temporary.replace(path)
-
-
-def _is_there(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False

@@ -37,6 +37,7 @@ class Stream:
     timeout_s: float
     fate: Fate = "end"
     allowed: frozenset[str] = frozenset()  # codes that it may end with, besides its cell's
+    cache_salt: str = ""  # so that its prompt is computed and handed over, though another has been like it
     after_tokens: int = 0  # cancel: when so many have come
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)  # of each message with tokens, on the monotonic clock
@@ -71,6 +72,7 @@ async def play(stream: Stream) -> None:
 
 async def _play(stream: Stream) -> None:
     request = build_request(stream.template.prompt, stream.template.options)
+    request.cache_salt = stream.cache_salt
     answer = stream.client.send(request, timeout_s=stream.timeout_s)
     if stream.fate == "never_read":
         await asyncio.sleep(UNREAD_S)

@@ -12,18 +12,19 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from kvrelay.chaos.load import Fate, Stream, play
 from kvrelay.chaos.oracle import Template, pick
+from kvrelay.chaos.target import Target
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, KvrelayError
 
-if TYPE_CHECKING:
-    from kvrelay.chaos.cluster import ProcessCluster
+TargetT = TypeVar("TargetT", bound=Target)
 
 POLL_S = 0.02
 STATUS_TIMEOUT_S = 1.0
+UNCACHED = 0.7  # share of streams that find nothing in the prefix cache
 TROUBLE = (  # counters of routers and workers
     *("retries", "workers_lost", "failed", "cancelled", "rejected", "resends", "checksum_mismatches"),
     *("handoffs_failed", "receipts_bad", "leases_expired", "step_failures", "preempted", "reassigned"),
@@ -43,10 +44,10 @@ class Measured:
     problems: list[str] = field(default_factory=list)
 
 
-class Round:
+class Round(Generic[TargetT]):
     def __init__(
         self,
-        cluster: ProcessCluster,
+        cluster: TargetT,
         clients: Sequence[AsyncClient],
         watcher: AsyncClient,
         templates: Sequence[Template],
@@ -75,7 +76,9 @@ class Round:
 
     def start_one(self, template: Template, *, fate: Fate = "end", **changes: Any) -> Stream:
         client = self._clients[len(self.streams) % len(self._clients)]
-        stream = Stream(template=template, client=client, fate=fate, **{"timeout_s": self._timeout_s, **changes})
+        salt = str(self.rng.random()) if self.rng.random() < UNCACHED else ""
+        settings = {"timeout_s": self._timeout_s, "cache_salt": salt, **changes}
+        stream = Stream(template=template, client=client, fate=fate, **settings)
         self.streams.append(stream)
         self._tasks.append(asyncio.get_running_loop().create_task(play(stream)))
         return stream
@@ -124,7 +127,7 @@ class Round:
 
     def _starts(self) -> tuple[float, ...]:
         names = [name for role in ("prefill", "decode", "router") for name in self.cluster.names(role)]
-        return tuple(self.cluster.member(name).ended_s for name in names)
+        return tuple(self.cluster.ended_s(name) for name in names)
 
     async def pages_back(self, timeout_s: float) -> str:
         """Wait until no worker that the router sees holds a page, and the router no request; else who does."""

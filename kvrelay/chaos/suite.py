@@ -19,37 +19,56 @@ from typing import Any
 
 from cluster.front.options import FrontOptions
 from cluster.router.policy import RouterOptions
+from cluster.spec.model import ClusterSpec, TransferSpec
+from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import knobs_of
 from kv_transfer.options import TransferOptions
 from kvrelay.chaos.bounds import Bound, bound_of, within
-from kvrelay.chaos.cells import Cell
+from kvrelay.chaos.cells import TIMEOUT_S, Cell
 from kvrelay.chaos.cluster import ROUTER, ProcessCluster
 from kvrelay.chaos.load import Ended
 from kvrelay.chaos.oracle import Template, learn, verdict
+from kvrelay.chaos.ray_cluster import NAME, RayCluster
 from kvrelay.chaos.round import Measured, Round
-from kvrelay.chaos.target import ProcessState, Shape
+from kvrelay.chaos.target import ProcessState, Shape, Target
 from kvrelay.client.client import AsyncClient
 from kvrelay.demo_model import make_demo_model
+from worker.options import WorkerOptions
 
 SHAPES = {
     shape.name: shape
-    for shape in (Shape(), Shape(name="small", num_pages=48), Shape(name="ranks", prefill=1, decode=2, ranks=2))
+    for shape in (
+        Shape(),
+        Shape(name="small", num_pages=48),
+        Shape(name="ranks", prefill=1, ranks=2),
+        Shape(name="ray", under_ray=True),
+    )
 }
+DEPLOYMENT = {"liveness_timeout_s": 5.0}
 SECRET = "chaos"
 ENGINE = {"dtype": "float32", "page_size": 16, "max_model_len": 512, "threads": 1, "parity_check": False}
 WORKER: dict[str, Any] = {
     "max_batch_tokens": 48,
     "short_prompt_tokens": 32,
     "timeout_s": 1.0,
+    "connect_timeout_s": 1.0,
+    "peer_silent_s": 2.0,
     "lease_ttl_s": 2.0,
     "fence_timeout_s": 1.0,
+    "queued_reservation_s": 5.0,
+    "step_timeout_s": 2.0,
+    "drop_router_after_s": 3.0,
 }
-ROUTER_SETTINGS: dict[str, Any] = {"dead_after_s": 1.0, "unavailable_grace_s": 15.0, "max_backlog_tokens": 2048}
+ROUTER_SETTINGS: dict[str, Any] = {
+    "dead_after_s": 1.0,
+    "unavailable_grace_s": 15.0,
+    "max_backlog_tokens": 2048,
+    "keepalive_s": 2.0,
+}
 TEMPLATES = (12, 96)  # of a short run, of a long one
 SHORT_FAULTS = 100
 CLIENTS = 2
-STREAM_TIMEOUT_S = 25.0
-HEAL_S = 30.0
+HEAL_S = 60.0
 PAGES_PATIENCE_S = 5.0  # beyond the bound, to say how long it took
 
 OnRound = Callable[[int], None]  # faults so far
@@ -104,14 +123,7 @@ async def _play_shape(
     shape: Shape, wish: Wish, deadline_s: float, model: str, folder: Path, findings: Findings, on_round: OnRound
 ) -> None:
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    cluster = ProcessCluster(
-        shape,
-        folder,
-        engine={**ENGINE, "model": model},
-        worker={**WORKER, "secret": SECRET},
-        router={**ROUTER_SETTINGS, "secret": SECRET, "model": model},
-        seed=wish.seed,
-    )
+    cluster = _cluster(shape, folder, model, wish.seed)
     try:
         await cluster.start()
         async with contextlib.AsyncExitStack() as stack:
@@ -129,6 +141,40 @@ async def _play_shape(
             findings.growth = {k: max(v, findings.growth.get(k, 0.0)) for k, v in flat.growth().items()}
     finally:
         findings.orphans += await cluster.stop()
+
+
+def _cluster(shape: Shape, folder: Path, model: str, seed: int) -> Target:
+    if shape.under_ray:
+        return RayCluster(shape, folder, _spec(shape, model), {**WORKER, **ROUTER_SETTINGS, **DEPLOYMENT})
+    return ProcessCluster(
+        shape,
+        folder,
+        engine={**ENGINE, "model": model},
+        worker={**WORKER, "secret": SECRET},
+        router={**ROUTER_SETTINGS, "secret": SECRET, "model": model},
+        seed=seed,
+    )
+
+
+def _spec(shape: Shape, model: str) -> dict[str, Any]:
+    """The same settings, as `kvrelay up` is given them."""
+    return {
+        "name": NAME,
+        "model": model,
+        **{key: ENGINE[key] for key in ENGINE.keys() & ClusterSpec.model_fields.keys()},
+        **DEPLOYMENT,
+        "router": {**ROUTER_SETTINGS, "port": 0, "auth": False},
+        "transfer": {key: WORKER[key] for key in WORKER.keys() & TransferSpec.model_fields.keys()},
+        "pools": [
+            {"role": role, "replicas": count, "threads": 1, "num_cpus": 0.5, **_knobs(role)}
+            for role, count in (("prefill", shape.prefill), ("decode", shape.decode))
+        ],
+    }
+
+
+def _knobs(role: str) -> dict[str, Any]:
+    keys = WORKER.keys() & PoolSpec.model_fields.keys()
+    return {key: WORKER[key] for key in keys if role in roles_of(key)}
 
 
 def order(wish: Wish, findings: Findings, deadline_s: float) -> Any:
@@ -151,14 +197,14 @@ def order(wish: Wish, findings: Findings, deadline_s: float) -> Any:
 async def play_round(
     cell: Cell,
     seed: int,
-    cluster: ProcessCluster,
+    cluster: Target,
     players: Sequence[AsyncClient],
     watcher: AsyncClient,
     templates: Sequence[Template],
     values: dict[str, float],
 ) -> Measured:
     bound = bound_of(cell.bound)
-    round_ = Round(cluster, players, watcher, templates, random.Random(f"{cell.name} {seed}"), STREAM_TIMEOUT_S)
+    round_ = Round(cluster, players, watcher, templates, random.Random(f"{cell.name} {seed}"), TIMEOUT_S)
     watching = asyncio.get_running_loop().create_task(round_.watch())
     measured = Measured()
     try:
@@ -171,7 +217,7 @@ async def play_round(
     return measured
 
 
-async def _measure_pages(round_: Round, measured: Measured, bound: Bound, values: dict[str, float]) -> None:
+async def _measure_pages(round_: Round[Any], measured: Measured, bound: Bound, values: dict[str, float]) -> None:
     since_s = max([round_.fault_s[0], *(stream.ended_s for stream in round_.streams)])
     bound_s = within(bound.pages, values) if bound.pages else 0.0
     held = await round_.pages_back(bound_s + PAGES_PATIENCE_S)
@@ -180,14 +226,9 @@ async def _measure_pages(round_: Round, measured: Measured, bound: Bound, values
         measured.problems.append(f"after {measured.pages_s:.1f} s {held}")
 
 
-async def _heal(round_: Round, measured: Measured) -> None:
+async def _heal(round_: Round[Any], measured: Measured) -> None:
     """Undo what the cell did, and wait until all serve again; who does not is ended and started anew."""
-    cluster = round_.cluster
-    cluster.disarm()
-    cluster.proxy.heal()
-    names = [name for role in ("prefill", "decode", "router") for name in cluster.names(role)]
-    for name in names:
-        cluster.signal(name, signal.SIGCONT)
+    round_.cluster.heal()
     for attempt in range(2):
         late = await _not_serving(round_)
         if not late:
@@ -195,11 +236,11 @@ async def _heal(round_: Round, measured: Measured) -> None:
         measured.problems.append(f"{HEAL_S:g} s after the fault was over {', '.join(late)} did not serve")
         if attempt == 0:
             for name in late:
-                cluster.signal(name, signal.SIGKILL)
+                round_.cluster.signal(name, signal.SIGKILL)
     raise RuntimeError(measured.problems[-1])
 
 
-async def _not_serving(round_: Round) -> list[str]:
+async def _not_serving(round_: Round[Any]) -> list[str]:
     deadline, late = time.monotonic() + HEAL_S, [ROUTER]
     while time.monotonic() < deadline:
         status = await round_.status()
@@ -212,7 +253,7 @@ async def _not_serving(round_: Round) -> list[str]:
     return late
 
 
-def _conclude(round_: Round, cell: Cell, bound: Bound, measured: Measured, values: dict[str, float]) -> None:
+def _conclude(round_: Round[Any], cell: Cell, bound: Bound, measured: Measured, values: dict[str, float]) -> None:
     fault_s = round_.fault_s[0]
     measured.faults, measured.missed = len(round_.fault_s), round_.missed
     if round_.noticed_at_s is not None:
@@ -231,15 +272,15 @@ def _conclude(round_: Round, cell: Cell, bound: Bound, measured: Measured, value
             measured.problems.append(f"{what} after {time_s:.2f} s; the bound is {within(promise, values):.2f} s")
 
 
-def values_of(cluster: ProcessCluster, measures: dict[str, float]) -> dict[str, float]:
+def values_of(cluster: Target, measures: dict[str, float]) -> dict[str, float]:
     """Every setting of the cluster that is a number, and the measures."""
     defaults = {
         name: float(knob.default)
-        for kind in (RouterOptions, FrontOptions, TransferOptions)
+        for kind in (RouterOptions, FrontOptions, TransferOptions, WorkerOptions)
         for name, knob in knobs_of(kind).items()
         if isinstance(knob.default, int | float)
     }
-    return defaults | cluster.settings | measures | {"start_s": cluster.start_s}
+    return {**defaults, **cluster.settings, **measures, "start_s": cluster.start_s}
 
 
 @dataclass(slots=True)
