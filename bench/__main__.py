@@ -25,6 +25,7 @@ NAMES = (
     "placement_search",
     "papers.distserve",
     "verify_live",
+    "protocol",
 )
 
 
