@@ -3,7 +3,7 @@
     python -m bench.handoff [--quick]
 
 Three tables. *Bytes*: a transport alone moves a prompt's KV; the ratio that counts is to one memcpy of as many bytes
-(shared_memory) and to one gloo send of them (process_group), measured in turns, so that other load hits all alike.
+(shared_memory) and to one gloo send of them (the others), measured in turns, so that other load hits all alike.
 *Handoff*: the same through the control stream, from the last layer to the receipt, checksums on and off. *Hidden*: a
 real engine's prefill, its layers leaving as they are computed: the share of the bytes that had been sent when the last
 layer was computed, and 1 - exposed / the time of the same handoff with nothing to hide behind, of which about a
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trustme
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +48,7 @@ from kv_transfer.plan import cut_segments, layer_groups
 from kv_transfer.transports.gloo import make_gloo
 from kv_transfer.transports.registry import load_transport
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK
+from worker.tls import TlsFiles
 
 RESULTS = Path(__file__).parent / "results" / "handoff.json"
 HOST, SECRET, FINGERPRINT = "127.0.0.1", "bench", "bench"
@@ -54,6 +56,8 @@ PAGE_SIZE = 16  # tokens
 MODELS = {"llama-125m": (12, LayerKv(12, 64, 64)), "llama-8b": (32, LayerKv(8, 128, 128))}  # layers, one layer's KV
 PROMPTS = (128, 512, 2048, 8192)
 TIMEOUT_S = 20.0
+IN_TLS = "_in_tls"
+TRANSPORTS = ("shared_memory", "process_group", "tcp", "tcp" + IN_TLS)
 
 
 def layout_of(model: str, num_tokens: int) -> KvLayout:
@@ -79,17 +83,20 @@ def receiver_process(pipe: Connection, model: str, num_tokens: int) -> None:
     memory = KvMemory(layout_of(model, num_tokens))
     memory.bytes.zero_()
     checksummer = Checksummer(memory)
-    end: Any = None
+    ends: dict[str, Any] = {}
     group: Any = None
     buffer = torch.zeros(memory.layout.page_bytes() * memory.layout.num_pages, dtype=torch.uint8)
     while (command := pipe.recv()) is not None:
         what, value = command
         if what == "offer":
-            end = load_transport(value).offer(memory, peer="prefill", wire=Wire(host=HOST, timeout_s=TIMEOUT_S))
+            name, wire = value
+            end = load_transport(name.removesuffix(IN_TLS)).offer(memory, peer="prefill", wire=wire)
+            ends[name] = end
             pipe.send(dict(end.params))
             end.open(TIMEOUT_S)
         elif what == "receive":
-            segments, checked = value
+            name, segments, checked = value
+            end = ends[name]
             pipe.send("ready")
             for segment in segments:
                 end.expect(segment)
@@ -137,10 +144,10 @@ def timed(call: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def move(end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> float:
+def move(name: str, end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> float:
     """Seconds until the bytes stand in the other process's pages."""
     if not end.one_sided:
-        pipe.send(("receive", (segments, checked)))
+        pipe.send(("receive", (name, segments, checked)))
         assert pipe.recv() == "ready"
 
     def run() -> None:
@@ -175,8 +182,8 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     orders = {"consecutive": list(range(layout.num_pages)), "scattered": list(range(layout.num_pages))}
     random.Random(0).shuffle(orders["scattered"])
     segments = {name: segments_of(layout, order) for name, order in orders.items()}
-    with other_process(receiver_process, model, num_tokens) as pipe:
-        ends = {name: connect_transport(name, source, pipe) for name in ("shared_memory", "process_group")}
+    with other_process(receiver_process, model, num_tokens) as pipe, certificates() as tls:
+        ends = {name: connect_transport(name, source, pipe, tls) for name in TRANSPORTS}
         group = connect_raw(pipe)
         ways: dict[str, Callable[[], float]] = {
             "memcpy": lambda: timed(lambda: void(ctypes.memmove(copy.address, source.address, nbytes))),
@@ -184,7 +191,7 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
         }
         for name, order, checked in itertools.product(ends, orders, (False, True)):
             ways[f"{name}/{order}/{'checksums' if checked else 'plain'}"] = way(
-                ends[name], segments[order], checked, pipe
+                name, ends[name], segments[order], checked, pipe
             )
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):  # in turns; the first warms up
@@ -203,18 +210,26 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def way(end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> Callable[[], float]:
-    return lambda: move(end, segments, checked, pipe)
+def way(name: str, end: SendEnd, segments: list[Segment], checked: bool, pipe: Connection) -> Callable[[], float]:
+    return lambda: move(name, end, segments, checked, pipe)
 
 
 def void(_: object) -> None:
     return None
 
 
-def connect_transport(name: str, memory: KvMemory, pipe: Connection) -> SendEnd:
-    pipe.send(("offer", name))
-    params = pipe.recv()
-    return load_transport(name).connect(memory, params, peer="decode", wire=Wire(host=HOST, timeout_s=TIMEOUT_S))
+def connect_transport(name: str, memory: KvMemory, pipe: Connection, tls: TlsFiles) -> SendEnd:
+    wire = Wire(host=HOST, timeout_s=TIMEOUT_S, tls=tls if name.endswith(IN_TLS) else None)
+    pipe.send(("offer", (name, wire)))
+    return load_transport(name.removesuffix(IN_TLS)).connect(memory, pipe.recv(), peer="decode", wire=wire)
+
+
+@contextmanager
+def certificates() -> Iterator[TlsFiles]:
+    from tests.certificates import write_tls
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_tls(Path(folder), trustme.CA())
 
 
 def connect_raw(pipe: Connection) -> Any:
@@ -417,7 +432,7 @@ def bench(quick: bool) -> dict[str, Any]:
     prompts = (128, 2048) if quick else PROMPTS
     rounds = 5 if quick else 15
     bytes_rows = [bench_bytes(model, n, rounds if n < 8192 else 5) for model in MODELS for n in prompts]
-    transports = ("shared_memory", "process_group")
+    transports = ("shared_memory", "process_group", "tcp")
     settings = [
         TransferOptions(transports=(name,), checksums=on, timeout_s=TIMEOUT_S)
         for name in transports

@@ -16,6 +16,7 @@ import pytest
 from kvrelay.client.client import Client
 from kvrelay.demo_model import make_demo_model
 from tests.deploy.running import Running, gone, kvrelay, until
+from worker.tls import is_loopback
 
 READY_TIMEOUT_S = 120.0
 
@@ -73,6 +74,17 @@ def test_status_shows_every_worker(cluster: Running, client: Client) -> None:
     table = kvrelay(cluster.state_dir, "status")
     assert table.returncode == 0
     assert "decode-1" in table.stdout
+
+
+def test_nothing_of_a_loopback_cluster_can_be_reached_from_elsewhere(cluster: Running, client: Client) -> None:
+    client.generate("open a pair", max_tokens=2, ignore_eos=True)
+    reachable = {
+        f"{process.name()} ({process.pid}) at {end.laddr.ip}:{end.laddr.port}"
+        for process in cluster.processes()
+        for end in process.net_connections("inet")
+        if end.status == psutil.CONN_LISTEN and not is_loopback(end.laddr.ip.removeprefix("::ffff:"))
+    }
+    assert not reachable
 
 
 def test_the_state_file_is_for_its_owner_only(cluster: Running) -> None:
