@@ -77,7 +77,7 @@ class Worker(Generic[RoleT]):
             name=options.name, incarnation=options.incarnation or secrets.token_hex(8), address=""
         )
         self.pool = PagePool(engine.layout.num_pages, engine.layout.page_size)
-        self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory))
+        self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory, options.host))
         self.clock = AwakeClock()
         self.streams = RouterStreams(
             self,

@@ -10,6 +10,7 @@ to be dead, for it may be writing still.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
@@ -27,6 +28,8 @@ from kv_transfer.handshake import host_id, mismatch
 from kv_transfer.options import TransferOptions
 from kv_transfer.transports.registry import MODULES, load_transport, usable
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 IN_PLAIN = (
     "does not encrypt what it moves between hosts, and tls is on; add tcp to the transports (GPUs have none), or "
@@ -131,7 +134,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             if transport.same_host_only and hello.host_id != host_id():
                 why.append(f"{name} wants both on one host")
                 continue
-            if not transport.encrypts and hello.host_id != host_id() and self._must_encrypt:
+            if self._must_encrypt and hello.host_id != host_id() and not transport.encrypts:
                 why.append(f"{name} {IN_PLAIN}")
                 continue
             try:
@@ -147,6 +150,8 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
     ) -> DecodePair:
         self._num_pairs += 1
         self.counters["pairs_opened"] += 1
+        if hello.host_id != host_id() and not (self._wire.tls and load_transport(transport).encrypts):
+            self._tell_of_plain_text(hello.worker.name, transport)
         pair_id = f"{hello.worker.name}/{hello.worker.incarnation}/{self._num_pairs}"
         pair = DecodePair(pair_id, hello, transport, end, partial(_send, context), self._context)
         self._pairs.add(pair)
@@ -154,6 +159,16 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             welcome=worker_pb2.HandoffWelcome(worker=self._me, transport=transport, transport_params=dict(end.params))
         )
         return pair
+
+    def _tell_of_plain_text(self, peer: str, transport: str) -> None:
+        if not self.counters["pairs_in_plain"]:
+            log.warning(
+                "KV from %s comes from another host by %s in plain text: who is on the network between can read and "
+                "change it; give the cluster tls, or keep that network to its workers",
+                peer,
+                transport,
+            )
+        self.counters["pairs_in_plain"] += 1
 
     def _on_pair_gone(self, pair: DecodePair) -> None:
         self.counters["pairs_closed"] += 1

@@ -29,13 +29,13 @@ def usable(names: Sequence[str], device: str) -> list[str]:
     return [name for name in names if ONLY_ON.get(name, kind) == kind]
 
 
-def nccl_counters(settings: Mapping[str, str], memory: KvMemory) -> dict[str, int]:
+def nccl_counters(settings: Mapping[str, str], memory: KvMemory, host: str) -> dict[str, int]:
     """Sets up NCCL for a worker on a GPU; its version, for the worker's counters. Nothing on CPU."""
     if not memory.is_on_gpu:
         return {}
     from kv_transfer.transports.gpu.nccl_settings import set_up
 
-    return set_up(settings)
+    return set_up(settings, host)
 
 
 def load_transport(name: str) -> Transport:

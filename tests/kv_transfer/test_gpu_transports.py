@@ -346,6 +346,13 @@ def test_what_is_chosen_wins_over_the_environment_and_that_over_ours() -> None:
     assert nccl_settings.settings_for(chosen, environ, 7)["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
+def test_on_loopback_nccl_keeps_to_it_unless_it_is_told_otherwise() -> None:
+    assert nccl_settings.settings_for({}, {}, 7, "127.0.0.1")["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in nccl_settings.settings_for({}, {}, 7, "10.0.0.1")
+    for chosen, environ in (({"NCCL_SOCKET_IFNAME": "eth0"}, {}), ({}, {"NCCL_SOCKET_IFNAME": "eth0"})):
+        assert nccl_settings.settings_for(chosen, environ, 7, "127.0.0.1")["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
 def test_the_one_gpu_switch_makes_each_process_a_host_of_its_own() -> None:
     settings = nccl_settings.settings_for({}, {"KVRELAY_NCCL_ONE_GPU": "1"}, 7)
     assert settings["NCCL_HOSTID"] == "kvrelay-7"
@@ -367,12 +374,12 @@ def test_a_gpu_worker_sets_nccl_up_and_tells_its_version(monkeypatch: pytest.Mon
     for key in ("NCCL_DEBUG", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setattr(nccl_settings, "loaded_version", lambda: (2, 29, 7))
-    assert nccl_settings.set_up({"NCCL_DEBUG": "WARN"}) == {"nccl_version": 22907}
+    assert nccl_settings.set_up({"NCCL_DEBUG": "WARN"}, "10.0.0.1") == {"nccl_version": 22907}
     assert os.environ["NCCL_DEBUG"] == "WARN"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 def test_a_cpu_worker_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    assert nccl_counters({"NCCL_DEBUG": "WARN"}, random_memory(3)) == {}
+    assert nccl_counters({"NCCL_DEBUG": "WARN"}, random_memory(3), "127.0.0.1") == {}
     assert "NCCL_DEBUG" not in os.environ

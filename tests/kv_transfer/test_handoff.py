@@ -14,6 +14,7 @@ import pytest
 import trustme
 
 from engine.pages.layout import LayerKv
+from kv_transfer.handshake import host_id
 from kv_transfer.lease import Denied, Queued
 from kv_transfer.options import TransferOptions
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost, HandoffRefused
@@ -393,6 +394,17 @@ async def test_a_transport_that_the_sender_cannot_open_is_passed_over(monkeypatc
         await peer.close()
         with pytest.raises(HandoffLost, match=r"no transport works .*shared_memory: "):  # lost: others may do better
             await connect(decode, options("shared_memory"), random_memory(50, seed=1))
+
+
+async def test_kv_in_plain_from_another_host_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with decode_side(options("tcp")) as decode:
+        for said, host in ((0, host_id()), (1, "another host"), (1, "a third host")):
+            monkeypatch.setattr("kv_transfer.handshake.host_id", lambda host=host: host)
+            peer = await connect(decode, options("tcp"), random_memory(50))
+            assert caplog.text.count("comes from another host by tcp in plain text") == said
+            await peer.close()
 
 
 async def test_kv_goes_from_host_to_host_encrypted_or_not_at_all(

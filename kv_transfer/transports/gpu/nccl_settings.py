@@ -14,6 +14,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}  # left to itself, NCCL listens on any interface but this one
 DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 # For a test of correctness on a machine with one GPU, on NCCL below 2.30: each process calls itself another host and
@@ -31,9 +32,10 @@ MULTI_RANK_VERSION = (2, 30)
 MULTI_RANK_KEY = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int) -> dict[str, str]:
-    """What the environment must say before NCCL is first used: what was chosen, then what is there, then ours."""
-    ours = dict(DEFAULTS)
+def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int, host: str = "") -> dict[str, str]:
+    """What the environment must say before NCCL is first used: what was chosen, then what is there, then ours.
+    `host`: the worker's own address."""
+    ours = DEFAULTS | (LOOPBACK if host == "127.0.0.1" else {})
     if environ.get(ONE_GPU_SWITCH) == "1":
         ours |= ONE_GPU_SETTINGS | {HOST_ID: f"{HOST_ID_PREFIX}{pid}"}
     there = {key: environ[key] for key in ours if key in environ}
@@ -42,9 +44,9 @@ def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int
     return ours | there | dict(chosen)
 
 
-def prepare(chosen: Mapping[str, str] | None = None) -> None:
+def prepare(chosen: Mapping[str, str] | None = None, host: str = "") -> None:
     """Set this process's NCCL environment. NCCL reads it once, when its first group is made."""
-    os.environ.update(settings_for(chosen or {}, os.environ, os.getpid()))
+    os.environ.update(settings_for(chosen or {}, os.environ, os.getpid(), host))
 
 
 def loaded_version() -> tuple[int, ...] | None:
@@ -58,12 +60,12 @@ def loaded_version() -> tuple[int, ...] | None:
         return None
 
 
-def set_up(settings: Mapping[str, str]) -> dict[str, int]:
+def set_up(settings: Mapping[str, str], host: str) -> dict[str, int]:
     """What a GPU worker does before its first pair: sets NCCL's environment, tells its version (log and counter)."""
     version = loaded_version()
     if version is None:
         return {}
-    prepare(settings)
+    prepare(settings, host)
     log.info("torch loaded NCCL %s", ".".join(map(str, version)))
     return {"nccl_version": version_code(version)}
 
