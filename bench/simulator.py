@@ -21,7 +21,7 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from bench.common import REPO, about, save
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.build.worker import WorkerModel, sim_worker
 from placement.compiled.pool import call, packed, simulation_pool

@@ -12,7 +12,7 @@ import ray
 
 from cluster.deploy.roster import Newest, WorkerEntry
 from cluster.front.options import FrontOptions
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.model import ClusterSpec
 from engine.process import set_thread_counts
 from worker.actor import Greeting, MemberActor

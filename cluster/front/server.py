@@ -26,7 +26,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import gauges_of
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read

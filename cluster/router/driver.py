@@ -29,7 +29,8 @@ from cluster.router.dispatch import Dispatcher
 from cluster.router.links import WorkerLinks
 from cluster.router.live_requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
 from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint, WorkerLink

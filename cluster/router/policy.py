@@ -16,87 +16,25 @@ a report lists the request), and takes away what it knows to have ended. Ties br
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cluster.router.accounts import (
-    DecodeAccount,
-    PrefillAccount,
-    Report,
-    RequestShape,
-    RoutedRequest,
-    WorkerView,
-)
-from cluster.router.candidates.decode import DecodeCandidates
-from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.accounts import Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.decisions import Assigned, Cause, Decision, GiveUp, Queued, Rejected, Resend, Retry, Unavailable
 from cluster.router.health.health import Health
-from cluster.router.placing import Placing, Unplaced
+from cluster.router.options import RouterOptions
+from cluster.router.placing import Unplaced
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS, retry_failed, retry_for_room, retry_lost, retry_preempted
 from cluster.router.waiting import WaitingQueue
-from engine.knobs import check, knob
+from cluster.router.workers import Workers
 from engine.pages.pool import pages_for
-from worker.roles import kind_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    max_queued_requests: int = knob(
-        1024, "that wait in one router; more are refused with RESOURCE_EXHAUSTED", unit="requests", ge=1
-    )
-    max_queued_tokens: int = knob(1_048_576, "of their prompts, likewise", unit="tokens", ge=1)
-    max_backlog_tokens: int = knob(
-        32_768, "of prompts sent to one prefill worker and not computed; more wait in the router", unit="tokens", ge=1
-    )
-    overcommit: float = knob(
-        0.25,
-        "of a decode worker that may be promised beyond those free; their KV waits at prefill",
-        unit="share of pages",
-        ge=0,
-    )
-    max_passes: int = knob(
-        16, "that one for which no pages are free lets smaller requests go before it", unit="requests", ge=0
-    )
-    dead_after_s: float = knob(
-        2.0,
-        "a worker that says nothing for so long is suspect; it is lost, if another can take its requests",
-        unit="s",
-        gt=0,
-        le=86_400,
-    )
-    lost_after_s: float = knob(10.0, "one that says nothing for so long is lost in any case", unit="s", gt=0, le=86_400)
-    slow_step_s: float = knob(
-        5.0, "a worker whose step takes longer gets new requests only where there is no other", unit="s", gt=0
-    )
-    max_attempts: int = knob(
-        4, "that may fail before the request does; a preemption or a lost worker is no failure", unit="attempts", ge=1
-    )
-    unavailable_grace_s: float = knob(
-        60.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
-    )
-
-    refuse_late: bool = knob(
-        False,
-        "whether a request that the queue would keep beyond its deadline, at the rate of late, is refused at once with "
-        "RESOURCE_EXHAUSTED",
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class RouterPolicy:
     def __init__(self, options: RouterOptions | None = None) -> None:
         self.options = options or RouterOptions()
-        self._prefill = PrefillCandidates()
-        self._decode = DecodeCandidates(self.options.overcommit)
-        self._health = Health()
-        self._placing = self._new_placing()
+        self._workers = Workers(self.options)
         self._requests: dict[str, RoutedRequest] = {}
         self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
-        self._absent_s: float | None = 0.0  # since when a phase has had no worker
-
-    def _new_placing(self) -> Placing:
-        return Placing(self._prefill, self._decode, self._health, self.options.max_backlog_tokens)
 
     # what is known of it
 
@@ -116,36 +54,31 @@ class RouterPolicy:
     @property
     def most_free_pages(self) -> int:
         """Of any decode worker that takes new requests: who asks for more cannot be reassigned now."""
-        return self._decode.most_free_pages
+        return self._workers.decode.most_free_pages
 
     @property
     def missing_phase(self) -> str:
         """A phase of requests that no worker computes now; empty if there is none."""
-        if not self._prefill.is_open:
-            return "prefill"
-        return "" if self._decode.is_open else "decode"
+        return self._workers.missing_phase
 
     @property
     def health(self) -> Health:
         """To be read."""
-        return self._health
+        return self._workers.health
+
+    @property
+    def workers(self) -> Workers:
+        """Likewise."""
+        return self._workers
 
     # workers
 
     def on_worker_up(self, view: WorkerView, now: float) -> list[GiveUp]:
         """A worker is ready, and empty of this router's requests. Returns those that waited for one and that it turns
         out to be too small for, forgotten."""
-        is_known = view.name in self._prefill.accounts or view.name in self._decode.accounts
-        assert not is_known, f"{view.name} is up already"
-        empty = Report(made_s=now, available_pages=view.total_pages)
-        phases = kind_of(view.role).phases
-        if "prefill" in phases:
-            self._prefill.up(PrefillAccount(view, empty))
-        if "decode" in phases:
-            self._decode.up(DecodeAccount(view, empty))
+        self._workers.up(view, now)
         if view.incarnation:
             self._pardon(view.life)
-        self._note_absence(now)
         return self._give_up_misfits("")
 
     def on_worker_lost(self, name: str, reason: str, now: float, *, is_death: bool = True) -> list[Retry]:
@@ -155,12 +88,9 @@ class RouterPolicy:
         largest, what no other could ever hold, or the queue would stand; without a grace, the last of a role the queue.
         `is_death`: it may have died of a request that it computed. Not so one that was about to stop.
         """
-        prefill, decode = self._prefill.lost(name), self._decode.lost(name)
-        account = prefill or decode
+        account = self._workers.lost(name, now)
         if account is None:
             return []
-        self._health.forget(name)
-        self._note_absence(now)
         reason = f"{name} is lost: {reason}"
         is_death = is_death and not account.report.draining
         hit = [r for r in self._requests.values() if self._is_hit(r, name)]
@@ -181,32 +111,20 @@ class RouterPolicy:
 
     def on_report(self, name: str, report: Report, now: float) -> None:
         """A report arrived; one older than the last is dropped."""
-        if prefill := self._prefill.accounts.get(name):
-            self._prefill.take_report(prefill, report)
-        if decode := self._decode.accounts.get(name):
-            self._decode.take_report(decode, report)
-        self._health.on_step_age(name, report.step_age_s, self.options.slow_step_s)
-        for peer in report.peers:
-            if peer.name in self._decode.accounts:
-                self._health.on_pair_told(name, peer)
-        self._note_absence(now)
+        self._workers.take_report(name, report, now)
 
     def on_silent(self, name: str, silent_s: float) -> str:
         """It has said nothing for so long, its stream being open: it is suspect until it is heard again. Returns why
         it is to be given up; empty: not yet."""
-        self._health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
-        bound_s = self.options.dead_after_s
-        if not self._has_stand_in(name):
-            bound_s = max(bound_s, self.options.lost_after_s)
-        return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
+        return self._workers.why_lost(name, silent_s)
 
     def on_heard(self, name: str) -> None:
         """One that was silent has spoken."""
-        self._health.on_heard(name)
+        self.health.on_heard(name)
 
     def on_stepped(self, name: str) -> None:
         """A step of its engine brought tokens: told of those that `health.steps` knows."""
-        self._health.steps.on_success(name)
+        self.health.steps.on_success(name)
 
     # requests
 
@@ -237,7 +155,7 @@ class RouterPolicy:
         absent = self.missing_phase
         if absent and not self.options.unavailable_grace_s:
             return Unavailable(reason=_not_ready(absent))
-        if why := self._placing.why_never(shape):
+        if why := self._workers.placing.why_never(shape):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
         if absent:
@@ -278,9 +196,10 @@ class RouterPolicy:
 
     def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
         """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
-        if request_id not in self._queue or self._absent_s is None:
+        absent_s = self._workers.absent_s
+        if request_id not in self._queue or absent_s is None:
             return None
-        since_s = max(self._absent_s, self._requests[request_id].queued_s)
+        since_s = max(absent_s, self._requests[request_id].queued_s)
         if now < since_s + self.options.unavailable_grace_s:
             return None
         return self._give_up(request_id, _not_ready(self.missing_phase))
@@ -290,10 +209,10 @@ class RouterPolicy:
         request = self._requests.get(request_id)
         if request is None or request.decode != stalled or request.is_handed_off:
             return None
-        better = self._placing.elsewhere(request, now)
+        better = self._workers.placing.elsewhere(request, now)
         if better is None:
             return None
-        self._move(request, better, now)
+        self._workers.move(request, better, now)
         return request.decode
 
     def on_submitted(self, request_id: str, seq: int) -> None:
@@ -307,7 +226,7 @@ class RouterPolicy:
         if request is None or request.has_first_token:
             return
         request.has_first_token = True
-        self._prefill.drop(request)
+        self._workers.prefill.drop(request)
         self._queue.on_computed(now, request.work)
         if request.past.died_in == "prefill":
             self._pass(request)
@@ -327,7 +246,7 @@ class RouterPolicy:
 
     def _pass(self, request: RoutedRequest) -> None:
         """It is past the place where a worker died."""
-        self._health.on_passed(request)
+        self.health.on_passed(request)
         request.past = replace(request.past, died_in="")
 
     def on_handed_off(self, request_id: str, decode: str, now: float) -> Retry | None:
@@ -337,14 +256,14 @@ class RouterPolicy:
         if request is None:
             return None
         request.is_handed_off = True
-        self._health.on_pair_works(request.prefill, decode)
-        holder = self._decode.accounts.get(decode)
+        self.health.on_pair_works(request.prefill, decode)
+        holder = self._workers.decode.accounts.get(decode)
         if holder is None:
             self._forget(request_id)
             reason = f"{decode} was lost after it had taken the KV"
             return retry_lost(request_id, request.past, reason, "", "")
         if decode != request.decode:
-            self._move(request, holder, now)
+            self._workers.move(request, holder, now)
         return None
 
     def on_finished(self, request_id: str) -> None:
@@ -367,15 +286,14 @@ class RouterPolicy:
             return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
         if cause == "step":
-            self._health.on_step_failed(worker, reason, now)
+            self.health.on_step_failed(worker, reason, now)
             avoid = {worker}
         elif cause == "room":
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
         elif cause == "peer":
             avoid = {request.decode}
             prefill, decode = (worker, peer) if worker == request.prefill else (peer, worker)
-            if prefill in self._prefill.accounts and decode in self._decode.accounts:
-                self._health.on_pair_failed(prefill, decode, reason, now)
+            self._workers.on_pair_failed(prefill, decode, reason, now)
         return retry_failed(request_id, request.past, reason, frozenset(avoid), self.options.max_attempts)
 
     def on_preempted(self, request_id: str) -> Resend:
@@ -389,7 +307,7 @@ class RouterPolicy:
     def _place(self, request: RoutedRequest, now: float) -> Assigned | Unplaced:
         """Choose both workers and note what goes to them, or say why that is not possible now."""
         shape = request.shape
-        placed = self._placing.choose(request, now)
+        placed = self._workers.placing.choose(request, now)
         if isinstance(placed, Unplaced):
             return placed
         reason = placed.reason(shape)
@@ -397,23 +315,8 @@ class RouterPolicy:
         request.prefill, request.decode = prefill.view.name, decode.view.name
         request.work = shape.prompt_len - prefill.cached_len(shape)
         request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
-        self._prefill.add(prefill, request)
-        self._decode.promise(decode, request)
-        self._health.on_placed(request, now)
+        self._workers.take(request, placed, now)
         return Assigned(request_id=shape.id, prefill=request.prefill, decode=request.decode, reason=reason)
-
-    def _has_stand_in(self, name: str) -> bool:
-        """For every phase of the worker there is another one that takes new requests, and speaks."""
-        for names in (self._prefill.open_names, self._decode.open_names):
-            if name in names and all(each == name or self._health.doubt(each) for each in names):
-                return False
-        return True
-
-    def _note_absence(self, now: float) -> None:
-        if not self.missing_phase:
-            self._absent_s = None
-        elif self._absent_s is None:
-            self._absent_s = now
 
     def _pardon(self, life: str) -> None:
         """That worker has not died."""
@@ -425,52 +328,32 @@ class RouterPolicy:
                 if self._queue.drop(request.shape.id):
                     self._queue.add(request.shape, is_resent=True)
                 else:
-                    self._health.on_passed(request)
+                    self.health.on_passed(request)
             request.past = pardoned
 
     def _give_up_misfits(self, why: str) -> list[GiveUp]:
         """Of those that wait, what no worker that is there could ever hold."""
-        misfits = [(i, self._placing.why_never(self._requests[i].shape)) for i in self._queue]
+        misfits = [(i, self._workers.placing.why_never(self._requests[i].shape)) for i in self._queue]
         return [self._give_up(i, f"{why}{never}") for i, never in misfits if never]
 
     def _give_up(self, request_id: str, reason: str) -> GiveUp:
         self._forget(request_id)
         return GiveUp(request_id=request_id, reason=f"{reason}; try again later")
 
-    def _move(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
-        is_tried = request.past.died_in == "decode"
-        if is_tried:
-            self._health.on_passed(request)
-        self._decode.drop(request)
-        self._decode.promise(to, request)
-        request.decode = to.view.name
-        if is_tried:
-            self._health.on_placed(request, now)
-
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is None or self._queue.drop(request_id):
             return
-        self._health.on_over(request)
-        self._prefill.drop(request)
-        self._decode.drop(request)
+        self._workers.release(request)
 
     def check_invariants(self) -> None:
         """Assert that every request is in exactly one place and that every sum is the sum of its parts."""
         assert self._queue.tokens == sum(self._requests[i].shape.prompt_len for i in self._queue)
+        self._queue.check_invariants()
         for request_id, request in self._requests.items():
             is_assigned = bool(request.prefill and request.decode)
             assert is_assigned != (request_id in self._queue), f"{request_id} is in two places, or in none"
-            if is_assigned:
-                at = self._decode.accounts[request.decode]
-                assert (request_id in at.promised) != (request_id in at.listed), f"{request_id} has lost its pages"
-        self._prefill.check_invariants()
-        for p in self._prefill.accounts.values():
-            assert all(self._requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
-        self._decode.check_invariants()
-        for d in self._decode.accounts.values():
-            for request_id in (*d.promised, *d.listed):
-                assert self._requests[request_id].decode == d.view.name, f"{request_id} is not at {d.view.name}"
+        self._workers.check_invariants(self._requests)
 
 
 def _computed_by(request: RoutedRequest, name: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, field_validator, model_validator
 
 from cluster.front.options import FrontOptions
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
 from cluster.spec.pool import TRANSPORTS, PoolSpec, check_devices, check_name, check_pool

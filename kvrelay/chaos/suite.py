@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.front.options import FrontOptions
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.model import ClusterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import knobs_of

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import knobs_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from engine.knobs import read
 from placement.build.worker import RolePolicy, WorkerModel, sim_worker

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.model import ClusterSpec
 from decode_worker.policy import DecodeOptions
 from engine.pages.layout import KvLayout

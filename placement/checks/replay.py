@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.router.accounts import Past, PeerTrouble, Report, RequestShape, WorkerView
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool
 from prefill_worker.policy import PrefillOptions, PrefillPolicy

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cluster.router.decisions import Assigned
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.build.worker import WorkerModel, sim_worker
 from placement.checks.replay import Recording, RecordingError

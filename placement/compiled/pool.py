@@ -26,7 +26,7 @@ from placement.compiled.build import ROOT, compiled_folder
 from placement.papers import registry
 
 PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
-    ("cluster.router.policy", "RouterOptions"),
+    ("cluster.router.options", "RouterOptions"),
     ("prefill_worker.policy", "PrefillOptions"),
     ("decode_worker.policy", "DecodeOptions"),
     ("placement.latency.base", "DecodeLine"),

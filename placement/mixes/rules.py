@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.build.worker import RolePolicy, sim_worker
 from placement.catalogs.base import PlanError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.latency.base import LatencyModel
 from prefill_worker.policy import PrefillOptions

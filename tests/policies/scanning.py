@@ -6,7 +6,9 @@ from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, Reque
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
+from cluster.router.workers import Workers
 from engine.pages.pool import pages_for
 
 
@@ -76,6 +78,5 @@ class ScanningDecodeCandidates(DecodeCandidates):
 class ScanningPolicy(RouterPolicy):
     def __init__(self, options: RouterOptions | None = None) -> None:
         super().__init__(options)
-        self._prefill = ScanningPrefillCandidates()
-        self._decode = ScanningDecodeCandidates(self.options.overcommit)
-        self._placing = self._new_placing()
+        decode = ScanningDecodeCandidates(self.options.overcommit)
+        self._workers = Workers(self.options, ScanningPrefillCandidates(), decode)

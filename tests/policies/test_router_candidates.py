@@ -14,7 +14,8 @@ from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.decisions import Assigned, Queued, Resend
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cluster.router.accounts import Past, PeerTrouble, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Resend, Retry
 from cluster.router.health.circuits import MAX_OPEN_S, Circuits
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, shape
 
@@ -341,7 +343,7 @@ def test_a_poison_ends_two_workers_and_every_bystander_ends_whole(seed: int) -> 
 # passing
 
 
-def short_of_pages(**options: int) -> RouterPolicy:
+def short_of_pages(**options: Any) -> RouterPolicy:
     """Ten pages free of a hundred, and a large request that waits for more."""
     policy = cluster("p0", "d0", options=RouterOptions(overcommit=0.0, **options))
     policy.on_report("d0", Report(made_s=1.0, num_running=3, available_pages=10), 1.0)
@@ -383,13 +385,13 @@ def test_a_queue_of_thousands_costs_few_looks(monkeypatch: pytest.MonkeyPatch) -
     for i in range(5000):
         policy.assign(shape(f"r{i}", rng.randrange(200, 1500)), 1.0)
     looks = 0
-    choose = policy._placing.choose
+    choose = policy.workers.placing.choose
 
     def counted(request: object, now: float) -> object:
         nonlocal looks
         looks += 1
         return choose(request, now)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(policy._placing, "choose", counted)
+    monkeypatch.setattr(policy.workers.placing, "choose", counted)
     assert policy.next_assignable(1.0) is None
     assert looks <= 12

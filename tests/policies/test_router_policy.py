@@ -5,19 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from cluster.router.accounts import Past, Report, RequestShape, WorkerView
-from cluster.router.decisions import Assigned, Decision, Queued, Rejected, Unavailable
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.decisions import Assigned, Cause, Decision, Queued, Rejected, Unavailable
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from engine.pages.pool import PageHash, page_hashes
 from worker.roles import ROLES
 
 pytestmark = pytest.mark.unit
 
 PAGE = 16
+CAUSES: tuple[Cause, ...] = ("", "step", "step", "peer", "room")
 
 
 def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None) -> RouterPolicy:
@@ -371,12 +374,23 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
     for step in range(600):
         now = step / 10
         sent = sorted(i for i in known if policy._requests[i].prefill)
-        match rng.randrange(12):
+        match rng.randrange(14):
+            case 12 if sent:
+                policy.on_decoded(rng.choice(sent), rng.choice((1, 64)))
+            case 13:
+                name = rng.choice(("p0", "p1", "d0", "d1"))
+                rng.choice((policy.on_heard, policy.on_stepped, partial(policy.on_silent, silent_s=1.0)))(name)
             case 0 | 1 | 2 | 3:
                 prompt = rng.choice(prompts)
                 name = f"r{step}"
                 decision = policy.assign(
-                    shape(name, len(prompt), rng.randrange(1, 150), page_hashes=page_hashes(prompt, PAGE)),
+                    shape(
+                        name,
+                        len(prompt),
+                        rng.randrange(1, 150),
+                        page_hashes=page_hashes(prompt, PAGE),
+                        died_in=rng.choice(("", "", "prefill", "decode")),
+                    ),
                     now,
                     is_resent=rng.random() < 0.2,
                 )
@@ -400,7 +414,9 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
                     case 2:
                         policy.on_preempted(name)
                     case _:
-                        policy.on_failed(name, "the handoff failed", now)
+                        at = policy._requests[name]
+                        worker, cause = rng.choice((at.prefill, at.decode)), rng.choice(CAUSES)
+                        policy.on_failed(name, "it failed", now, worker=worker, cause=cause, peer=at.decode)
                 known.discard(name)
             case 8 if known:
                 policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")), now)
@@ -435,5 +451,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
         policy.on_finished(name)
     policy.check_invariants()
     assert policy.num_queued == policy.queued_tokens == 0
-    assert all(not p.waiting and p.queued_tokens <= p.report.waiting_tokens for p in policy._prefill.accounts.values())
-    assert all(not d.promised and not d.listed for d in policy._decode.accounts.values())
+    assert all(
+        not p.waiting and p.queued_tokens <= p.report.waiting_tokens for p in policy.workers.prefill.accounts.values()
+    )
+    assert all(not d.promised and not d.listed for d in policy.workers.decode.accounts.values())

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.router.accounts import WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Resend
-from cluster.router.policy import RouterOptions, RouterPolicy
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
 from cluster.router.retry import MAX_LOSSES
 from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, shape
 

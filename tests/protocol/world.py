@@ -21,7 +21,7 @@ import grpc.aio
 from cluster.router.driver import Router
 from cluster.router.live_requests import NewRequest, RequestFailed
 from cluster.router.monitoring.metrics import RouterMetrics
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.router.served_model import ServedModel
 from cluster.router.timeline import Timeline
 from cluster.router.worker_link import LinkState

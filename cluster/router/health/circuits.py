@@ -12,7 +12,7 @@ succeeded is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MIN_OPEN_S, MAX_OPEN_S = 1.0, 30.0
@@ -57,6 +57,10 @@ class Circuits:
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
+
+    @property
+    def circuits(self) -> Iterable[Circuit]:
+        return self._by_name.values()
 
     def get(self, name: str) -> Circuit | None:
         return self._by_name.get(name)

@@ -7,6 +7,8 @@ Trouble is rare: what nothing is known against costs nothing here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cluster.router.accounts import Past, PeerTrouble, RoutedRequest
 from cluster.router.health.circuits import Circuits
 from cluster.router.health.isolation import DECODE, Isolation
@@ -132,11 +134,15 @@ class Health:
                 shun(shunned, name, grade)
         return shunned
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:
+        """Assert that whoever is tried alone, or tries a circuit, is one of these and there."""
         self.steps.check_invariants()
+        self.isolation.check_invariants({i: r.at(r.past.died_in) for i, r in requests.items() if r.past.died_in})
         for pairs in self._pairs.values():
             assert len(pairs) > 0, "a prefill worker without trouble is kept"
             pairs.check_invariants()
+        trials = {c.trial for each in (self.steps, *self._pairs.values()) for c in each.circuits if c.trial}
+        assert trials <= requests.keys(), "one who has gone tries a circuit"
 
 
 def _shun_broken(shunned: dict[str, Grade], circuits: Circuits, now: float) -> None:

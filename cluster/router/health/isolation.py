@@ -5,7 +5,7 @@ death says whose fault it is and nobody else is blamed twice. It decides no more
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -21,9 +21,6 @@ class Isolation:
     def num_held(self, phase: str) -> int:
         return len(self._held[phase])
 
-    def request_at(self, phase: str, worker: str) -> str:
-        return self._held[phase].get(worker, "")
-
     def hold(self, phase: str, worker: str, request_id: str) -> None:
         """It goes there. One that came by a move that was too late to stop is there beside another, and unheld."""
         self._held[phase].setdefault(worker, request_id)
@@ -32,3 +29,9 @@ class Isolation:
         """It has passed, or gone."""
         if self._held[phase].get(worker) == request_id:
             del self._held[phase][worker]
+
+    def check_invariants(self, worker_of: Mapping[str, str]) -> None:
+        """Assert that those held are among these requests, each at the worker where it is."""
+        for held in self._held.values():
+            for worker, request_id in held.items():
+                assert worker_of.get(request_id) == worker, f"{worker} tries {request_id}, which is not there"

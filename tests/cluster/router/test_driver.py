@@ -355,7 +355,7 @@ async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() 
         h.decode(1).max_steps = 0
         blocker = pb.RequestState(request_id="another router's", prompt_ids=range(120), router_id="another")
         h.decode(1).take(blocker, generate_pb2.HandoffReceipt())
-        await h.until(lambda: h.router.policy._decode.accounts["decode-1"].free_pages == 0)
+        await h.until(lambda: h.router.policy.workers.decode.accounts["decode-1"].free_pages == 0)
         call = h.generate.GenerateOnce(request(max_tokens=4))
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()

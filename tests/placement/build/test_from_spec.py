@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from cluster.spec.load import load_spec, parse_spec
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve, workers_of

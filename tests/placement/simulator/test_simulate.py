@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.router.policy import RouterOptions
+from cluster.router.options import RouterOptions
 from decode_worker.policy import DecodeOptions
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker

@@ -1,0 +1,139 @@
+"""Workers are those that a router can use now: what each has been sent, what stands against it, and since when a phase
+of requests has had none. It takes notes and answers; which request goes where is chosen by `placing`, and what becomes
+of requests is the policy's (cluster/router/policy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.health.health import Health
+from cluster.router.options import RouterOptions
+from cluster.router.placing import Placed, Placing
+from worker.roles import kind_of
+
+
+class Workers:
+    def __init__(
+        self,
+        options: RouterOptions,
+        prefill: PrefillCandidates | None = None,
+        decode: DecodeCandidates | None = None,
+    ) -> None:
+        self.prefill = prefill or PrefillCandidates()
+        self.decode = decode or DecodeCandidates(options.overcommit)
+        self.health = Health()
+        self.placing = Placing(self.prefill, self.decode, self.health, options.max_backlog_tokens)
+        self.absent_s: float | None = 0.0  # since when a phase has had no worker
+        self._options = options
+
+    # who is there
+
+    @property
+    def missing_phase(self) -> str:
+        """A phase that no worker computes now; empty if there is none."""
+        if not self.prefill.is_open:
+            return "prefill"
+        return "" if self.decode.is_open else "decode"
+
+    def up(self, view: WorkerView, now: float) -> None:
+        assert not self._is_known(view.name), f"{view.name} is up already"
+        empty = Report(made_s=now, available_pages=view.total_pages)
+        phases = kind_of(view.role).phases
+        if "prefill" in phases:
+            self.prefill.up(PrefillAccount(view, empty))
+        if "decode" in phases:
+            self.decode.up(DecodeAccount(view, empty))
+        self._note_absence(now)
+
+    def lost(self, name: str, now: float) -> PrefillAccount | DecodeAccount | None:
+        """Its account, if it was known."""
+        prefill, decode = self.prefill.lost(name), self.decode.lost(name)
+        self.health.forget(name)
+        self._note_absence(now)
+        return prefill or decode
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.prefill.accounts or name in self.decode.accounts
+
+    def _note_absence(self, now: float) -> None:
+        if not self.missing_phase:
+            self.absent_s = None
+        elif self.absent_s is None:
+            self.absent_s = now
+
+    # what they say, or do not
+
+    def take_report(self, name: str, report: Report, now: float) -> None:
+        if not self._is_known(name):
+            return
+        if prefill := self.prefill.accounts.get(name):
+            self.prefill.take_report(prefill, report)
+        if decode := self.decode.accounts.get(name):
+            self.decode.take_report(decode, report)
+        self.health.on_step_age(name, report.step_age_s, self._options.slow_step_s)
+        for peer in report.peers:
+            if peer.name in self.decode.accounts:
+                self.health.on_pair_told(name, peer)
+        self._note_absence(now)
+
+    def why_lost(self, name: str, silent_s: float) -> str:
+        """Why one that says nothing is to be given up; empty: not yet."""
+        if not self._is_known(name):
+            return ""
+        self.health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
+        bound_s = self._options.dead_after_s
+        if not self._has_stand_in(name):
+            bound_s = max(bound_s, self._options.lost_after_s)
+        return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
+
+    def _has_stand_in(self, name: str) -> bool:
+        """For every phase of the worker there is another one that takes new requests, and speaks."""
+        for names in (self.prefill.open_names, self.decode.open_names):
+            if name in names and all(each == name or self.health.doubt(each) for each in names):
+                return False
+        return True
+
+    def on_pair_failed(self, prefill: str, decode: str, reason: str, now: float) -> None:
+        if prefill in self.prefill.accounts and decode in self.decode.accounts:
+            self.health.on_pair_failed(prefill, decode, reason, now)
+
+    # who goes where
+
+    def take(self, request: RoutedRequest, placed: Placed, now: float) -> None:
+        """The request, in which the workers are noted, goes to them."""
+        self.prefill.add(placed.prefill, request)
+        self.decode.promise(placed.decode, request)
+        self.health.on_placed(request, now)
+
+    def move(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
+        """It belongs to another decode worker from now on."""
+        self.health.on_over(request)
+        self.decode.drop(request)
+        request.decode = to.view.name
+        self.decode.promise(to, request)
+        self.health.on_placed(request, now)
+
+    def release(self, request: RoutedRequest) -> None:
+        """It is over."""
+        self.health.on_over(request)
+        self.prefill.drop(request)
+        self.decode.drop(request)
+
+    def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:
+        """Assert that the accounts hold these requests, each where it is, and nothing else."""
+        self.prefill.check_invariants()
+        self.decode.check_invariants()
+        self.health.check_invariants(requests)
+        for p in self.prefill.accounts.values():
+            assert all(requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
+        for d in self.decode.accounts.values():
+            for request_id in (*d.promised, *d.listed):
+                assert requests[request_id].decode == d.view.name, f"{request_id} is not at {d.view.name}"
+        for request_id, request in requests.items():
+            if request.decode:
+                at = self.decode.accounts[request.decode]
+                assert (request_id in at.promised) != (request_id in at.listed), f"{request_id} has lost its pages"
