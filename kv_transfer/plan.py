@@ -14,6 +14,7 @@ from engine.pages.layout import KvLayout
 GROUP_BYTES = 1 << 20  # about what a group should weigh: below it the cost of a message shows
 MAX_GROUPS = 8  # more of them hide no more of the transfer: only the last is exposed
 SEGMENT_BYTES = 8 << 20  # larger ones are cut, so that sending one overlaps with verifying the one before
+MAX_SEGMENT_BYTES = 256 << 20  # that a receiver takes where it must stage them
 GPU_SEGMENT_BYTES = 64 << 20  # a launch and a message cost more there, and a copy of so much takes microseconds
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from engine.pages.layout import KvLayout
 from kv_transfer.decode_side.reservation import IncomingKv
+from kv_transfer.plan import MAX_SEGMENT_BYTES
 from kvrelay.v1 import worker_pb2
-
-MAX_SEGMENT_BYTES = 256 << 20  # staged on the way in
 
 
 class Malformed(Exception):

@@ -7,22 +7,37 @@ buffer and are put into the pages by `place`: whose pages they are may have chan
 
 from __future__ import annotations
 
+import queue
 import select
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.pages.rows import CHUNK_BYTES, PageRows, Rows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
+from kv_transfer.plan import MAX_SEGMENT_BYTES
 from kv_transfer.transports.pair_socket import PairListener, dial, first_words, shut
 
 HEADER = struct.Struct("<QQ")  # place in the pair's order, bytes
+BUFFERS = 3  # segments that were read, or are being placed, at once
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrived:
+    seq: int
+    nbytes: int
+    data: Bytes
 
 
 class _End:
@@ -100,13 +115,22 @@ class TcpSendEnd(_End):
 
 
 class TcpReceiveEnd(_End):
+    """A thread of its own reads ahead: a segment is announced only once it was sent, and the sockets hold less."""
+
     sender_closed = False
     mapped_inode = 0
 
     def __init__(self, memory: KvMemory, peer: str, wire: Wire) -> None:
         super().__init__(memory, peer, wire.timeout_s)
+        self._max_bytes = min(memory.layout.total_bytes, MAX_SEGMENT_BYTES)
         self._listener = PairListener(wire)
-        self._buffer = np.empty(0, np.uint8)
+        self._reader = threading.Thread(target=self._read, name=f"kv-read-{peer}", daemon=True)
+        self._moved = 0  # bytes, by the reader
+        self._arrived: SimpleQueue[_Arrived | None] = SimpleQueue()  # None: nothing more comes
+        self._free: SimpleQueue[Bytes | None] = SimpleQueue()  # None: nothing more is wanted
+        self._buffer = np.empty(0, np.uint8)  # of the segment that was received last
+        for _ in range(BUFFERS - 1):
+            self._free.put(np.empty(0, np.uint8))
 
     @property
     def params(self) -> Mapping[str, str]:
@@ -114,26 +138,26 @@ class TcpReceiveEnd(_End):
 
     def open(self, timeout_s: float) -> None:
         try:
-            self._use(self._listener.accept(self._peer, timeout_s))
+            sock = self._listener.accept(self._peer, timeout_s)
         except OSError as error:
             self._fail(f"cannot wait for {self._peer}: {first_words(error)}")
             raise TransferError(self._reason) from error
+        sock.settimeout(None)  # `receive` looks whether anything moves
+        self._use(sock)
+        self._reader.start()
 
     def expect(self, segment: Segment) -> None:
-        pass  # the kernel takes bytes ahead
+        pass
 
     def receive(self, segment: Segment) -> None:
-        with self._connected() as sock:
+        self._free.put(self._buffer)
+        with self._connected():
+            arrived = self._next()
             nbytes = _num_bytes(self._layout, segment, len(segment.dst_pages))
-            header = bytearray(HEADER.size)
-            _fill(sock, memoryview(header))
-            if HEADER.unpack(header) != (segment.seq, nbytes):
-                sent_seq, sent_bytes = HEADER.unpack(header)
-                both = f"segment {sent_seq} of {sent_bytes} bytes where {segment.seq} of {nbytes} belongs"
+            if (arrived.seq, arrived.nbytes) != (segment.seq, nbytes):
+                both = f"segment {arrived.seq} of {arrived.nbytes} bytes where {segment.seq} of {nbytes} belongs"
                 raise TransferError(f"{self._peer} sends {both}; open a new pair")
-            if len(self._buffer) < nbytes:
-                self._buffer = np.empty(nbytes, np.uint8)
-            _fill(sock, memoryview(self._buffer)[:nbytes])  # type: ignore[arg-type]  # numpy: as in checksum.py
+            self._buffer = arrived.data
 
     def place(self, segment: Segment) -> None:
         self._rows.scatter(segment.layers, segment.dst_pages, self._buffer)
@@ -141,10 +165,53 @@ class TcpReceiveEnd(_End):
     def abort(self) -> None:
         super().abort()
         self._listener.abort()
+        self._free.put(None)
 
     def close(self) -> None:
+        self.abort()
+        if self._reader.is_alive():
+            self._reader.join()
         super().close()
         self._listener.close()
+
+    def _next(self) -> _Arrived:
+        while True:
+            moved = self._moved
+            try:
+                arrived = self._arrived.get(timeout=self._timeout_s)
+            except queue.Empty:
+                if moved == self._moved:
+                    raise TimeoutError from None
+                continue
+            if arrived is None:
+                raise ConnectionError("the other side has closed it")
+            return arrived
+
+    def _read(self) -> None:
+        try:
+            with self._connected() as sock:
+                header = bytearray(HEADER.size)
+                while (buffer := self._free.get()) is not None:
+                    self._fill(sock, memoryview(header))
+                    seq, nbytes = HEADER.unpack(header)
+                    if nbytes > self._max_bytes:
+                        raise TransferError(f"{self._peer} sends a segment of {nbytes} bytes; {self._max_bytes} can be")
+                    if len(buffer) < nbytes:
+                        buffer = np.empty(nbytes, np.uint8)
+                    self._fill(sock, memoryview(buffer)[:nbytes])  # type: ignore[arg-type]  # numpy: as in checksum.py
+                    self._arrived.put(_Arrived(seq=seq, nbytes=nbytes, data=buffer))
+        except TransferError:
+            pass  # `receive` says it
+        finally:
+            self._arrived.put(None)
+
+    def _fill(self, sock: socket.socket, view: memoryview) -> None:
+        while view:
+            got = sock.recv_into(view)
+            if not got:
+                raise ConnectionError("the other side has closed it")
+            self._moved += got
+            view = view[got:]
 
 
 def _num_bytes(layout: KvLayout, segment: Segment, num_pages: int) -> int:
@@ -167,14 +234,6 @@ def _is_readable(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _fill(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        got = sock.recv_into(view)
-        if not got:
-            raise ConnectionError("the other side has closed it")
-        view = view[got:]
 
 
 class TcpTransport:

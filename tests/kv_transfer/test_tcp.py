@@ -44,10 +44,18 @@ def connected(pool: ThreadPoolExecutor, memory: KvMemory) -> tuple[ReceiveEnd, s
 
 SIZE = 2 * random_memory(1).layout.page_bytes(range(3))
 WRONG: dict[str, tuple[bytes, Callable[[socket.socket], None] | None, str]] = {
-    "another segment": (HEADER.pack(7, SIZE), None, f"sends segment 7 of {SIZE} bytes where 0 of {SIZE} belongs"),
-    "too short": (HEADER.pack(0, SIZE - 1), None, f"sends segment 0 of {SIZE - 1} bytes where 0 of {SIZE} belongs"),
-    "huge": (HEADER.pack(0, 1 << 63), None, "bytes where 0 of"),
-    "no header": (b"\xff" * 300, None, "where 0 of"),
+    "another segment": (
+        HEADER.pack(7, SIZE) + bytes(SIZE),
+        None,
+        f"sends segment 7 of {SIZE} bytes where 0 of {SIZE} belongs",
+    ),
+    "too short": (
+        HEADER.pack(0, SIZE - 1) + bytes(SIZE),
+        None,
+        f"sends segment 0 of {SIZE - 1} bytes where 0 of {SIZE} belongs",
+    ),
+    "huge": (HEADER.pack(0, 1 << 63), None, f"sends a segment of {1 << 63} bytes; "),
+    "no header": (b"\xff" * 300, None, f"sends a segment of {(1 << 64) - 1} bytes; "),
     "half and then silence": (HEADER.pack(0, SIZE) + bytes(SIZE // 2), None, r"moved nothing for 0\.3 s or is gone"),
     "half and then its end": (HEADER.pack(0, SIZE) + bytes(SIZE // 2), socket.socket.close, "has closed it"),
     "half and then a reset": (HEADER.pack(0, SIZE) + bytes(SIZE // 2), reset, "connection with prefill-0 is lost"),

@@ -180,6 +180,16 @@ def test_segments_of_many_sizes(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", TWO_SIDED)
+def test_a_large_segment_leaves_before_anybody_receives_it(name: str) -> None:
+    """It is announced when it has left, and received when it was announced."""
+    pair = open_pair(name, layers=(LayerKv(64, 256, 256),))
+    segment = pair.segment(range(1), list(range(20)), list(range(20)))  # 10 MiB: more than sockets hold
+    pair.pool.submit(pair.sender.send, segment).result(20)
+    pair.take(segment)
+    pair.close()
+
+
+@pytest.mark.parametrize("name", TWO_SIDED)
 def test_what_is_not_placed_is_dropped(name: str) -> None:
     pair = open_pair(name)
     before = snapshot(pair.target)
