@@ -19,7 +19,7 @@ from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
 
-TRANSPORTS = ("loopback", "shared_memory", "process_group")
+TRANSPORTS = ("loopback", "shared_memory", "process_group", "tcp")
 PROMPT = random_prompt(100, seed=1)  # three chunks, seven pages
 OTHER = random_prompt(60, seed=2)
 NEW_TOKENS = 12
