@@ -26,6 +26,7 @@ NAMES = (
     "papers.distserve",
     "verify_live",
     "protocol",
+    "chaos",
 )
 
 

@@ -462,7 +462,41 @@ def cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def chaos(result: Mapping[str, Any]) -> str:
+    """A row for each bound, its cells together: the tables of single cells are in the file."""
+    bounds: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in result["cells"]:
+        bounds.setdefault(cell["bound"], []).append(cell)
+    rows = [
+        [name, len(cells), sum(c["faults"] for c in cells), *(_times(cells, f"{what}_s") for what in CHAOS_TIMES)]
+        for name, cells in bounds.items()
+    ]
+    columns = ["bound", "cells", "faults", "noticed", "next token", "pages back"]
+    ended = ", ".join(f"{count:,} {how}" for how, count in sorted(result["streams"].items()))
+    broken = [cell["cell"] for cell in result["cells"] if not cell["is_ok"]]
+    verdict = f"Broken in {', '.join(broken)}." if broken else "Every bound was kept."
+    growth = ", ".join(f"{value:g} {name}" for name, value in result["growth"].items())
+    return (
+        f"{result['faults']:,} faults in {result['duration_s'] / 60:.0f} minutes. Requests: {ended}. {verdict} Most "
+        f"that a process grew while it lived: {growth}.\n\n{table(columns, rows)}"
+    )
+
+
+CHAOS_TIMES = ("noticed", "next_token", "pages")
+
+
+def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
+    """The worst of the cells' P50, P99 and longest, and their bound."""
+    measured = [cell[what] for cell in cells if cell[what]["max"] is not None]
+    if not measured:
+        return "-"
+    worst = [max(figures[key] for figures in measured) for key in ("p50", "p99", "max")]
+    bounds = {figures["bound"] for figures in measured} - {None}
+    return f"{'/'.join(f'{time_s:.2f}' for time_s in worst)} of {max(bounds):.2f}" if bounds else "-"
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "chaos": chaos,
     "e2e": e2e,
     "handoff": handoff,
     "paper_distserve": paper_distserve,

@@ -199,6 +199,7 @@ async def deployed(round_: Round[Any], do: str, role: str) -> None:
     timeout_s = 5.0 if role == "router" else TIMEOUT_S
     round_.start(STREAMS, timeout_s=timeout_s)
     await round_.until_tokens(2)
+    await round_.until(lambda: cluster.is_ready(victim), REPLACED_S)  # the round before may have ended it
     before_s = cluster.ended_s(victim)
     cluster.signal(victim, SIGNALS[do])
     round_.fault()

@@ -66,8 +66,7 @@ def chaos(
         if as_list:
             _list(cells, as_json)
             return
-        has_cores = len(os.sched_getaffinity(0)) >= PROCESSES
-        busy_s = busy if busy is not None else 0.0 if has_cores else 1.0
+        busy_s = busy_s_here() if busy is None else busy
         from kvrelay.chaos.suite import Wish
 
         wish = Wish(cells=cells, faults=faults, minutes=minutes, seed=seed, busy_s=busy_s)
@@ -80,6 +79,11 @@ def chaos(
     _show(result, as_json)
     if not result["is_ok"]:
         raise typer.Exit(1)
+
+
+def busy_s_here() -> float:
+    """What a bound may take longer where processes share cores."""
+    return 0.0 if len(os.sched_getaffinity(0)) >= PROCESSES else 1.0
 
 
 def chosen(names: list[str] | None) -> list[Cell]:
