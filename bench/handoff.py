@@ -279,6 +279,7 @@ async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOpti
         memory=memory,
         me=address,
         model_fingerprint=FINGERPRINT,
+        vocab_size=1000,
         options=replace(options, lease_ttl_s=60.0),
         address_host=HOST,
     )

@@ -50,6 +50,7 @@ class Reservations:
             memory=host.engine.memory,
             me=host.address,
             model_fingerprint=host.engine.info.fingerprint,
+            vocab_size=host.engine.info.vocab_size,
             options=host.options.transfer,
             address_host=host.options.host,
             tls=host.options.tls,

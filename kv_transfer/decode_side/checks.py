@@ -23,25 +23,29 @@ def check_size(peer: str, announce: worker_pb2.Announce, layout: KvLayout, *, on
         raise Malformed(f"{peer} announces {announce.bytes} bytes for {_range_text(announce)}, which is {nbytes}")
 
 
-def check_announce(peer: str, announce: worker_pb2.Announce, incoming: IncomingKv) -> None:
-    """Whether the segment belongs into the lease, and is its next."""
+def check_announce(peer: str, announce: worker_pb2.Announce, incoming: IncomingKv, *, max_resends: int) -> None:
+    """Whether the segment belongs into the lease, and is its next. One that came again and again would never expire."""
     granted, num_segments = incoming.granted, len(incoming.segments)
     if not granted.cached_pages <= announce.page_begin < announce.page_end <= len(granted.pages):
         both = f"the lease has {len(granted.pages)}, {granted.cached_pages} of them cached"
         raise Malformed(f"{peer} announces {_range_text(announce)}, but {both}")
     if announce.segment != num_segments:
         raise Malformed(f"{peer} announces segment {announce.segment}; {num_segments} is next")
+    if num_segments >= incoming.num_cells * (1 + max_resends):
+        raise Malformed(f"{peer} announces segment {num_segments} of a lease with {incoming.num_cells} pages of layers")
     if incoming.commit is not None:
         raise Malformed(f"{peer} announces a segment of lease {announce.lease_id} after its commit")
 
 
-def check_commit(peer: str, commit: worker_pb2.Commit, incoming: IncomingKv, num_tokens: int) -> None:
+def check_commit(peer: str, commit: worker_pb2.Commit, incoming: IncomingKv, num_tokens: int, vocab_size: int) -> None:
     """`num_tokens`: what was reserved for."""
     num_segments = len(incoming.segments)
     if (commit.segments, commit.num_tokens) != (num_segments, num_tokens):
         ours = f"{num_segments} segments and was reserved for {num_tokens} tokens"
         theirs = f"{commit.segments} segments and {commit.num_tokens} tokens"
         raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
+    if commit.token_id >= vocab_size:
+        raise Malformed(f"{peer} commits token {commit.token_id}; the model's ids go from 0 to {vocab_size - 1}")
 
 
 def _range_text(announce: worker_pb2.Announce) -> str:

@@ -18,30 +18,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Container
-from typing import Protocol
 
-from kv_transfer.decode_side.reservation import Attempt, IncomingKv, LeaseKey, Reservation, ReservingPair
-from kv_transfer.lease import Denied, Ended, Granted, LeaseState, LeaseTable, Queued
+from kv_transfer.decode_side.reservation import (
+    Attempt,
+    IncomingKv,
+    LeaseKey,
+    Reservation,
+    ReservationHost,
+    ReservingPair,
+)
+from kv_transfer.lease import Ended, Granted, LeaseState, LeaseTable, Queued
 from kv_transfer.options import TransferOptions
 from kvrelay.v1 import generate_pb2, worker_pb2
 
-
-class ReservationHost(Protocol):
-    """Who owns the pages: the decode worker's driver. Called in the event loop."""
-
-    def reserve(self, request: worker_pb2.RequestState) -> Granted | Queued | Denied: ...
-
-    def on_committed(
-        self,
-        request: worker_pb2.RequestState,
-        token_id: int,
-        num_tokens: int,
-        receipt: generate_pb2.HandoffReceipt,
-    ) -> None:
-        """The pages belong to the running request now."""
-
-    def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
-        """The reservation is over: its pages, if it had any, are nobody's and go back to the pool."""
+MAX_OF_A_PAIR = 4096  # reservations: a prefill worker holds pages for each
 
 
 class LeaseKeeper:
@@ -58,6 +48,7 @@ class LeaseKeeper:
         self._table: LeaseTable[LeaseKey] = LeaseTable(options.fence_timeout_s)
         self._reservations: dict[LeaseKey, Reservation] = {}
         self._by_attempt: dict[Attempt, Reservation] = {}
+        self._num_of: Counter[str] = Counter()  # reservations, by pair; those that have none are not in it
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -97,6 +88,7 @@ class LeaseKeeper:
             assert self._by_attempt[attempt] is reservation, f"{attempt} is filed as another reservation"
             assert (lease is not None) == (reservation.incoming is not None), f"{attempt} disagrees with {lease}"
             assert reservation.pair.id in pairs, f"{attempt} belongs to no pair"
+        assert self._num_of == Counter(r.pair.id for r in self._reservations.values()), "a pair's sum is wrong"
         granted = sum(r.incoming is not None for r in self._reservations.values())
         assert granted == len(self._table), f"{len(self._table)} leases for {granted} granted reservations"
 
@@ -117,7 +109,12 @@ class LeaseKeeper:
             reason = f"{self._name} still holds an earlier reservation of attempt {reserve.request.attempt}"
             pair.write(denied=worker_pb2.LeaseDenied(lease_id=reserve.lease_id, reason=reason, retryable=True))
             return
+        if self._num_of[pair.id] >= MAX_OF_A_PAIR:
+            reason = f"{self._name} keeps {MAX_OF_A_PAIR} reservations of {pair.id} already"
+            pair.write(denied=worker_pb2.LeaseDenied(lease_id=reserve.lease_id, reason=reason, retryable=True))
+            return
         answer = self._host.reserve(reserve.request)
+        self._num_of[pair.id] += 1
         self._reservations[reservation.key] = reservation
         self._by_attempt[reservation.attempt] = reservation
         if isinstance(answer, Granted):
@@ -156,7 +153,7 @@ class LeaseKeeper:
     # --- for the servicer, when a pair is lost ---
 
     def has_any_of(self, pair_id: str) -> bool:
-        return any(reservation.pair.id == pair_id for reservation in self._reservations.values())
+        return pair_id in self._num_of
 
     def end_all_of(self, pair_id: str, reason: str) -> None:
         """The stream is over: so are its reservations; one-sided pages wait for the fence."""
@@ -219,6 +216,10 @@ class LeaseKeeper:
     def _drop(self, reservation: Reservation) -> None:
         del self._reservations[reservation.key]
         del self._by_attempt[reservation.attempt]
+        pair_id = reservation.pair.id
+        self._num_of[pair_id] -= 1
+        if not self._num_of[pair_id]:
+            del self._num_of[pair_id]
 
     def _arm_timer(self) -> None:
         """One timer, only while something has a bound. Progress moves a lease's end, so it may find nothing."""

@@ -39,6 +39,7 @@ class PairContext:
     """What all pairs of a decode worker share."""
 
     layout: KvLayout
+    vocab_size: int
     options: TransferOptions
     checksummer: SegmentChecksummer
     leases: LeaseKeeper
@@ -192,7 +193,7 @@ class DecodePair:
             self._thread.put(AnnouncedSegment(token=None, segment=segment, permit=None, checksum=None))
 
     def _take_segment(self, reservation: Reservation, incoming: IncomingKv, announce: worker_pb2.Announce) -> None:
-        check_announce(self.name, announce, incoming)
+        check_announce(self.name, announce, incoming, max_resends=self._context.options.max_resends)
         incoming.segments.append(announce)
         self._leases.touch(reservation)
         self._counters["resends"] += announce.resend
@@ -228,7 +229,7 @@ class DecodePair:
         if incoming is None or incoming.commit is not None:
             why = "is queued" if incoming is None else "is committed already"
             raise Malformed(f"{self.name} commits lease {commit.lease_id}, which {why}")
-        check_commit(self.name, commit, incoming, reservation.num_tokens)
+        check_commit(self.name, commit, incoming, reservation.num_tokens, self._context.vocab_size)
         incoming.commit = commit
         self._answer_if_complete(reservation, incoming)
 

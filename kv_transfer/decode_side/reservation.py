@@ -11,11 +11,29 @@ from typing import Any, Protocol
 import numpy as np
 
 from kv_transfer.decode_side.thread import WritePermit
-from kv_transfer.lease import Granted
+from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import generate_pb2, worker_pb2
 
 LeaseKey = tuple[str, int]  # (pair, lease id)
 Attempt = tuple[str, int]  # (request id, number of the attempt)
+
+
+class ReservationHost(Protocol):
+    """Who owns the pages: the decode worker's driver. Called in the event loop."""
+
+    def reserve(self, request: worker_pb2.RequestState) -> Granted | Queued | Denied: ...
+
+    def on_committed(
+        self,
+        request: worker_pb2.RequestState,
+        token_id: int,
+        num_tokens: int,
+        receipt: generate_pb2.HandoffReceipt,
+    ) -> None:
+        """The pages belong to the running request now."""
+
+    def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
+        """The reservation is over: its pages, if it had any, are nobody's and go back to the pool."""
 
 
 class ReservingPair(Protocol):
@@ -91,6 +109,11 @@ class IncomingKv:
     @property
     def is_whole(self) -> bool:
         return bool(self._is_intact.all())
+
+    @property
+    def num_cells(self) -> int:
+        """Pages of single layers: as many segments as it can be brought in at most, each once."""
+        return self._is_intact.size
 
     @property
     def num_sent_pages(self) -> int:

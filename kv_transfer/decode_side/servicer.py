@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 
 import grpc
@@ -22,8 +23,9 @@ from engine.pages.memory import KvMemory
 from kv_transfer.base import ReceiveEnd, Tls, TransferError, Wire
 from kv_transfer.checksum import Checksummer, device_checksummer
 from kv_transfer.decode_side.checks import Malformed
-from kv_transfer.decode_side.leases import LeaseKeeper, ReservationHost
+from kv_transfer.decode_side.leases import LeaseKeeper
 from kv_transfer.decode_side.pair import DecodePair, PairContext
+from kv_transfer.decode_side.reservation import ReservationHost
 from kv_transfer.handshake import host_id, mismatch
 from kv_transfer.options import TransferOptions
 from kv_transfer.transports.registry import MODULES, load_transport, usable
@@ -35,6 +37,8 @@ IN_PLAIN = (
     "does not encrypt what it moves between hosts, and tls is on; add tcp to the transports (GPUs have none), or "
     "set encrypt: false where the network between the workers is trusted"
 )
+log = logging.getLogger(__name__)
+
 FENCE_POLL_S = 0.05  # how often a lost peer is looked at, while pages wait for it
 
 
@@ -46,6 +50,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         memory: KvMemory,
         me: worker_pb2.WorkerAddress,
         model_fingerprint: str,
+        vocab_size: int,
         options: TransferOptions,
         address_host: str,
         tls: Tls | None = None,
@@ -68,6 +73,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         on_device = device_checksummer(memory)  # a GPU's kernels are compiled here, not in the first handshake
         self._context = PairContext(
             layout=memory.layout,
+            vocab_size=vocab_size,
             options=options,
             checksummer=on_device or Checksummer(memory),
             leases=self.leases,
@@ -97,7 +103,7 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.PrefillMessage], context: grpc.aio.ServicerContext
     ) -> None:
-        hello = (await anext(request_iterator, worker_pb2.PrefillMessage())).hello
+        hello = await self._first_hello(request_iterator)
         if not hello.protocol_version:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         why_not = self._why_not(hello)
@@ -113,10 +119,20 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
             reason = await pair.serve(request_iterator)
         except Malformed as error:
             code, reason = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except Exception as error:  # our bug: it ends this pair, and gives its pages back as any end does
+            log.exception("the pair with %s broke", pair.name)
+            reason = f"{self._me.name} failed: {error!r}"
         finally:
             self._on_pair_gone(pair)
         if reason:
             await context.abort(code, reason)
+
+    async def _first_hello(self, messages: AsyncIterator[worker_pb2.PrefillMessage]) -> worker_pb2.HandoffHello:
+        """Empty, if nothing else comes first, or nothing soon."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.connect_timeout_s):
+                return (await anext(messages, worker_pb2.PrefillMessage())).hello
+        return worker_pb2.HandoffHello()
 
     def _why_not(self, hello: worker_pb2.HandoffHello) -> str:
         """Why no pair is opened; empty if one is."""

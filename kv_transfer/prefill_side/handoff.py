@@ -26,50 +26,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from engine.pages.layout import KvLayout
 from kv_transfer.event_loop import call_in_loop, quiet_future
-from kv_transfer.options import TransferOptions
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost
+from kv_transfer.prefill_side.pair_terms import Pair, PairTerms
 from kv_transfer.prefill_side.segments import Flow, Grant, ReadyPages, SegmentToSend, SentSegment, segments_of
 from kvrelay.v1 import generate_pb2, worker_pb2
-
-ANSWER_TIMEOUTS = 3  # an answer may wait behind this many transfers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairTerms:
-    """What holds for every handoff of a pair."""
-
-    peer: str  # name of the decode worker
-    transport: str
-    layout: KvLayout
-    segment_bytes: int  # what is larger is cut
-    options: TransferOptions
-
-    @property
-    def answer_timeout_s(self) -> float:
-        return ANSWER_TIMEOUTS * self.options.timeout_s
-
-
-class Pair(Protocol):
-    """What a handoff asks of its pair, in the event loop; `send` in any thread."""
-
-    def write(self, **kind: Any) -> None:
-        """Queue one message to the peer."""
-
-    def send(self, segment: SegmentToSend) -> None: ...
-
-    def all_sent(self) -> asyncio.Future[None]:
-        """Done when all segments given so far are sent; never, if the transport fails before."""
-
-    async def stop_flow(self, flow: Flow) -> None:
-        """Returns when nothing of the flow is being written, nor will be."""
-
-    def lose(self, reason: str) -> None:
-        """The pair is of no more use."""
 
 
 class Handoff:
@@ -148,6 +112,9 @@ class Handoff:
                 return self._receipt(grant, receipt, computed_ns)
             if not receipt.bad_segments or not resends_left:
                 break
+            if max(receipt.bad_segments) >= len(self._sent):
+                self._pair.lose(f"{self._terms.peer} misses segment {max(receipt.bad_segments)}, which was not sent")
+                raise HandoffLost(f"{self._terms.peer} misses what was not sent")
             for number in receipt.bad_segments:
                 self._pair.send(replace(self._sent[number], resend=True))
         reason = f"{self._terms.peer}: {receipt.reason}"
@@ -236,6 +203,8 @@ class Handoff:
             self._send(ready)
 
     def on_queued(self, reason: str) -> None:
+        if self.was_answered:
+            return
         self.was_answered = True
         limit_s = self._terms.options.queued_reservation_s
         self._loop.call_later(limit_s, self._stop_waiting, f"no pages for {limit_s:g} s: {reason}")

@@ -21,7 +21,8 @@ from kv_transfer.event_loop import call_in_loop, set_done
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import GPU_SEGMENT_BYTES, SEGMENT_BYTES
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffEnded, HandoffLost
-from kv_transfer.prefill_side.handoff import Handoff, PairTerms
+from kv_transfer.prefill_side.handoff import Handoff
+from kv_transfer.prefill_side.pair_terms import PairTerms
 from kv_transfer.prefill_side.segments import Flow, Grant, SegmentToSend, SentSegment
 from kv_transfer.prefill_side.stream import ControlStream
 from kv_transfer.prefill_side.thread import SendThread

@@ -27,6 +27,7 @@ from worker.tls import TlsFiles
 
 SECRET = "open sesame"
 PAGE_SIZE = 4
+VOCAB = 1000
 LAYERS = (LayerKv(2, 8, 8), LayerKv(2, 24, 16), LayerKv(1, 8, 4))  # widths differ, and K from V
 
 
@@ -142,6 +143,7 @@ async def decode_side(
         memory=memory,
         me=address,
         model_fingerprint=fingerprint,
+        vocab_size=VOCAB,
         options=options,
         address_host="127.0.0.1",
         tls=tls,
