@@ -17,6 +17,7 @@ NAMES = (
     "engine",
     "handoff",
     "router",
+    "guards",
     "e2e",
     "startup",
     "simulator",

@@ -20,15 +20,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
 
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
 from worker.rpc import bind, make_server, open_channel
+from worker.tls import TlsFiles
 
-RESULTS = Path(__file__).parent / "results" / "router.json"
+RESULTS = Path(__file__).parent / "results"
 PROMPT = list(range(3, 259))
 START_TIMEOUT_S = 60.0
 
@@ -48,11 +51,13 @@ async def serve_workers(step_s: float) -> None:
         await worker.kill()
 
 
-async def serve_router(workers: str) -> None:
+async def serve_router(workers: str, guard: str = "{}") -> None:
     from cluster.front.server import RouterServer, server_options
     from cluster.router.worker_link import WorkerEndpoint
 
-    server = RouterServer(server_options(port=0))
+    settings = json.loads(guard)
+    tls = TlsFiles(**settings.pop("tls")) if "tls" in settings else None
+    server = RouterServer(server_options(port=0, tls=tls, **settings))
     port = await server.start()
     server.set_workers(WorkerEndpoint(name=n, role=r, address=a) for n, r, a in json.loads(workers))
     while not server.router.is_ready:
@@ -202,10 +207,17 @@ async def streams(stub: Any, num_streams: int, max_tokens: int) -> tuple[int, in
 class Side:
     """A server (router or bare) and a client's stub to it."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, *, tls: TlsFiles | None = None, token: str = "") -> None:
         self.child = child
-        self.channel: grpc.aio.Channel = open_channel(f"127.0.0.1:{child.ready['port']}")
-        self.stub = generate_pb2_grpc.GenerateStub(self.channel)
+        self.tls = tls
+        self.address = f"127.0.0.1:{child.ready['port']}"
+        self.channel: grpc.aio.Channel = open_channel(self.address, tls)
+        stub = generate_pb2_grpc.GenerateStub(self.channel)
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.stub = SimpleNamespace(
+            Generate=partial(stub.Generate, metadata=metadata),
+            GenerateOnce=partial(stub.GenerateOnce, metadata=metadata),
+        )
 
     async def close(self) -> None:
         await self.channel.close()
@@ -277,30 +289,30 @@ async def bench(quick: bool) -> dict[str, Any]:
     return results
 
 
-def write(results: dict[str, Any]) -> None:
+def write(name: str, results: dict[str, Any]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     machine = {"cpu": cpu[0].split(": ")[1] if cpu else "unknown", "cores": len(cpu), "python": sys.version.split()[0]}
     about = {"commit": commit.stdout.strip(), "machine": machine, "grpcio": grpc.__version__}
-    RESULTS.write_text(json.dumps({**about, **results}, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({**about, **results}, indent=2) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a fifth of the work; writes no file")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     if arguments.serve:
-        what, value = arguments.serve
+        what, *values = arguments.serve
         serve = {"workers": serve_workers, "bare": serve_bare}.get(what)
-        asyncio.run(serve_router(value) if serve is None else serve(float(value)))
+        asyncio.run(serve_router(*values) if serve is None else serve(float(values[0])))
         return
     results = asyncio.run(bench(arguments.quick))
     print(json.dumps(results, indent=2))
     if not arguments.quick:
-        write(results)
+        write("router", results)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.pair_health import PairHealth, PeerKey
 from worker.role import RoleHost
 from worker.rpc import handoff_dial
+from worker.tls import TlsError
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Peers:
         if error is None:
             self._on_open(decode, connection.result())
             return
-        if not isinstance(error, HandoffError):
+        if not isinstance(error, HandoffError | TlsError):
             log.error("cannot connect to %s", decode.name, exc_info=error)
         self.health.on_unreachable(_key(decode), str(error) or repr(error), _now())
         self._again_if_wanted(decode)

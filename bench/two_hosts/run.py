@@ -35,6 +35,7 @@ RESULT = ROOT / "bench" / "results" / "two_hosts.json"
 HEAD, WORKER = "10.233.0.1", "10.233.0.2"
 ENDPOINT = f"{HEAD}:50051"
 NUM_REQUESTS = 16
+TOKEN = secrets.token_hex(32)
 SHORT_CUT_S = 3.0  # Ray does not notice: the same worker is there when the cable is back
 LONG_CUT_S = 20.0  # Ray gives the host up after about 10 s; `ray up`'s monitor starts it anew, and Ray its worker
 REPLACED_TIMEOUT_S = 180.0
@@ -82,7 +83,8 @@ def _write_config(directory: Path) -> Path:
     config["file_mounts"] = {"~/kvrelay": str(ROOT), "~/.ray/auth_token": str(token)}
     config["setup_commands"][0] = f"ln -sfn {ROOT / '.venv'} ~/kvrelay/.venv"
     config["head_start_ray_commands"] = [
-        command.replace("~/model", str(model)) for command in config["head_start_ray_commands"]
+        command.replace("~/model", str(model)).replace("kvrelay up", f"KVRELAY_TOKEN={TOKEN} kvrelay up")
+        for command in config["head_start_ray_commands"]
     ]
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -102,7 +104,7 @@ def _environment(directory: Path) -> dict[str, str]:
 
 
 def _try_it(directory: Path) -> dict[str, Any]:
-    with Client(ENDPOINT) as client:
+    with Client(ENDPOINT, token=TOKEN) as client:
         client.wait_ready(60)
         addresses = {worker.name: worker.address for worker in client.status().workers}
         served = _serve(client)

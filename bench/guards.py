@@ -1,0 +1,103 @@
+"""What tokens and TLS cost a router: four routers, with and without, over the same workers, asked in turns.
+
+    python -m bench.guards [--quick]
+
+Writes bench/results/guards.json. The processes and what they are asked are those of bench/router.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.router import Child, Side, latencies_ms, many_requests, measured, percentiles, streams, write
+from tests.certificates import write_tls
+from worker.rpc import open_channel
+from worker.tls import TlsFiles
+
+GUARDS = ("none", "token", "TLS", "token and TLS")
+
+
+async def bench_guards(quick: bool) -> dict[str, Any]:
+    """Four routers over the same workers, asked in turns, so that other load hits all."""
+    scale = 0.2 if quick else 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        workers = Child("workers", "0.0")
+        sides = {name: _guarded(Path(folder), workers, name) for name in GUARDS}
+        try:
+            for side in sides.values():
+                await many_requests(side.stub, 50, 8)
+            return {"guards": await _in_turns(sides, scale)}
+        finally:
+            for side in sides.values():
+                await side.close()
+            workers.stop()
+
+
+def _guarded(folder: Path, workers: Child, name: str) -> Side:
+    token = "bench-0123456789abcdef" if "token" in name else ""
+    settings: dict[str, Any] = {"auth": True, "tokens": f"bench:{token}"} if token else {}
+    tls = None
+    if "TLS" in name:
+        files = write_tls(folder, trustme.CA(), "127.0.0.1", stem=name.replace(" ", "-"))
+        settings["tls"] = {"cert": files.cert, "key": files.key}
+        tls = TlsFiles(ca=files.ca)
+    child = Child("router", json.dumps(workers.ready["workers"]), json.dumps(settings))
+    return Side(child, tls=tls, token=token)
+
+
+async def _in_turns(sides: dict[str, Side], scale: float) -> dict[str, Any]:
+    rounds = max(3, int(15 * scale))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    connects: dict[str, list[float]] = {name: [] for name in sides}
+    requests: dict[str, list[float]] = {name: [] for name in sides}
+    tokens: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            times[name] += await latencies_ms(side.stub, 30)
+            connects[name] += [await connect_ms(side) for _ in range(5)]
+            work = partial(many_requests, side.stub, 300, 32)
+            requests[name].append((await measured(side.child, work)).cpu_us)
+            work = partial(streams, side.stub, 32, 100)
+            tokens[name].append((await measured(side.child, work)).cpu_us)
+    return {
+        name: {
+            "latency_ms": percentiles(times[name]),
+            "connect_ms_p50": round(statistics.median(connects[name]), 3),
+            "request_cpu_us": round(statistics.median(requests[name]), 1),
+            "token_cpu_us": round(statistics.median(tokens[name]), 2),
+        }
+        for name in sides
+    }
+
+
+async def connect_ms(side: Side) -> float:
+    """A channel of its own, to its first answer: without a token health is what answers."""
+    began = time.perf_counter()
+    async with open_channel(side.address, side.tls) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return (time.perf_counter() - began) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the work; writes no file")
+    arguments = parser.parse_args()
+    results = asyncio.run(bench_guards(arguments.quick))
+    print(json.dumps(results, indent=2))
+    if not arguments.quick:
+        write("guards", results)
+
+
+if __name__ == "__main__":
+    main()
