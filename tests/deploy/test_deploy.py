@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -90,6 +92,28 @@ def test_nothing_of_a_loopback_cluster_can_be_reached_from_elsewhere(cluster: Ru
 def test_the_state_file_is_for_its_owner_only(cluster: Running) -> None:
     path = cluster.state_dir / "kvrelay" / "clusters" / "test.json"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_no_secret_shows_in_a_command_line_an_environment_or_a_log(cluster: Running) -> None:
+    logs = list(Path(tempfile.gettempdir()).glob(f"kvrelay-ray-{cluster.daemon.pid}-*"))
+    shown = [" ".join([*process.cmdline(), *process.environ().values()]) for process in cluster.processes()]
+    kept = [path.read_text(errors="replace") for folder in logs for path in folder.rglob("*") if path.is_file()]
+    kept.append((cluster.state_dir / "kvrelay" / "clusters" / f"{cluster.name}.log").read_text())
+    assert len(kept) > 10
+    assert len(cluster.token) > 40
+    assert not [text for text in (*shown, *kept) if cluster.token in text]
+
+
+def test_nobody_listens_but_on_loopback_and_none_of_ours_without_asking_who_calls(cluster: Running) -> None:
+    listening = [c for p in cluster.processes() for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {connection.laddr.ip.removeprefix("::ffff:") for connection in listening} == {"127.0.0.1"}
+    told = {}
+    for member in cluster.summary["members"]:
+        method = "/kvrelay.v1.Generate/GetModelInfo" if member["role"] == "router" else "/kvrelay.v1.Worker/Connect"
+        with grpc.insecure_channel(member["address"]) as channel:
+            call = channel.stream_stream(method)(iter([b""]), timeout=30)
+            told[member["name"]] = call.code()
+    assert told == dict.fromkeys(told, grpc.StatusCode.UNAUTHENTICATED)
 
 
 def test_a_name_that_is_taken_is_refused(cluster: Running, tmp_path: Path) -> None:
