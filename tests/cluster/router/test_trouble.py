@@ -189,3 +189,26 @@ def _has_lost(h: Harness, losses: int) -> bool:
 
 def _stands(h: Harness) -> bool:
     return h.decode().steps == h.decode().max_steps
+
+
+async def test_a_decode_that_was_given_up_too_early_is_cancelled_and_its_tokens_dropped() -> None:
+    """Prefill said that it failed before the decode worker said that it has the KV: the second attempt counts."""
+    async with serving(1, 2) as h:
+        h.prefill().is_holding = True
+        h.decode(0).max_steps = h.decode(1).max_steps = 0
+        reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=6))))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        first = h.prefill().held.pop()
+        lost = {"reason": "no receipt", "cause": pb.FAILURE_CAUSE_PEER, "peer": "decode-0"}
+        failed = h.prefill().event(first.request, pb.EVENT_KIND_FAILED, **lost)
+        h.prefill().emit(first.request.router_id, events=[failed])
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        h.decode(0).cancels.clear()
+        h.decode(0).take(first.request, generate_pb2.HandoffReceipt())
+        await h.decode(0).wait_for(lambda: first.request.request_id in h.decode(0).cancels)
+        assert not h.decode(0).running
+        h.decode(1).resume()
+        h.prefill().release()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 6)
+        assert (responses[-1].timeline.decode_worker, responses[-1].timeline.attempts) == ("decode-1", 2)
