@@ -138,6 +138,7 @@ class DecodeRole:
     def _on_token(self, request: HeldAnswer, token: SampledToken) -> None:
         if token.error:
             self._host.counters["chunks_failed"] += 1
+            self.policy.on_failed(request.id)
             why, cause = f"{self._name}: {token.error}", pb.FAILURE_CAUSE_STEP
             self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=why, retryable=True, cause=cause)
             self.reservations.forget(request)

@@ -221,6 +221,11 @@ class DecodePolicy:
         if request_id in self._requests:
             self.on_finished(request_id)
 
+    def on_failed(self, request_id: str) -> None:
+        """The engine could not compute its token: the request ends, and what its pages hold is not to be trusted."""
+        self.pool.withdraw(self._requests[request_id].pages)
+        self.on_finished(request_id)
+
     def holds(self, request_id: str) -> bool:
         return request_id in self._requests
 

@@ -142,11 +142,14 @@ class PrefillPolicy:
             self._drop_if_unused(request)
 
     def on_failed(self, request_id: str) -> None:
-        """The engine could not compute its chunk: the request ends, and what its pages hold is not to be trusted.
+        """The engine could not compute its chunk: the request ends, and what its pages hold is not to be trusted, those
+        of its prefix among them, which may be what it failed by.
 
         Called before on_batch_done of that batch.
         """
-        self._requests[request_id].hashes = ()
+        request = self._requests[request_id]
+        request.hashes = ()
+        self.pool.withdraw(request.pages)
         self.on_finished(request_id)
 
     def on_handoff_opened(self, request_id: str) -> None:

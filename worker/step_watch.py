@@ -30,19 +30,19 @@ class WatchedEngine:
         """`now_s`: a clock that stands still while the process does, or a process that slept would end itself."""
         self._engine = engine
         self._now_s = now_s
-        self._running: tuple[str, float] | None = None  # what the engine's thread is at, and since when
+        self._running: tuple[Step, float] | None = None  # what the engine's thread is at, and since when
 
     def step(self, step: Step) -> list[SampledToken]:
-        return self._watched(_described(step), lambda: self._engine.step(step))
+        return self._watched(step, lambda: self._engine.step(step))
 
     def begin(self, step: Step) -> PendingStep:
-        return self._watched(_described(step), lambda: self._engine.begin(step))
+        return self._watched(step, lambda: self._engine.begin(step))
 
     def result(self, step: Step, pending: PendingStep) -> list[SampledToken]:
-        return self._watched(_described(step), pending.result)
+        return self._watched(step, pending.result)
 
     def probe(self) -> SampledToken:
-        return self._watched("a step of the engine's own", self._engine.probe)
+        return self._watched(Step(chunks=()), self._engine.probe)
 
     @property
     def age_s(self) -> float:
@@ -54,10 +54,11 @@ class WatchedEngine:
         """Raise EngineBroken when it has been at one step for longer."""
         running = self._running
         if running is not None and (age_s := self._now_s() - running[1]) > timeout_s:
-            raise EngineBroken(f"{running[0]} has not ended after {age_s:.1f} s; step_timeout_s is {timeout_s:g}")
+            what = _described(running[0])
+            raise EngineBroken(f"{what} has not ended after {age_s:.1f} s; step_timeout_s is {timeout_s:g}")
 
-    def _watched(self, what: str, call: Callable[[], T]) -> T:
-        self._running = what, self._now_s()
+    def _watched(self, step: Step, call: Callable[[], T]) -> T:
+        self._running = step, self._now_s()
         try:
             return call()
         finally:
@@ -65,6 +66,8 @@ class WatchedEngine:
 
 
 def _described(step: Step) -> str:
+    if not step.chunks:
+        return "a step of the engine's own"
     names = [f"{chunk.request_id} ({len(chunk.token_ids)} at {chunk.start})" for chunk in step.chunks[:NAMED]]
     more = f" and {len(step.chunks) - NAMED} more" if len(step.chunks) > NAMED else ""
     return f"a step of {len(step.chunks)} requests, {', '.join(names)}{more},"

@@ -143,6 +143,13 @@ class PagePool:
         self._hash_of[page] = page_hash
         self._page_of[page_hash] = page
 
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """What these held pages hold is not to be trusted: nobody more finds it."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is withdrawn but nobody holds it"
+            if page in self._hash_of:
+                del self._page_of[self._hash_of.pop(page)]
+
     def release(self, pages: Iterable[int]) -> None:
         """Give up one hold on each page. The last holder's page is cached if published, free otherwise."""
         for page in reversed(list(pages)):  # the end of a prefix is evicted before its beginning

@@ -89,7 +89,8 @@ BOUNDS: tuple[Bound, ...] = (
         noticed="0.5",
         next_token="prefill_s + 2 * step_s + 1",
         pages="1 + 2 * step_s",
-        how="tried elsewhere; the worker's process ends and is replaced",
+        how="tried elsewhere; a token of the engine's own cannot be had either, `max_failed_steps` times in a row, or "
+        "CUDA does not recover from the error: the worker's process ends and is replaced",
     ),
     Bound(
         fault="engine-hung",
@@ -98,12 +99,12 @@ BOUNDS: tuple[Bound, ...] = (
         noticed="step_timeout_s + 1",
         next_token="step_timeout_s + 1 + prefill_s + 2 * step_s + 1",
         pages="step_timeout_s + 2",
-        how="the worker's process ends and is replaced",
+        how="its age stands in the reports meanwhile; the worker's process ends and is replaced",
     ),
     Bound(
         fault="rank-stopped",
         what="a process of a tensor-parallel worker is stopped",
-        phases="decoding",
+        phases="decoding, idle",
         noticed="3",
         next_token="3 + prefill_s + 2 * step_s + 1",
         pages="4",
@@ -113,8 +114,9 @@ BOUNDS: tuple[Bound, ...] = (
         fault="router-stopped",
         what="a router's process says nothing",
         phases="all",
+        noticed="drop_router_after_s + 0.5",
         pages="drop_router_after_s + 1",
-        how="its clients' own deadlines; workers drop its requests",
+        how="its clients' own deadlines; workers drop its requests, and at once when 64 MiB wait for it",
     ),
     Bound(
         fault="client-cut",

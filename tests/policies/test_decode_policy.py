@@ -158,6 +158,20 @@ def test_pages_filled_while_decoding_are_found_again() -> None:
     assert policy.pool.count_matching(hashes) == 2
 
 
+def test_what_a_failed_request_left_in_its_pages_is_not_found_again() -> None:
+    policy = make()
+    hashes = page_hashes(list(range(8)), PAGE)
+    policy.reserve("bad", num_tokens=8, max_new_tokens=8, hashes=hashes)
+    policy.on_committed("bad")
+    assert policy.pool.count_matching(hashes) == 2
+    batch = policy.next_batch()
+    policy.on_batch_done(batch)
+    policy.on_failed("bad")
+    assert policy.pool.count_matching(hashes) == 0
+    assert policy.pool.usage.cached == policy.pool.usage.held == 0
+    policy.check_invariants()
+
+
 def test_batches_may_be_asked_for_while_others_are_in_flight() -> None:
     policy = make()
     admit(policy, "r")

@@ -177,6 +177,24 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found_again() -> No
     assert policy.pool.usage.held == 2
 
 
+def test_what_a_failed_requests_earlier_chunks_left_is_not_found_again_either() -> None:
+    """A chunk that draws no token shows no NaN; the last one does, and then none of its pages is to be trusted."""
+    policy = make(max_batch_tokens=16)
+    hashes = page_hashes(list(range(32)), PAGE)
+    policy.add("bad", 32, hashes)
+    first = policy.next_batch()
+    assert first is not None
+    policy.on_batch_done(first)
+    assert policy.pool.count_matching(hashes) > 0
+    second = policy.next_batch()
+    assert second is not None
+    policy.on_failed("bad")
+    policy.on_batch_done(second)
+    assert policy.pool.count_matching(hashes) == 0
+    assert policy.pool.usage.cached == policy.pool.usage.held == 0
+    policy.check_invariants()
+
+
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="short_share is 1; give a number from 0 to below 1"):
         PrefillOptions(max_batch_tokens=1, short_share=1)
