@@ -27,6 +27,7 @@ NAMES = (
     "papers.distserve",
     "verify_live",
     "protocol",
+    "fuzz",
     "chaos",
 )
 

@@ -142,9 +142,9 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")
     try:
         return TextCodec(_load(model, config), max_waiting_bytes=max_waiting_bytes)
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:  # what transformers raises for a bad one
-        if isinstance(error, TokenizerError):
-            raise
+    except TokenizerError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, transformers what it stumbles at
         first_line = str(error).strip().split("\n", 1)[0]
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {first_line}") from error
 

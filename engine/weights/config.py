@@ -76,6 +76,8 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
 def check_config(config: Any) -> None:
     """Raise UnsupportedModel for features that need more than pages of K and V."""
     text = config.get_text_config()
+    _check_names("architectures", config.architectures)
+    _check_names("layer_types", getattr(text, "layer_types", None))
     name = (config.architectures or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
@@ -89,6 +91,11 @@ def check_config(config: Any) -> None:
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
             "from a cache object, which pages do not have"
         )
+
+
+def _check_names(key: str, given: object) -> None:
+    if given is not None and not (isinstance(given, list) and all(isinstance(name, str) for name in given)):
+        raise UnsupportedModel(f"{key} in config.json is {given!r:.80}; it is a list of names")
 
 
 def check_ropes(config: Any, max_len: int) -> None:
@@ -107,7 +114,7 @@ def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
 
 def _check_rope(name: str, rope: dict[str, Any], text: Any, max_len: int) -> None:
     """Ropes that change with the longest request of a forward are exact only up to the length where they change."""
-    kind = rope.get("rope_type", "default")
+    kind = str(rope.get("rope_type", "default"))
     if not any(true_length in kind for true_length in TRUE_LENGTH_ROPES):
         return
     own = getattr(text, "max_position_embeddings", 0)

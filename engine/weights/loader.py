@@ -142,7 +142,10 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     if ids is None:
         return ()
-    return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    ids = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    if not all(isinstance(i, int) for i in ids):
+        raise UnsupportedModel(f"eos_token_id of the model is {ids!r:.80}; give a token id, or a list of them")
+    return ids
 
 
 def _fingerprint(model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter]) -> str:
