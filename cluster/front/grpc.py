@@ -18,6 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from cluster.front.answers import ChoiceAnswer, WholeAnswer, conclude, merged, trailers
+from cluster.front.endings import Ending, Endings
 from cluster.front.limits import retry_after
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
@@ -47,6 +48,7 @@ class GenerateService:
         self._codec = codec
         self._model_name = model_name
         self._options = options
+        self._endings = Endings(router.metrics, options.log_requests)
         self._clock = clock
         self.is_draining = False
 
@@ -73,9 +75,10 @@ class GenerateService:
 
     async def generate(self, request: generate_pb2.GenerateRequest | None, context: Any) -> None:
         try:
-            async with aclosing(self._responses(request, context)) as responses:
-                async for response in responses:
-                    await self._write(context, response)
+            with self._endings.noted() as ending:
+                async with aclosing(self._responses(request, context, ending)) as responses:
+                    async for response in responses:
+                        await self._write(context, response)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
 
@@ -93,9 +96,10 @@ class GenerateService:
     ) -> generate_pb2.GenerateOnceResponse:
         answer = WholeAnswer()
         try:
-            async with aclosing(self._responses(request, context, is_kept=True)) as responses:
-                async for part in responses:
-                    answer.add(part)
+            with self._endings.noted() as ending:
+                async with aclosing(self._responses(request, context, ending, is_kept=True)) as responses:
+                    async for part in responses:
+                        answer.add(part)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
         return answer.message()
@@ -122,7 +126,7 @@ class GenerateService:
         return model
 
     async def _responses(
-        self, request: generate_pb2.GenerateRequest | None, context: Any, *, is_kept: bool = False
+        self, request: generate_pb2.GenerateRequest | None, context: Any, ending: Ending, *, is_kept: bool = False
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
 
@@ -130,14 +134,15 @@ class GenerateService:
         """
         checked = await self._check(request, context)
         context.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
-        submission = self._router.submit(checked.new)
+        submission = ending.submission = self._router.submit(checked.new)
+        numbers = [live.choice for live in submission.choices]
+        answers = [ChoiceAnswer(submission.id, number, checked.params, self._codec) for number in numbers]
         try:
-            numbers = [live.choice for live in submission.choices]
-            answers = [ChoiceAnswer(submission.id, number, checked.params, self._codec) for number in numbers]
             async for response in self._choice_responses(submission, answers, is_kept=is_kept):
                 yield response
             context.set_trailing_metadata(trailers(submission))
         finally:
+            ending.num_tokens = sum(answer.num_tokens for answer in answers)
             self._router.cancel(submission, "the client went away")
             self._router.unread.forget(submission)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.knobs import check, knob
 
@@ -53,6 +54,10 @@ class FrontOptions:
     )
     keepalive_s: float = knob(
         10.0, "between pings to a client; one that does not answer within 5 s is gone", unit="s", ge=1, le=86_400
+    )
+
+    log_requests: Literal["off", "text", "json"] = knob(
+        "off", "a line for the end of each request: none, as text, or as JSON"
     )
 
     def __post_init__(self) -> None:

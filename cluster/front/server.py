@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -25,7 +26,8 @@ from cluster.front.limits import server_options as grpc_options
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
-from cluster.router.monitoring.status import gauges_of
+from cluster.router.monitoring.families import Scrape
+from cluster.router.monitoring.status import status_of
 from cluster.router.options import RouterOptions
 from cluster.router.unread import Unread
 from cluster.router.worker_link import WorkerEndpoint
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 TRIM_INTERVAL_S = 20.0
+SCRAPE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,7 @@ class RouterServer:
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
+        self._calls = CallLimit(options.front.max_calls)
         self._trimmer: asyncio.Task[None] | None = None
         self._generate: GenerateService | None = None
         self._server: grpc.aio.Server | None = None
@@ -107,7 +111,7 @@ class RouterServer:
         )
         self._server = make_server(
             client_door(self._keyring) if self._keyring else None,
-            behind=[CallLimit(options.front.max_calls)],
+            behind=[self._calls],
             options=grpc_options(options.front),
         )
         self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))
@@ -119,6 +123,7 @@ class RouterServer:
         if options.metrics_port is not None:
             self.metrics_port = self._expose(options, options.metrics_port)
         await self._server.start()
+        self.router.loop_clock.start()
         self._trimmer = asyncio.get_running_loop().create_task(_trim())
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
         return self.port
@@ -139,9 +144,10 @@ class RouterServer:
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.router.close()
         await self._server.stop(0.5)  # the last messages and statuses still go out
+        await self.router.loop_clock.stop()
         if self._trimmer is not None:
             self._trimmer.cancel()
-        self.router.metrics.close()
+        await asyncio.to_thread(self.router.metrics.close)
         if self._codec is not None:
             self._codec.close()
 
@@ -152,13 +158,30 @@ class RouterServer:
                 host,
                 port,
                 model=lambda: self._generate.model_name if self._generate is not None else "",
-                workers=lambda: gauges_of(self.router),
+                scrape=partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
                 may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
                 tls=options.tls,
             )
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
+
+    def _scrape_from_a_thread(self, loop: asyncio.AbstractEventLoop) -> Scrape:
+        """Whatever lives is read in the event loop. Raises TimeoutError where that hangs: then the scrape fails."""
+        return asyncio.run_coroutine_threadsafe(self.scrape(), loop).result(SCRAPE_TIMEOUT_S)
+
+    async def scrape(self) -> Scrape:
+        codec = self._codec
+        return Scrape(
+            status=status_of(self.router),
+            codes=dict(self.router.metrics.codes),
+            front={
+                "calls": (self._calls.running, "Calls that run, health not counted."),
+                "health_watches": (self._health.num_watches, "Streams that watch the health."),
+                "unread_bytes": (self.router.unread.total_bytes, "Of tokens that clients have not read."),
+                "tokenizing_bytes": (codec.waiting_bytes if codec else 0, "Of texts that wait to be tokenised."),
+            },
+        )
 
     def _on_readiness(self, is_ready: bool) -> None:
         if self._generate is not None and not self._generate.is_draining:

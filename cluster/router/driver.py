@@ -37,6 +37,7 @@ from cluster.router.worker_link import WorkerEndpoint, WorkerLink
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO
 from worker.recording import record_calls
 from worker.tls import TlsFiles
@@ -78,6 +79,7 @@ class Router:
         self._on_readiness = on_readiness
         self._was_ready = False
         self._serials = itertools.count(1)
+        self.loop_clock = AwakeClock()
         self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
         self._links = WorkerLinks(
@@ -307,7 +309,9 @@ class Router:
         self._dispatcher.retry(live, retry)
 
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
-        live.timeline.first_token(now)
+        if live.timeline.first_token_s is None:
+            live.timeline.first_token(now)
+            self.metrics.on_first_token(live.timeline.ttft_s)
         self.metrics.on_tokens(len(tokens), now - live.last_token_s if live.last_token_s else None)
         live.last_token_s = now
         submission = self._dispatcher.submission_of(live)

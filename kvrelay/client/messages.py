@@ -18,6 +18,7 @@ from kvrelay.client.types import (
     Delta,
     GenerateOptions,
     KvrelayError,
+    PairTrouble,
     PositionLogprobs,
     Receipt,
     ServedModel,
@@ -186,7 +187,13 @@ def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
 
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
     workers = tuple(
-        _copy(WorkerState, worker, counters=dict(worker.counters), limits=dict(worker.limits))
+        _copy(
+            WorkerState,
+            worker,
+            counters=dict(worker.counters),
+            limits=dict(worker.limits),
+            pairs=tuple(_copy(PairTrouble, pair) for pair in worker.pairs),
+        )
         for worker in status.workers
     )
     return _copy(ClusterStatus, status, workers=workers, counters=dict(status.counters), limits=dict(status.limits))

@@ -173,13 +173,23 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairTrouble:
+    """A decode worker that a prefill worker cannot hand over to."""
+
+    peer: str
+    failures: int  # one after another
+    reason: str  # of the last one
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """A worker as the router sees it."""
 
     name: str
     role: str
     address: str
-    state: str  # connecting, ready, draining or lost
+    state: str  # connecting, ready, draining, suspect or lost
     num_waiting: int
     num_running: int
     waiting_tokens: int
@@ -193,6 +203,12 @@ class WorkerState:
     page_size: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)  # that its policy keeps, by their names in the spec
+    fenced_pages: int = 0  # leased ones whose lease is over while the peer may still write
+    quarantined_pages: int = 0  # leased ones out of use, because who may write into them cannot be stopped
+    step_age_s: float = 0.0
+    loop_lag_s: float = 0.0
+    circuit: str = ""  # closed, open or half_open: whether requests are sent to it
+    pairs: tuple[PairTrouble, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,3 +221,4 @@ class ClusterStatus:
     workers: tuple[WorkerState, ...]
     counters: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)  # that the router's policy keeps
+    loop_lag_s: float = 0.0

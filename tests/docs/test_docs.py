@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import pytest
 import typer
 import yaml
 
-from cluster.router.monitoring.metrics import HISTOGRAMS, PREFIX, _Exposed
+from cluster.front.server import RouterServer, server_options
+from cluster.router.monitoring.families import PREFIX, families
+from cluster.router.monitoring.metrics import COUNTERS, HISTOGRAMS
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec
@@ -170,7 +172,7 @@ def test_every_method_is_described() -> None:
 
 def test_every_metric_is_described_and_no_other() -> None:
     described = {name for row in rows(section("Metrics")) for name in code(row[0]) if name.startswith(PREFIX)}
-    scraped = _Exposed(Counter(), lambda: "model", lambda: ()).collect()
+    scraped = families(asyncio.run(RouterServer(server_options()).scrape()), "model", COUNTERS)
     others = {f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in scraped}
     assert described == {PREFIX + name for name in HISTOGRAMS} | others
 

@@ -1,16 +1,17 @@
 """RouterMetrics counts what the router did. Plain integers always, for GetStatus; Prometheus only when it is exposed.
 
 Names follow vLLM's, with the prefix `kvrelay:`, so that dashboards made for it need one replacement. Histograms are
-observed when something happens; gauges and counters are read at the moment of a scrape.
+observed when something happens; all else is what the router's event loop says of itself at the moment of a scrape
+(cluster/router/monitoring/families.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from cluster.router.monitoring.families import PREFIX, Scrape, families
 from cluster.router.monitoring.scraping import ScrapeServer
 from cluster.router.timeline import Timeline
 from worker.tls import TlsFiles
@@ -18,7 +19,6 @@ from worker.tls import TlsFiles
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-PREFIX = "kvrelay:"
 LATENCY_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -50,19 +50,10 @@ COUNTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGauges:
-    name: str
-    role: str
-    num_running: int
-    num_waiting: int
-    kv_usage: float  # share of the pages that somebody holds
-    is_ready: bool
-
-
 class RouterMetrics:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.codes: Counter[str] = Counter()  # how calls of Generate's ended, by gRPC's code
         self._exposed: _Exposed | None = None
         self._server: ScrapeServer | None = None
 
@@ -72,14 +63,17 @@ class RouterMetrics:
         port: int,
         *,
         model: Callable[[], str],
-        workers: Callable[[], Iterable[WorkerGauges]],
+        scrape: Callable[[], Scrape],
         may_enter: Callable[[bytes], bool] = lambda authorization: True,
         tls: TlsFiles | None = None,
     ) -> int:
-        """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken."""
+        """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken.
+
+        `scrape` is called in the metrics server's thread, at each scrape.
+        """
         from prometheus_client import make_wsgi_app
 
-        exposed = _Exposed(self.counts, model, workers)
+        exposed = _Exposed(model, scrape)
         self._server = ScrapeServer(host, port, make_wsgi_app(exposed.registry), may_enter=may_enter, tls=tls)
         self._exposed = exposed
         return self._server.server_port
@@ -96,27 +90,33 @@ class RouterMetrics:
         for _ in range(count if gap_s is not None else count - 1):
             self._exposed.observe("inter_token_latency_seconds", (gap_s or 0.0) / count)
 
+    def on_first_token(self, ttft_s: float) -> None:
+        """It is on its way to the client, whatever becomes of the request later."""
+        if self._exposed is not None:
+            self._exposed.observe("time_to_first_token_seconds", ttft_s)
+
     def on_finished(self, timeline: Timeline, num_tokens: int) -> None:
         if self._exposed is None:
             return
         phases = timeline.phases()
         observe = self._exposed.observe
-        observe("time_to_first_token_seconds", timeline.ttft_s)
         observe("e2e_request_latency_seconds", timeline.e2e_s)
         observe("request_queue_time_seconds", phases["route"] + phases.get("prefill_queue", 0.0))
         if num_tokens > 1:
             observe("request_time_per_output_token_seconds", timeline.tpot_s(num_tokens))
 
+    def on_ended(self, code: str) -> None:
+        """A call of Generate's is over, as its client was told or would have been."""
+        self.codes[code] += 1
+
 
 class _Exposed:
     """The Prometheus side, in a registry of its own: two routers in one process do not meet."""
 
-    def __init__(
-        self, counts: Counter[str], model: Callable[[], str], workers: Callable[[], Iterable[WorkerGauges]]
-    ) -> None:
+    def __init__(self, model: Callable[[], str], scrape: Callable[[], Scrape]) -> None:
         from prometheus_client import CollectorRegistry, Histogram
 
-        self._counts, self._model, self._workers = counts, model, workers
+        self._model, self._scrape = model, scrape
         self.registry = CollectorRegistry()
         self._histograms: dict[str, Any] = {
             name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self.registry)
@@ -128,26 +128,8 @@ class _Exposed:
         self._histograms[name].labels(self._model()).observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Called at a scrape, in the metrics server's thread: reads a copy of what the event loop changes."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        model = self._model()
-        for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
-            counter.add_metric((model,), self._counts[name])
-            yield counter
-        labels = ("model_name", "worker_type", "worker")
-        running = GaugeMetricFamily(PREFIX + "num_requests_running", "Requests that run on a worker.", labels=labels)
-        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting", "Requests that wait there.", labels=labels)
-        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of its pages in use, 0 to 1.", labels=labels)
-        ready = GaugeMetricFamily(PREFIX + "worker_ready", "1 if the router can use it.", labels=labels)
-        for worker in list(self._workers()):
-            key = (model, worker.role, worker.name)
-            running.add_metric(key, worker.num_running)
-            waiting.add_metric(key, worker.num_waiting)
-            usage.add_metric(key, worker.kv_usage)
-            ready.add_metric(key, float(worker.is_ready))
-        yield from (running, waiting, usage, ready)
+        """Called at a scrape, in the metrics server's thread."""
+        yield from families(self._scrape(), self._model(), COUNTERS)
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

@@ -1,11 +1,10 @@
-"""What an operator sees of a router: the answer to GetStatus, and the gauges that are scraped. It only reads."""
+"""What an operator sees of a router: the answer to GetStatus, which is scraped, too. It only reads."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from cluster.router.driver import Router
-from cluster.router.monitoring.metrics import WorkerGauges
 from cluster.router.worker_link import LinkState, WorkerLink
 from kvrelay.v1 import cluster_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -26,6 +25,7 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
         workers=[_worker_status(router, *each) for each in router.workers()],
         counters=router.metrics.counts,
         limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
+        loop_lag_s=router.loop_clock.lag_s,
     )
 
 
@@ -70,19 +70,3 @@ def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerL
         status.state, status.reason = "suspect", why
     elif (circuit := health.steps.get(link.name)) is not None:
         status.reason = f"{circuit.failures} steps failed one after another, the last: {circuit.reason}"
-
-
-def gauges_of(router: Router) -> list[WorkerGauges]:
-    return [_gauges(link, report or pb.WorkerReport()) for link, report, _ in router.workers()]
-
-
-def _gauges(link: WorkerLink, report: pb.WorkerReport) -> WorkerGauges:
-    held = report.total_pages - report.available_pages
-    return WorkerGauges(
-        name=link.name,
-        role=link.worker.role,
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        kv_usage=held / report.total_pages if report.total_pages else 0.0,
-        is_ready=link.state is LinkState.READY,
-    )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from kvrelay.cli.connection import Entrance
-from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json
+from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json, report
 from kvrelay.cli.groups import grouped
 from kvrelay.client import known_clusters
 from kvrelay.client.client import DEFAULT_ENDPOINT
@@ -17,7 +20,9 @@ from kvrelay.client.client import DEFAULT_ENDPOINT
 TIMEOUT_S = 5.0
 PIPED_WIDTH = 160  # columns; a program or a file cuts nothing
 
-HELP = """Show what a router knows: its requests, and every worker's state, queue and pages.
+LATE_S = 1.0  # a step or an event loop that is later is told
+
+HELP = """Show what a router knows: its requests, every worker's state, queue and pages, and what is wrong and why.
 
 Without --endpoint it asks the routers of the clusters that were started from here. Exit code 1: one did not answer.
 
@@ -26,6 +31,8 @@ Examples:
   kvrelay status
 
   kvrelay status --endpoint 10.0.0.5:50051 --json
+
+  kvrelay status --watch 2
 """
 
 
@@ -37,12 +44,25 @@ def status(
     entrance: Entrance,
     endpoint: Annotated[str | None, typer.Option(envvar=ENDPOINT_VARIABLE, help="host:port of a router.")] = None,
     as_json: JsonOption = False,
+    watch: Annotated[float | None, typer.Option(min=0.1, help="Show it again every so many seconds.")] = None,
 ) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
+    while watch is not None:
+        try:
+            _show_all(entrance, endpoint, as_json, is_again=True)
+        except CliError as error:  # it may be back at the next look
+            report(error, as_json)
+        time.sleep(watch)
+    _show_all(entrance, endpoint, as_json)
+
+
+def _show_all(entrance: Entrance, endpoint: str | None, as_json: bool, *, is_again: bool = False) -> None:
     answers = [_ask(where, entrance) for where in ([endpoint] if endpoint else _endpoints())]
     if as_json:
         print_json(answers[0] if len(answers) == 1 else {"routers": answers})
         return
+    if is_again and sys.stdout.isatty():
+        print("\033[2J\033[H", end="")
     for answer in answers:
         _show(answer)
 
@@ -82,15 +102,41 @@ def _show(answer: dict[str, Any]) -> None:
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("worker", "state", "address"):
         table.add_column(column, no_wrap=True)
-    for column in ("wait", "run", "free", "cached", "all", "lost"):
+    for column in ("wait", "run", "free", "cached", "leased", "fenced", "out", "all", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
     for worker in answer["workers"]:
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
-        numbers += [worker["cached_pages"], worker["total_pages"], worker["losses"]]
+        numbers += [worker[f"{kind}_pages"] for kind in ("cached", "leased", "fenced", "quarantined", "total")]
+        numbers += [worker["losses"]]
         table.add_row(_name(worker), worker["state"], worker["address"], *map(str, numbers))
     console = Console()
     console = console if console.is_terminal else Console(width=PIPED_WIDTH)
     console.print(table)
-    for worker in answer["workers"]:
-        if worker["reason"]:
-            console.print(f"{worker['name']} is {worker['state']}: {worker['reason']}", soft_wrap=True)
+    for sentence in troubles(answer):
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+
+
+def troubles(answer: dict[str, Any]) -> list[str]:
+    """What is wrong, one sentence each: of the router, then of each worker."""
+    lag_s = answer["loop_lag_s"]
+    of_router = [f"{answer['router_id']}: its event loop is {lag_s:.1f} s late"] if lag_s > LATE_S else []
+    return of_router + [sentence for worker in answer["workers"] for sentence in _troubles_of(worker)]
+
+
+def _troubles_of(worker: dict[str, Any]) -> Iterator[str]:
+    name = worker["name"]
+    if worker["reason"]:
+        yield f"{name} is {worker['state']}: {worker['reason']}"
+    if worker["circuit"] not in ("", "closed"):
+        yield f"{name}: its circuit is {worker['circuit'].replace('_', ' ')}; others get its requests"
+    for pair in worker["pairs"]:
+        how_often = f"{pair['failures']} failed, the last {pair['age_s']:.0f} s ago"
+        yield f"{name} cannot hand over to {pair['peer']}: {how_often}: {pair['reason']}"
+    if worker["fenced_pages"]:
+        yield f"{name}: {worker['fenced_pages']} pages are fenced: no lease holds them, a sender may still write them"
+    if worker["quarantined_pages"]:
+        yield f"{name}: {worker['quarantined_pages']} pages are out of use: a sender that hangs may still write them"
+    if worker["step_age_s"] > LATE_S:
+        yield f"{name}: its step has been running for {worker['step_age_s']:.1f} s"
+    if worker["loop_lag_s"] > LATE_S:
+        yield f"{name}: its event loop is {worker['loop_lag_s']:.1f} s late"

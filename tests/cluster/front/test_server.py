@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import threading
 import urllib.request
 from collections.abc import Callable
 
@@ -16,7 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.front.server import RouterServer, server_options
 from cluster.front.tokenizer import TextCodec
-from kvrelay.v1 import generate_pb2
+from cluster.router.driver import Router
+from cluster.router.monitoring.status import status_of
+from kvrelay.v1 import cluster_pb2, generate_pb2
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
 from tests.fakes import EOS, VOCAB, scripted_tokens
 from worker.convert import sampling_from_proto
@@ -336,12 +340,72 @@ async def test_status_counts_what_happened_and_shows_what_workers_hold() -> None
 async def test_metrics_are_served_under_vllms_names() -> None:
     async with serving(options=server_options(port=0, metrics_port=0)) as h:
         await h.generate.GenerateOnce(request(max_tokens=5))
-        url = f"http://127.0.0.1:{h.server.metrics_port}/metrics"
-        page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read())).decode()
+        page = await page_of(h)
         assert 'kvrelay:time_to_first_token_seconds_count{model_name="fake"} 1.0' in page
         assert 'kvrelay:inter_token_latency_seconds_count{model_name="fake"} 4.0' in page
         assert 'kvrelay:generation_tokens_total{model_name="fake"} 5.0' in page
         assert 'kvrelay:num_requests_running{model_name="fake",worker="decode-0",worker_type="decode"} 0.0' in page
+
+
+async def page_of(h: Harness) -> str:
+    url = f"http://127.0.0.1:{h.server.metrics_port}/metrics"
+    return (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read())).decode()  # type: ignore[no-any-return]
+
+
+async def test_a_scrape_reads_what_lives_in_the_event_loop_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary that changes while another thread goes through it raises."""
+    readers: list[int] = []
+
+    def status(router: Router) -> cluster_pb2.GetStatusResponse:
+        readers.append(threading.get_ident())
+        return status_of(router)
+
+    monkeypatch.setattr("cluster.front.server.status_of", status)
+    async with serving(options=server_options(port=0, metrics_port=0)) as h:
+        await page_of(h)
+        assert readers == [threading.get_ident()]
+
+
+async def test_metrics_say_what_whoever_is_on_call_asks() -> None:
+    async with serving(options=server_options(port=0, metrics_port=0)) as h:
+        h.decode().max_steps = 1
+        call = h.generate.Generate(request(max_tokens=5))
+        await h.until(lambda: h.decode().steps == 1)
+        await refusal(h.generate.GenerateOnce(request([])))
+        page = await page_of(h)
+        call.cancel()
+        await h.until(lambda: h.router.metrics.codes["CANCELLED"] == 1)
+        later = await page_of(h)
+    ttft = 'kvrelay:time_to_first_token_seconds_count{model_name="fake"} 1.0'
+    assert ttft in page, "the first token has left, whatever comes of the request"
+    assert ttft in later
+    assert 'kvrelay:calls_ended_total{code="INVALID_ARGUMENT",model_name="fake"} 1.0' in page
+    assert 'kvrelay:calls_ended_total{code="CANCELLED",model_name="fake"} 1.0' in later
+    assert 'kvrelay:num_requests_queued{model_name="fake"} 0.0' in page
+    assert 'kvrelay:calls{model_name="fake"} 1.0' in page
+    worker = '{model_name="fake",worker="decode-0",worker_type="decode"}'
+    for name in ("leased", "fenced", "quarantined"):
+        assert f"kvrelay:kv_pages_{name}{worker} 0.0" in page
+    for name in ("worker_step_age_seconds", "worker_loop_lag_seconds", "worker_circuit_open", "worker_losses_total"):
+        assert f"kvrelay:{name}{worker}" in page
+    assert 'kvrelay:worker_events_total{counter="steps",model_name="fake",worker="prefill-0"' in page
+    assert 'kvrelay:router_loop_lag_seconds{model_name="fake"}' in page
+
+
+async def test_each_request_leaves_one_line_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvrelay.requests")
+    async with serving(options=server_options(port=0, log_requests="json")) as h:
+        h.prefill().fail_with = "it broke"
+        await h.generate.GenerateOnce(generate_pb2.GenerateRequest(request_id="mine", token_ids={"ids": [5]}))
+        await refusal(h.generate.GenerateOnce(request([])))
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "kvrelay.requests"]
+    whole, refused = lines
+    assert (whole["request_id"], whole["code"], whole["client"]) == ("mine", "OK", "")
+    assert (whole["prompt_tokens"], whole["completion_tokens"], whole["attempts"]) == (1, 16, 2)
+    assert (whole["prefill_worker"], whole["decode_worker"]) == ("prefill-0", "decode-0")
+    assert sum(whole["phases_s"].values()) == pytest.approx(whole["e2e_s"], abs=1e-4)
+    assert refused["code"] == "INVALID_ARGUMENT"
+    assert refused["reason"].startswith("the prompt is empty")
 
 
 # start and stop

@@ -1,0 +1,107 @@
+"""What Prometheus reads, made of what a router says of itself: its status, how calls ended, what clients hold.
+
+It reads a copy, taken in the event loop, and nothing that lives. Names are vLLM's where it has one, with `kvrelay:`
+before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvrelay.v1 import cluster_pb2
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+PREFIX = "kvrelay:"
+CIRCUITS = {"": 0.0, "closed": 0.0, "half_open": 0.5, "open": 1.0}
+ROUTER_GAUGES = {
+    "num_requests_queued": ("num_queued", "Requests that wait in the router."),
+    "num_requests_in_flight": ("num_in_flight", "Requests that workers have."),
+    "router_loop_lag_seconds": ("loop_lag_s", "By how much the router's event loop was late, the worst of a second."),
+}
+WORKER_GAUGES = {
+    "num_requests_running": ("num_running", "Requests that run on a worker."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait there."),
+    "num_tokens_waiting": ("waiting_tokens", "Tokens of prompts that wait there."),
+    "kv_pages": ("total_pages", "Pages of KV that it has."),
+    "kv_pages_available": ("available_pages", "Of those, free or cached."),
+    "kv_pages_leased": ("leased_pages", "Of those, promised to handoffs on their way."),
+    "kv_pages_fenced": ("fenced_pages", "Of those, waiting for a sender that may still write them."),
+    "kv_pages_quarantined": ("quarantined_pages", "Of those, given up: a sender that hangs may still write them."),
+    "worker_step_age_seconds": ("step_age_s", "How long its step has been running."),
+    "worker_loop_lag_seconds": ("loop_lag_s", "By how much its event loop was late, the worst of a second."),
+    "worker_report_age_seconds": ("report_age_s", "How long ago it was heard of."),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    status: cluster_pb2.GetStatusResponse
+    codes: Mapping[str, int] = field(default_factory=dict)
+    front: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # gauges: value and meaning
+
+
+def families(scrape: Scrape, model: str, counters: Mapping[str, str]) -> Iterator[Metric]:
+    yield from _of_router(scrape, model, counters)
+    yield from _of_workers(scrape.status.workers, model)
+    yield from _of_pairs(scrape.status.workers, model)
+
+
+def _of_router(scrape: Scrape, model: str, counters: Mapping[str, str]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for name, text in counters.items():
+        counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
+        counter.add_metric((model,), scrape.status.counters[name])
+        yield counter
+    labels = ("model_name", "code")
+    ended = CounterMetricFamily(PREFIX + "calls_ended", "Calls of Generate's by their code.", labels=labels)
+    for code, count in scrape.codes.items():
+        ended.add_metric((model, code), count)
+    yield ended
+    gauges = {name: (getattr(scrape.status, key), text) for name, (key, text) in ROUTER_GAUGES.items()}
+    for name, (value, text) in (gauges | dict(scrape.front)).items():
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+        gauge.add_metric((model,), value)
+        yield gauge
+
+
+def _of_workers(workers: Iterable[cluster_pb2.WorkerStatus], model: str) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ("model_name", "worker_type", "worker")
+    found = {name: GaugeMetricFamily(PREFIX + name, text, labels=labels) for name, (_, text) in WORKER_GAUGES.items()}
+    usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of its pages in use, 0 to 1.", labels=labels)
+    ready = GaugeMetricFamily(PREFIX + "worker_ready", "1 if the router can use it.", labels=labels)
+    is_open = "1: its steps fail, nothing is sent to it; 0.5: one request tries it."
+    circuit = GaugeMetricFamily(PREFIX + "worker_circuit_open", is_open, labels=labels)
+    losses = CounterMetricFamily(PREFIX + "worker_losses", "Times it was lost.", labels=labels)
+    events = CounterMetricFamily(PREFIX + "worker_events", "Its own counters.", labels=(*labels, "counter"))
+    for worker in workers:
+        key = (model, worker.role, worker.name)
+        for name, (source, _) in WORKER_GAUGES.items():
+            found[name].add_metric(key, getattr(worker, source))
+        held = worker.total_pages - worker.available_pages
+        usage.add_metric(key, held / worker.total_pages if worker.total_pages else 0.0)
+        ready.add_metric(key, float(worker.state == "ready"))
+        circuit.add_metric(key, CIRCUITS.get(worker.circuit, 0.0))
+        losses.add_metric(key, worker.losses)
+        for counter, count in worker.counters.items():
+            events.add_metric((*key, counter), count)
+    yield from (*found.values(), usage, ready, circuit, losses, events)
+
+
+def _of_pairs(workers: Iterable[cluster_pb2.WorkerStatus], model: str) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    labels = ("model_name", "worker", "peer")
+    failing = GaugeMetricFamily(
+        PREFIX + "pair_failures", "Handoffs of a pair that failed one after another.", labels=labels
+    )
+    for worker in workers:
+        for pair in worker.pairs:
+            failing.add_metric((model, worker.name, pair.peer), pair.failures)
+    yield failing

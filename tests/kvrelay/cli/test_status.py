@@ -1,0 +1,45 @@
+"""What `kvrelay status` says is wrong, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from kvrelay.cli.cluster.status import troubles
+from kvrelay.client.messages import status_from
+from kvrelay.v1 import cluster_pb2
+
+pytestmark = pytest.mark.unit
+
+
+def answer(**worker: Any) -> dict[str, Any]:
+    of_worker = cluster_pb2.WorkerStatus(name="w", **worker)
+    return asdict(status_from(cluster_pb2.GetStatusResponse(router_id="r", workers=[of_worker])))
+
+
+def test_a_healthy_cluster_has_none() -> None:
+    assert troubles(answer(state="ready", circuit="closed", leased_pages=3, step_age_s=0.2)) == []
+
+
+@pytest.mark.parametrize(
+    ("worker", "sentence"),
+    [
+        (
+            {"state": "suspect", "reason": "it has said nothing for 2.3 s"},
+            "w is suspect: it has said nothing for 2.3 s",
+        ),
+        ({"circuit": "half_open"}, "w: its circuit is half open; others get its requests"),
+        (
+            {"pairs": [cluster_pb2.PairStatus(peer="d", failures=2, reason="no route", age_s=7)]},
+            "w cannot hand over to d: 2 failed, the last 7 s ago: no route",
+        ),
+        ({"fenced_pages": 7}, "w: 7 pages are fenced: no lease holds them, a sender may still write them"),
+        ({"quarantined_pages": 9}, "w: 9 pages are out of use: a sender that hangs may still write them"),
+        ({"step_age_s": 8.0}, "w: its step has been running for 8.0 s"),
+        ({"loop_lag_s": 2.0}, "w: its event loop is 2.0 s late"),
+    ],
+)
+def test_each_trouble_is_told_with_its_reason(worker: dict[str, Any], sentence: str) -> None:
+    assert troubles(answer(**worker)) == [sentence]
