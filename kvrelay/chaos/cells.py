@@ -287,8 +287,8 @@ PREFILL_PHASES = ("idle", "first chunk", "later chunk", "first token", "mid-tran
 DECODE_PHASES = ("idle", "connecting", "reserving", "announced", "commit", "receipt", "decoding")
 ROUTER_PHASES = ("idle", "first chunk", "mid-transfer", "commit", "decoding")
 QUICK = {
-    *("kill/decode/decoding", "kill/prefill/mid-transfer", "segment/corrupt", "client/cancel"),
-    *("message/commit/delay", "link/router/reset", "clock/back"),
+    *("kill/decode/decoding", "kill/prefill/mid-transfer", "engine/decode/fail"),
+    *("segment/corrupt", "client/cancel", "link/router/reset"),
 }
 
 
@@ -297,7 +297,7 @@ def _cells() -> list[Cell]:
     for role, phases in (("prefill", PREFILL_PHASES), ("decode", DECODE_PHASES)):
         for phase in (*phases, "stalled"):
             shape = "small" if phase == "stalled" else "pools"
-            for do, share in (("kill", 4), ("stop", 1)):
+            for do, share in (("kill", 6), ("stop", 1)):
                 act = partial(process, do=do, role=role, phase=phase)
                 cells.append(_cell(f"{do}/{role}/{phase}", f"worker-{_past(do)}", act, share, shape=shape))
     for phase in ROUTER_PHASES:

@@ -90,6 +90,7 @@ class ProcessCluster:
         """Returns when all are ready."""
         set_thread_counts(1)
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # who is killed leaves tqdm's semaphores
         self._context.set_forkserver_preload(list(PRELOAD))
         first = self._context.Process(target=os.getpid)  # returns when the fork server has imported all that
         first.start()

@@ -75,7 +75,8 @@ async def learn(client: AsyncClient, seed: int, count: int) -> tuple[list[Templa
         for template, stream in zip(some, streams, strict=True):
             if stream.ended is not Ended.DONE:
                 raise OracleError(f"without any fault a request ended {stream.code}: {stream.reason}")
-            learnt.append(Template(template.prompt, template.options, tuple(stream.tokens)))
+            if POISON_ID not in stream.tokens:
+                learnt.append(Template(template.prompt, template.options, tuple(stream.tokens)))
     gaps = [b - a for stream in played for a, b in pairwise(stream.times_s)]
     waits = [stream.times_s[0] - stream.began_s for stream in played]
     return learnt, {"step_s": max(gaps), "prefill_s": max(waits)}

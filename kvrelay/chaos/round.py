@@ -106,6 +106,11 @@ class Round(Generic[TargetT]):
     def is_over(self) -> bool:
         return all(task.done() for task in self._tasks)
 
+    async def clients_ready(self, timeout_s: float) -> None:
+        """The clients' own connections stand again. Raises KvrelayError."""
+        for client in self._clients:
+            await client.wait_ready(timeout_s)
+
     # Measuring
 
     async def status(self) -> ClusterStatus | None:

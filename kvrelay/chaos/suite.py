@@ -209,9 +209,9 @@ async def play_round(
     measured = Measured()
     try:
         await cell.act(round_)
+        await _measure_pages(round_, measured, bound, values)
     finally:
         watching.cancel()
-    await _measure_pages(round_, measured, bound, values)
     await _heal(round_, measured)
     _conclude(round_, cell, bound, measured, values)
     return measured
@@ -232,6 +232,7 @@ async def _heal(round_: Round[Any], measured: Measured) -> None:
     for attempt in range(2):
         late = await _not_serving(round_)
         if not late:
+            await round_.clients_ready(HEAL_S)
             return
         measured.problems.append(f"{HEAL_S:g} s after the fault was over {', '.join(late)} did not serve")
         if attempt == 0:
