@@ -13,7 +13,7 @@ from kvrelay.cli.console import USAGE, CliError
 from kvrelay.client.access import TOKEN_VARIABLE, TOKENS_FILE_VARIABLE
 from kvrelay.client.known_clusters import ClusterState
 from worker.secrets import Secrets
-from worker.tls import TlsError
+from worker.tls import TlsError, is_loopback
 from worker.tokens import DEFAULT_NAME, TokenError, checked_token, read_tokens
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ def draw(spec: ClusterSpec, *, must_be_here: bool) -> tuple[ClusterSpec, Secrets
         return spec, Secrets(cluster=_given_or_drawn(SECRET_VARIABLE), clients=_clients(spec))
     except (TokenError, TlsError) as error:
         raise CliError(str(error), USAGE) from None
+
+
+def why_overheard(spec: ClusterSpec, *, is_joined: bool) -> str:
+    """What of a cluster others on its network could read; empty if nothing crosses it in plain text."""
+    host = spec.router.host
+    is_near = not is_joined if host == "auto" else is_loopback(host)
+    if not is_near and spec.router.tls is None:
+        return "clients' tokens, prompts and answers cross the network in plain text; give router.tls"
+    if is_joined and spec.tls is None:
+        return "the cluster's secret and KV cross between nodes in plain text; give tls, or keep their network private"
+    return ""
 
 
 def noted(spec: ClusterSpec, drawn: Secrets, state: ClusterState) -> ClusterState:

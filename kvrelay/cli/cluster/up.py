@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrelay.cli.cluster import secrets
-from kvrelay.cli.console import USAGE, CliError, JsonOption
+from kvrelay.cli.console import USAGE, CliError, JsonOption, note
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.spec_flags import ClusterFlags, PoolFlags, RouterFlags, SpecChanges, TransferFlags
 
@@ -69,6 +69,8 @@ def up(
         raise CliError(str(error), USAGE) from None
     wanted = with_found_model(wanted, must_be_here=address is None)
     wanted, drawn = secrets.draw(wanted, must_be_here=address is None)
+    if why := secrets.why_overheard(wanted, is_joined=address is not None):
+        note(f"note: {why}")
     check_name(wanted.name)
     if detach and address is None and report_fd is None:
         from kvrelay.cli.cluster import daemon

@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from cluster.spec.errors import SpecError
-from kvrelay.cli.cluster.secrets import draw, noted
+from kvrelay.cli.cluster.secrets import draw, noted, why_overheard
 from kvrelay.cli.cluster.state import this_process
 from kvrelay.cli.cluster.up import build_spec
 from kvrelay.cli.console import CliError
@@ -108,3 +108,19 @@ def test_a_router_that_lets_strangers_in_is_no_spec(router: dict[str, Any], sent
 
 def test_a_router_that_asks_for_certificates_may_do_without_tokens() -> None:
     assert not spec_of(auth=False, host="0.0.0.0", tls="{cert: a, key: b, client_ca: c}").router.auth
+
+
+@pytest.mark.parametrize(
+    ("router", "is_joined", "sentence"),
+    [
+        ({}, False, ""),
+        ({"host": "127.0.0.1"}, True, "the cluster's secret and KV cross between nodes in plain text"),
+        ({"host": "0.0.0.0"}, False, "clients' tokens, prompts and answers cross the network in plain text"),
+        ({}, True, "clients' tokens, prompts and answers"),
+        ({"host": "0.0.0.0", "tls": "{cert: a, key: b}"}, False, ""),
+    ],
+)
+def test_what_could_be_overheard_is_told(router: dict[str, Any], is_joined: bool, sentence: str) -> None:
+    told = why_overheard(spec_of(**router), is_joined=is_joined)
+    assert told.startswith(sentence)
+    assert bool(told) == bool(sentence)
