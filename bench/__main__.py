@@ -17,6 +17,7 @@ NAMES = (
     "engine",
     "handoff",
     "router",
+    "flood",
     "guards",
     "e2e",
     "startup",

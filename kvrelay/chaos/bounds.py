@@ -190,7 +190,7 @@ BOUNDS: tuple[Bound, ...] = (
         what="the client leaves, cancels, never reads, or its deadline is over",
         phases="all",
         pages="0.5 + 2 * step_s",
-        how="CANCELLED or DEADLINE_EXCEEDED; dropped everywhere",
+        how="CANCELLED or DEADLINE_EXCEEDED; dropped everywhere. Who never reads: RESOURCE_EXHAUSTED after max_stall_s",
     ),
     Bound(
         fault="limit",
