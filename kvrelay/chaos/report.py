@@ -24,7 +24,7 @@ def as_object(findings: Findings) -> dict[str, Any]:
     by_cell: dict[str, list[Outcome]] = {}
     for outcome in findings.outcomes:
         by_cell.setdefault(outcome.cell, []).append(outcome)
-    cells = [cell_object(name, outcomes, findings.values) for name, outcomes in sorted(by_cell.items())]
+    cells = [cell_object(name, outcomes) for name, outcomes in sorted(by_cell.items())]
     grown = {name: round(value, 1) for name, value in findings.growth.items()}
     wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > FLAT[name]]
     wrong += [f"process {pid} outlived the cluster" for pid in findings.orphans]
@@ -36,12 +36,12 @@ def as_object(findings: Findings) -> dict[str, Any]:
         "streams": dict(sum((Counter(o.measured.ended) for o in findings.outcomes), Counter())),
         "growth": grown,
         "problems": wrong,
-        "settings": {name: round(value, 4) for name, value in findings.values.items()},
+        "settings": {CELLS[o.cell].shape: {k: round(v, 4) for k, v in o.values.items()} for o in findings.outcomes},
         "cells": cells,
     }
 
 
-def cell_object(name: str, outcomes: Sequence[Outcome], values: dict[str, float]) -> dict[str, Any]:
+def cell_object(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     bound = bound_of(CELLS[name].bound)
     failed = [outcome for outcome in outcomes if outcome.measured.problems]
     return {
@@ -51,7 +51,7 @@ def cell_object(name: str, outcomes: Sequence[Outcome], values: dict[str, float]
         "rounds": len(outcomes),
         "missed": sum(outcome.measured.missed for outcome in outcomes),
         "streams": dict(sum((Counter(outcome.measured.ended) for outcome in outcomes), Counter())),
-        **{f"{what}_s": times(what, outcomes, bound, values) for what in TIMES},
+        **{f"{what}_s": times(what, outcomes, bound) for what in TIMES},
         "is_ok": not failed,
         "problems": [
             {"problem": problem, "repeat": f"kvrelay chaos --cell {quoted(name)} --seed {outcome.seed}"}
@@ -61,13 +61,13 @@ def cell_object(name: str, outcomes: Sequence[Outcome], values: dict[str, float]
     }
 
 
-def times(what: str, outcomes: Sequence[Outcome], bound: Bound, values: dict[str, float]) -> dict[str, float | None]:
+def times(what: str, outcomes: Sequence[Outcome], bound: Bound) -> dict[str, float | None]:
     measured = sorted(t for o in outcomes if (t := getattr(o.measured, f"{what}_s")) is not None)
     promise = getattr(bound, what)
     return {
         **{f"p{share}": rounded(percentile(measured, share / 100)) for share in (50, 99)},
         "max": rounded(measured[-1] if measured else None),
-        "bound": rounded(within(promise, values)) if promise else None,
+        "bound": rounded(within(promise, outcomes[0].values)) if promise else None,
     }
 
 

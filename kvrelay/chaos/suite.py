@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,12 @@ class Outcome:
     cell: str
     seed: int
     measured: Measured
+    values: Mapping[str, float]  # what its bound was made of, settings and measures
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
     outcomes: list[Outcome] = field(default_factory=list)
-    values: dict[str, float] = field(default_factory=dict)  # what the bounds were made of, settings and measures
     growth: dict[str, float] = field(default_factory=dict)  # the most that a process grew while it lived
     orphans: list[int] = field(default_factory=list)
     duration_s: float = 0.0
@@ -131,11 +131,11 @@ async def _play_shape(
             watcher = await stack.enter_async_context(AsyncClient(cluster.watch_endpoint))
             await watcher.wait_ready(HEAL_S)
             templates, measures = await learn(players[0], 0, TEMPLATES[wish.faults > SHORT_FAULTS])
-            findings.values |= values_of(cluster, measures) | {"busy_s": wish.busy_s}
+            values = values_of(cluster, measures) | {"busy_s": wish.busy_s}
             flat = Flat()
             for cell, seed in order(wish, findings, deadline_s):
-                measured = await play_round(cell, seed, cluster, players, watcher, templates, findings.values)
-                findings.outcomes.append(Outcome(cell=cell.name, seed=seed, measured=measured))
+                measured = await play_round(cell, seed, cluster, players, watcher, templates, values)
+                findings.outcomes.append(Outcome(cell=cell.name, seed=seed, measured=measured, values=values))
                 on_round(sum(o.measured.faults for o in findings.outcomes))
                 flat.see(cluster.states())
             findings.growth = {k: max(v, findings.growth.get(k, 0.0)) for k, v in flat.growth().items()}
