@@ -13,13 +13,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from engine.process import pin_process, set_thread_counts
+from worker.log_file import log_into
+from worker.membership import Greeting, Membership
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
 from worker.secrets import Secrets
@@ -31,25 +33,15 @@ GREET_RETRY_S = 1.0
 CONTROLLER_CHECK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greeting:
-    """What the controller says to a process that has just started."""
-
-    secrets: Secrets
-    last_address: str = ""  # where a router was reached before it was restarted
-    load_delay_s: float = 0.0  # to wait before it loads, when earlier ones died of that
-
-
 Build = Callable[[str, Progress, Greeting], Service]  # the incarnation's name, and whom to tell of progress
 
 
 class MemberActor:
-    """Made by Ray, again after each crash. `controller` names the actor (in this namespace) that hears the events: one
-    that does not ask for `liveness_timeout_s`, and does not answer for as long, is killed."""
+    """Made by Ray, again after each crash."""
 
-    def __init__(self, name: str, host: str, build: Build, *, controller: str, liveness_timeout_s: float) -> None:
-        self._controller = controller
-        self._liveness_timeout_s = liveness_timeout_s
+    def __init__(self, name: str, host: str, membership: Membership, build: Build) -> None:
+        log_into(membership.log_dir, name)
+        self._membership = membership
         self._greeting: Greeting | None = None
         self._asked_s = time.monotonic()
 
@@ -59,7 +51,7 @@ class MemberActor:
             return build(incarnation, progress, self._greeting)
 
         def tell(event: ServiceEvent) -> None:
-            ray.get_actor(controller).on_event.remote(event.as_dict())
+            ray.get_actor(membership.controller).on_event.remote(event.as_dict())
 
         self._thread = ServiceThread(name, host, greet_and_build, tell)
         self._thread.begin()
@@ -80,7 +72,7 @@ class MemberActor:
     def _greet(self) -> Greeting:
         while True:
             try:
-                asked = ray.get_actor(self._controller).greet.remote(self._thread.event.as_dict())
+                asked = ray.get_actor(self._membership.controller).greet.remote(self._thread.event.as_dict())
                 greeting: Greeting = ray.get(asked, timeout=GREET_TIMEOUT_S)
                 return greeting
             except (RayError, ValueError) as error:  # it is being restarted, or knows the secrets only soon
@@ -90,14 +82,14 @@ class MemberActor:
     def _watch_controller(self) -> None:
         while True:
             time.sleep(CONTROLLER_CHECK_S)
-            if time.monotonic() - self._asked_s > self._liveness_timeout_s:
+            if time.monotonic() - self._asked_s > self._membership.liveness_timeout_s:
                 self._end_hung_controller()
                 self._asked_s = time.monotonic()
 
     def _end_hung_controller(self) -> None:
         try:
-            controller = ray.get_actor(self._controller)
-            ray.get(controller.ping.remote(), timeout=self._liveness_timeout_s)
+            controller = ray.get_actor(self._membership.controller)
+            ray.get(controller.ping.remote(), timeout=self._membership.liveness_timeout_s)
         except GetTimeoutError:
             logger.warning("killing the controller: it gave no sign of life for %g s", time.monotonic() - self._asked_s)
             ray.kill(controller, no_restart=False)
@@ -112,9 +104,7 @@ class WorkerActor(MemberActor):
         engine: Mapping[str, Any],
         cpus: Sequence[int],
         loopback: bool,
-        *,
-        controller: str,
-        liveness_timeout_s: float,
+        membership: Membership,
     ) -> None:
         """`options` without the secret: what an actor is made with is kept in Ray's GCS."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
@@ -130,4 +120,4 @@ class WorkerActor(MemberActor):
             secret = greeting.secrets.cluster
             return make_worker(replace(options, host=host, incarnation=incarnation, secret=secret), loaded)
 
-        super().__init__(options.name, host, build, controller=controller, liveness_timeout_s=liveness_timeout_s)
+        super().__init__(options.name, host, membership, build)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from engine.process import LOG_FORMAT, sentence_of
+from engine.process import sentence_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -90,7 +90,6 @@ class ServiceThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def begin(self) -> None:
-        logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO"), format=LOG_FORMAT)
         self._send()
         self._thread.start()
 

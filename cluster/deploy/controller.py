@@ -25,9 +25,9 @@ from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import Roster, Version, WorkerEntry
-from engine.process import LOG_FORMAT
-from worker.actor import Greeting
 from worker.awake import AwakeClock
+from worker.log_file import log_into
+from worker.membership import Greeting
 from worker.process import BROKEN_EXIT_CODE
 from worker.roles import kind_of
 from worker.secrets import Secrets
@@ -50,8 +50,9 @@ class Controller:
         drain_s: float,
         liveness_timeout_s: float,
         load_timeout_s: float,
+        log_dir: str,
     ) -> None:
-        logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO"), format=LOG_FORMAT)
+        log_into(log_dir, "controller")
         self._checkpoint, saved = _restored()
         self._roster = Roster(roles, saved)
         self._placement_group = placement_group

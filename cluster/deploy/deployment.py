@@ -30,12 +30,14 @@ POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal o
 
 
 class Deployment:
-    """One cluster on one Ray. `address` None: a Ray of our own; else auto or HOST:PORT of one that runs."""
+    """One cluster on one Ray. `address` None: a Ray of our own; else auto or HOST:PORT of one that runs. `log_dir`, on
+    each machine, is where every process logs; "": where Ray keeps it."""
 
-    def __init__(self, spec: ClusterSpec, *, address: str | None, secrets: Secrets) -> None:
+    def __init__(self, spec: ClusterSpec, *, address: str | None, secrets: Secrets, log_dir: str) -> None:
         self._written = spec
         self._address = address
         self._secrets = secrets
+        self._log_dir = log_dir
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
         self._version = Version()
@@ -63,8 +65,8 @@ class Deployment:
                     f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
                 )
         self._wants = wants_of(self.spec)
-        self._controller = launch_controller(self.spec)  # from here on `stop` ends what is there
-        launch_members(self.spec, loopback=self._local is not None)
+        self._controller = launch_controller(self.spec, self._log_dir)  # from here on `stop` ends what is there
+        launch_members(self.spec, self._log_dir, loopback=self._local is not None)
 
     def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
@@ -106,14 +108,14 @@ class Deployment:
                 why = " ".join(str(error).split())
                 raise DeployError(f"router-{index} has not reached the workers within {timeout_s:g} s: {why}") from None
 
-    def stop(self, *, keep_logs: bool = False) -> None:
-        """End what `start` began, however far it came."""
+    def stop(self, *, has_crashed: bool = False) -> None:
+        """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own."""
         import ray
 
         if ray.is_initialized() and self._controller is not None:
             end_actors(self._controller)
         if self._local is not None:
-            self._local.stop(keep_logs=keep_logs)
+            self._local.stop(keep_logs_in=self._log_dir if has_crashed else "")
         else:
             ray.shutdown()
 
@@ -125,7 +127,7 @@ class Deployment:
 
     @property
     def logs(self) -> str:
-        return self._local.temp_dir if self._local is not None else "Ray's session directory on each node"
+        return self._log_dir or "Ray's session directory on each node"
 
 
 def this_machine() -> Machine:

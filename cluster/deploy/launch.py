@@ -15,6 +15,7 @@ from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import roles_of
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import WorkerPlan, workers_of
+from worker.membership import Membership
 
 CONTROLLER = "controller"
 PLACEMENT_GROUP = "workers"
@@ -46,7 +47,7 @@ def wants_of(spec: ClusterSpec) -> dict[str, str]:
     return wants
 
 
-def launch_controller(spec: ClusterSpec) -> Any:
+def launch_controller(spec: ClusterSpec, log_dir: str) -> Any:
     """Create the controller of a resolved spec, before all else: its name is the cluster's, and it ends the others."""
     import ray
 
@@ -62,20 +63,22 @@ def launch_controller(spec: ClusterSpec) -> Any:
         drain_s=spec.router.drain_s,
         liveness_timeout_s=spec.liveness_timeout_s,
         load_timeout_s=spec.ready_timeout_s,
+        log_dir=log_dir,
     )
 
 
-def launch_members(spec: ClusterSpec, *, loopback: bool) -> None:
+def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     """Create every worker and router of a resolved spec. What they are made with is kept in Ray's GCS: no secret."""
     plans = workers_of(spec)
+    membership = Membership(controller=CONTROLLER, liveness_timeout_s=spec.liveness_timeout_s, log_dir=log_dir)
     bundles = [bundle_of(plan) for plan in plans]
     group = _reserve([bundle for bundle in bundles if bundle])
     index = 0
     for plan, bundle in zip(plans, bundles, strict=True):
-        _launch_worker(plan, bundle, group, index, loopback, spec.liveness_timeout_s)
+        _launch_worker(plan, bundle, group, index, loopback, membership)
         index += bool(bundle)
     for i in range(spec.router.replicas):
-        _launch_router(spec, i)
+        _launch_router(spec, i, membership)
 
 
 def _reserve(bundles: list[dict[str, float]]) -> Any | None:
@@ -97,7 +100,7 @@ def _launch_worker(
     group: Any,
     index: int,
     loopback: bool,
-    liveness_timeout_s: float,
+    membership: Membership,
 ) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -111,14 +114,7 @@ def _launch_worker(
     if bundle:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     actor = ray.remote(_actor_class(plan.options.role)).options(**options)
-    actor.remote(
-        plan.options,
-        dict(plan.engine),
-        plan.cpus,
-        loopback,
-        controller=CONTROLLER,
-        liveness_timeout_s=liveness_timeout_s,
-    )
+    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, membership)
 
 
 def _actor_class(role: str) -> type[Any]:
@@ -128,7 +124,7 @@ def _actor_class(role: str) -> type[Any]:
     return type(f"{role.capitalize()}Actor", (WorkerActor,), {})
 
 
-def _launch_router(spec: ClusterSpec, index: int) -> None:
+def _launch_router(spec: ClusterSpec, index: int, membership: Membership) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -140,7 +136,7 @@ def _launch_router(spec: ClusterSpec, index: int) -> None:
     else:  # where `up` runs, so that the endpoint is where one looks for it
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    ray.remote(RouterActor).options(**options).remote(spec, index, controller=CONTROLLER)
+    ray.remote(RouterActor).options(**options).remote(spec, index, membership)
 
 
 def end_actors(controller: Any) -> None:

@@ -6,6 +6,7 @@ shutdown (a worker whose raylet was killed, say) can be ended by its process id.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -22,6 +23,8 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever
 REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 PREFIX = "kvrelay-ray-"  # then the process that made it
+MAX_FOLDER_BYTES = 42  # of a path: Ray makes Unix sockets 65 bytes below, and the kernel takes 107
+MAX_KEPT_LOG_BYTES = 8 << 20  # of each of Ray's own logs, after a crash
 
 # A Ray of our own listens on loopback only (Ray turns 127.0.0.1 into the machine's address unless it believes that it
 # cannot be a cluster), takes a token that only its own processes know, and reports to nobody. Ray makes actors yield to
@@ -40,17 +43,19 @@ class LocalRay:
     """`start` before anything else imports ray, for some of its settings are read then."""
 
     def __init__(self) -> None:
-        self.temp_dir = ""
+        self._folder = Path()
         self._seen: dict[int, psutil.Process] = {}
 
     def start(self, namespace: str, needs: Mapping[str, float]) -> None:
         """`needs`: what all actors together ask for, by Ray's names. Raises RuntimeError or OSError."""
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        base = _base()
+        _sweep(base)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would take it before the file's
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_write_token(self._folder / "token")))
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
-        _sweep()
-        self.temp_dir = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         custom = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         ray.init(
             address="local",
@@ -64,7 +69,7 @@ class LocalRay:
             configure_logging=False,
             logging_level=logging.CRITICAL,
             _node_ip_address=LOOPBACK,
-            _temp_dir=self.temp_dir,
+            _temp_dir=str(self._folder / "r"),  # which Ray opens to everybody, but not the folder that it is in
         )
         self.remember()
 
@@ -73,8 +78,8 @@ class LocalRay:
         for process in psutil.Process().children(recursive=True):
             self._seen[process.pid] = process
 
-    def stop(self, *, keep_logs: bool = False) -> None:
-        """End Ray and everything under it; returns when all of it is gone."""
+    def stop(self, *, keep_logs_in: str = "") -> None:
+        """End Ray and everything under it; returns when all of it is gone. `keep_logs_in`: a folder for Ray's logs."""
         import ray
 
         self.remember()
@@ -83,13 +88,38 @@ class LocalRay:
         for process in alive:
             process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process
         psutil.wait_procs(alive, timeout=REAP_TIMEOUT_S)
-        if not keep_logs:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if keep_logs_in:
+            _keep_logs(self._folder / "r" / "session_latest" / "logs", Path(keep_logs_in, "ray"))
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _sweep() -> None:
+def _base() -> str:
+    """Where temporary files go, unless sockets cannot have so long a path there."""
+    wanted = tempfile.gettempdir()
+    needed = len(f"/{PREFIX}{2**22}-") + 8
+    return wanted if len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
+
+
+def _write_token(path: Path) -> Path:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _keep_logs(logs: Path, target: Path) -> None:
+    """The ends of Ray's logs."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for path in (path for path in logs.iterdir() if path.is_file() and path.stat().st_size):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - MAX_KEPT_LOG_BYTES))
+                (target / path.name).write_bytes(file.read())
+
+
+def _sweep(base: str) -> None:
     """Remove what runs left whose process was killed before it could clean up."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+    for path in Path(base).glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)

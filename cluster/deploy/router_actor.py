@@ -15,7 +15,8 @@ from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
 from cluster.spec.model import ClusterSpec
 from engine.process import set_thread_counts
-from worker.actor import Greeting, MemberActor
+from worker.actor import MemberActor
+from worker.membership import Greeting, Membership
 from worker.process import Progress, Service
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class RouterActor(MemberActor):
-    def __init__(self, spec: ClusterSpec, index: int, *, controller: str) -> None:
+    def __init__(self, spec: ClusterSpec, index: int, membership: Membership) -> None:
         """`spec` is resolved."""
         set_thread_counts(1)
         host = ray.util.get_node_ip_address() if spec.router.host in ANY_ADDRESS else spec.router.host
@@ -33,9 +34,7 @@ class RouterActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             return _RouterService(spec, index, greeting, host)
 
-        super().__init__(
-            f"router-{index}", host, build, controller=controller, liveness_timeout_s=spec.liveness_timeout_s
-        )
+        super().__init__(f"router-{index}", host, membership, build)
 
     def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
         """Roster.workers, and the Roster's version then."""

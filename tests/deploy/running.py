@@ -19,9 +19,15 @@ START_TIMEOUT_S = 240.0
 RETURN_TIMEOUT_S = 120.0
 
 
-def kvrelay(state_dir: Path, *arguments: str, timeout_s: float = START_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def kvrelay(
+    state_dir: Path, *arguments: str, timeout_s: float = START_TIMEOUT_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], env=environment(state_dir), capture_output=True, text=True, timeout=timeout_s
+        [*COMMAND, *arguments],
+        env=environment(state_dir) | variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
 
 

@@ -44,6 +44,7 @@ def _spawn(name: str, write_fd: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvrelay.cli.main", *arguments, "--report-fd", str(write_fd)]
     state.make_directory()
     log = state.log_path(name)
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         return subprocess.Popen(
             command,

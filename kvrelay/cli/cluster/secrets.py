@@ -46,6 +46,12 @@ def why_overheard(spec: ClusterSpec, *, is_joined: bool) -> str:
     return ""
 
 
+def keep_from_children() -> None:
+    """Ray, and all that it starts, would have them in their environments."""
+    for variable in (SECRET_VARIABLE, TOKEN_VARIABLE):
+        os.environ.pop(variable, None)
+
+
 def noted(spec: ClusterSpec, drawn: Secrets, state: ClusterState) -> ClusterState:
     """The state with what a client of this user needs to come in."""
     tls = spec.router.tls

@@ -36,13 +36,13 @@ class Stopped(BaseException):
 _asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
 
 
-def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, mode: Mode, view: View) -> int:
+def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, log_dir: str, mode: Mode, view: View) -> int:
     """Returns the exit code: see kvrelay/cli/cluster/up.py."""
     began_s = time.monotonic()
     _raise_on_signals()
     try:
         check_ports(spec, is_local=address is None)
-        return _serve(spec, address, drawn, mode, view, began_s)
+        return _serve(spec, address, drawn, log_dir, mode, view, began_s)
     except CliError as error:
         return view.failed(error)
     except BaseException:
@@ -67,15 +67,17 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
                 raise CliError(f"router cannot listen on {host}:{port}: {why}; give another --port, or 0") from None
 
 
-def _serve(spec: ClusterSpec, address: str | None, drawn: Secrets, mode: Mode, view: View, began_s: float) -> int:
+def _serve(
+    spec: ClusterSpec, address: str | None, drawn: Secrets, log_dir: str, mode: Mode, view: View, began_s: float
+) -> int:
     from cluster.deploy.deployment import Deployment
     from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
 
     state.make_directory()
     own_state = replace(noted(spec, drawn, state.this_process(spec.name, mode)), address=address or "")
-    deployment = Deployment(spec, address=address, secrets=drawn)
-    keep = keep_logs = False
+    deployment = Deployment(spec, address=address, secrets=drawn, log_dir=log_dir)
+    keep = has_crashed = False
     with quiet_stdout():
         try:
             state.write(own_state)
@@ -85,7 +87,7 @@ def _serve(spec: ClusterSpec, address: str | None, drawn: Secrets, mode: Mode, v
             endpoints = tuple(_endpoints(snapshot))
             own_state = replace(own_state, endpoints=endpoints, pid=0 if mode == "joined" else own_state.pid)
             state.write(own_state)
-            view.ready(summary(deployment.spec, snapshot, ready_s) | {"detached": mode == "joined"})
+            view.ready(summary(deployment, snapshot, ready_s) | {"detached": mode == "joined"})
             if mode == "joined":
                 keep = True
                 return 0
@@ -94,8 +96,8 @@ def _serve(spec: ClusterSpec, address: str | None, drawn: Secrets, mode: Mode, v
         except SpecError as error:
             raise CliError(str(error), USAGE) from None
         except DeployError as error:
-            keep_logs = error.is_a_crash
-            where = f"\nthe logs are in {deployment.logs}" if keep_logs else ""
+            has_crashed = error.is_a_crash
+            where = f"\nthe logs are in {deployment.logs}" if has_crashed else ""
             raise CliError(f"{error}{where}", FAILURE) from None
         finally:
             _ignore_signals()
@@ -103,7 +105,7 @@ def _serve(spec: ClusterSpec, address: str | None, drawn: Secrets, mode: Mode, v
                 deployment.leave()
             else:
                 view.stopping()
-                deployment.stop(keep_logs=keep_logs)
+                deployment.stop(has_crashed=has_crashed)
                 state.remove(spec.name)
 
 
@@ -129,8 +131,9 @@ def _watch(deployment: Deployment, view: View) -> None:
         view.progress(deployment.next_snapshot(WATCH_S))
 
 
-def summary(spec: ClusterSpec, snapshot: dict[str, Any], ready_s: float) -> dict[str, Any]:
+def summary(deployment: Deployment, snapshot: dict[str, Any], ready_s: float) -> dict[str, Any]:
     """What --json prints when the cluster is ready."""
+    spec = deployment.spec
     keys = ("name", "role", "address", "pid", "host")
     return {
         "name": spec.name,
@@ -138,6 +141,7 @@ def summary(spec: ClusterSpec, snapshot: dict[str, Any], ready_s: float) -> dict
         "served_model_name": spec.model_name,
         "endpoints": _endpoints(snapshot),
         "ready_s": round(ready_s, 3),
+        "logs": deployment.logs,
         "members": [{key: member[key] for key in keys} for member in snapshot["members"]],
     }
 

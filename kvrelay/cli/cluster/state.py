@@ -25,8 +25,14 @@ def make_directory() -> None:
         raise CliError(f"{directory()} cannot be written: {why}; set XDG_STATE_HOME to a directory that can") from None
 
 
+def log_dir(name: str) -> Path:
+    """Of a cluster on a Ray of its own, unless told otherwise; it outlives the cluster."""
+    return directory().parent / "logs" / name
+
+
 def log_path(name: str) -> Path:
-    return directory() / f"{name}.log"
+    """What `up --detach` has to say."""
+    return log_dir(name) / "up.log"
 
 
 def this_process(name: str, mode: Mode) -> ClusterState:

@@ -54,6 +54,10 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; end it with kvrelay down.")
     ] = False,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where every process logs. Default: with the state, or with --address where Ray keeps it."),
+    ] = None,
     as_json: JsonOption = False,
     report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -76,11 +80,15 @@ def up(
         from kvrelay.cli.cluster import daemon
 
         raise typer.Exit(daemon.start_and_wait(wanted.name, as_json))
-    from kvrelay.cli.cluster import serving, views
+    from kvrelay.cli.cluster import serving, state, views
 
+    secrets.keep_from_children()
     view = views.choose(as_json=as_json, report_fd=report_fd)
     mode = "daemon" if report_fd is not None else "joined" if address and detach else "foreground"
-    raise typer.Exit(serving.serve(wanted, address=address, drawn=drawn, mode=mode, view=view))  # type: ignore[arg-type]
+    logs = str(log_dir.absolute()) if log_dir is not None else "" if address else str(state.log_dir(wanted.name))
+    raise typer.Exit(
+        serving.serve(wanted, address=address, drawn=drawn, log_dir=logs, mode=mode, view=view)  # type: ignore[arg-type]
+    )
 
 
 def build_spec(path: Path | None, changes: SpecChanges, prefill: int | None, decode: int | None) -> Any:

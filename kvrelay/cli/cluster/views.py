@@ -203,6 +203,7 @@ def print_ready(summary: dict[str, Any]) -> None:
     for endpoint in summary["endpoints"]:
         print(endpoint, file=sys.__stdout__, flush=True)
     note(f'{summary["served_model_name"]} is served in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
+    note(f"logs: {summary['logs']}")
     note(f"end it with: kvrelay down {summary['name']}" if summary.get("detached") else "end it with Ctrl-C")
 
 
