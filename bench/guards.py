@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.router import Child, Side, latencies_ms, many_requests, measured, percentiles, streams, write
 from tests.certificates import write_tls
-from worker.rpc import open_channel
-from worker.tls import TlsFiles
+from worker.wire.rpc import open_channel
+from worker.wire.tls import TlsFiles
 
 GUARDS = ("none", "token", "TLS", "token and TLS")
 

@@ -48,7 +48,7 @@ from kv_transfer.plan import cut_segments, layer_groups
 from kv_transfer.transports.gloo import make_gloo
 from kv_transfer.transports.registry import load_transport
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 RESULTS = Path(__file__).parent / "results" / "handoff.json"
 HOST, SECRET, FINGERPRINT = "127.0.0.1", "bench", "bench"
@@ -268,7 +268,7 @@ def decode_process(pipe: Connection, layout: KvLayout, options: TransferOptions)
 async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOptions) -> None:
     from kv_transfer.decode_side.servicer import HandoffServicer
     from kvrelay.v1 import worker_pb2, worker_pb2_grpc
-    from worker.rpc import bind, make_server, secret_door
+    from worker.wire.rpc import bind, make_server, secret_door
 
     memory = KvMemory(layout)
     memory.bytes.zero_()
@@ -294,7 +294,7 @@ async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOpti
 async def connect_peer(pipe: Connection, memory: KvMemory, options: TransferOptions) -> Any:
     from kv_transfer.prefill_side.connect import connect
     from kvrelay.v1 import worker_pb2
-    from worker.rpc import handoff_dial
+    from worker.wire.rpc import handoff_dial
 
     return await connect(
         worker_pb2.WorkerAddress.FromString(await asyncio.to_thread(pipe.recv)),

@@ -28,8 +28,8 @@ from typing import Any
 import grpc.aio
 
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
-from worker.rpc import bind, make_server, open_channel
-from worker.tls import TlsFiles
+from worker.wire.rpc import bind, make_server, open_channel
+from worker.wire.tls import TlsFiles
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = list(range(3, 259))
@@ -53,7 +53,7 @@ async def serve_workers(step_s: float) -> None:
 
 async def serve_router(workers: str, guard: str = "{}") -> None:
     from cluster.front.server import RouterServer, server_options
-    from cluster.router.worker_link import WorkerEndpoint
+    from cluster.router.links.worker_link import WorkerEndpoint
 
     settings = json.loads(guard)
     tls = TlsFiles(**settings.pop("tls")) if "tls" in settings else None

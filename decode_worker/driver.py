@@ -21,7 +21,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.convert import token_output
 from worker.role import AddToServer, RoleHost
-from worker.router_link import RouterLink
+from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
 

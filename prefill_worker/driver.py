@@ -23,7 +23,7 @@ from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
 from worker.requests import read_request
 from worker.role import AddToServer, RoleHost
-from worker.router_link import RouterLink
+from worker.streams.router_link import RouterLink
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from prefill_worker.peers import Peers
 from prefill_worker.policy import ChunkPlan, PrefillPolicy
 from worker.requests import HeldRequest
 from worker.role import RoleHost
-from worker.router_link import RouterLink
+from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
 

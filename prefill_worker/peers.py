@@ -16,8 +16,8 @@ from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.pair_health import PairHealth, PeerKey
 from worker.role import RoleHost
-from worker.rpc import handoff_dial
-from worker.tls import TlsError
+from worker.wire.rpc import handoff_dial
+from worker.wire.tls import TlsError
 
 log = logging.getLogger(__name__)
 

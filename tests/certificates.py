@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from worker.tls import MEMBER_NAME, TlsFiles
+from worker.wire.tls import MEMBER_NAME, TlsFiles
 
 
 def write_tls(

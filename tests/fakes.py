@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from cluster.router.worker_link import WorkerEndpoint
+from cluster.router.links.worker_link import WorkerEndpoint
 from engine.pages.pool import pages_for
 from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
-from worker.rpc import bind, make_server, secret_door
-from worker.tls import TlsFiles
+from worker.wire.rpc import bind, make_server, secret_door
+from worker.wire.tls import TlsFiles
 
 VOCAB = 1000
 EOS = 2

@@ -24,7 +24,7 @@ from worker.log_file import log_into
 from worker.membership import Greeting, Membership
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
-from worker.secrets import Secrets
+from worker.wire.secrets import Secrets
 
 logger = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.roles import kind_of
-from worker.router_link import RouterLink
-from worker.router_streams import RouterStreams
-from worker.rpc import bind, keepalive_options, make_server, secret_door
 from worker.run_ahead import BegunBatch, RunAhead
 from worker.step_watch import WatchedEngine
+from worker.streams.router_link import RouterLink
+from worker.streams.router_streams import RouterStreams
+from worker.wire.rpc import bind, keepalive_options, make_server, secret_door
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def make_worker(options: WorkerOptions, engine: Engine, *, faults: Faults | None
     make_role = kind_of(options.role).load_driver()
     if not options.faults:
         return Worker(options, engine, make_role, faults=faults)
-    from worker.faults import FaultBox
-    from worker.faulty_streams import FaultyStreams
+    from worker.faults.box import FaultBox
+    from worker.faults.streams import FaultyStreams
 
     box = FaultBox(options.faults, options.name)
     box.install(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.secrets import Secrets
+from worker.wire.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from engine.knobs import as_text, knob, knobs_of, read
 from kv_transfer.options import TransferOptions
 from worker.roles import ROLES, kind_of
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 REPORT_GAP_S = 0.05  # a worker that changes reports no more often: worker and router spend half a millisecond on each
 
@@ -43,7 +43,7 @@ class WorkerOptions:
     )
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
-    faults: str = ""  # a folder that says what is to go wrong, for worker/faults.py; empty: nothing is
+    faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is
 
     @property

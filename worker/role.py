@@ -24,8 +24,8 @@ from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
 from worker.options import WorkerOptions
 from worker.requests import HeldRequest
-from worker.router_link import RouterLink
-from worker.router_streams import RouterStreams
+from worker.streams.router_link import RouterLink
+from worker.streams.router_streams import RouterStreams
 
 BatchT = TypeVar("BatchT")
 

@@ -209,7 +209,7 @@ async def processes(specs: Mapping[str, WorkerProcess]) -> AsyncIterator[str]:
     Workers load side by side, so the share of the GPU that each may take must be written in its spec.
     """
     from cluster.front.server import RouterServer, server_options
-    from cluster.router.worker_link import LinkState, WorkerEndpoint
+    from cluster.router.links.worker_link import LinkState, WorkerEndpoint
 
     context = multiprocessing.get_context("spawn")
     started: list[tuple[Any, Connection]] = []

@@ -30,7 +30,7 @@ from worker.log_file import log_into
 from worker.membership import Greeting
 from worker.process import BROKEN_EXIT_CODE
 from worker.roles import kind_of
-from worker.secrets import Secrets
+from worker.wire.secrets import Secrets
 
 logger = logging.getLogger(__name__)
 

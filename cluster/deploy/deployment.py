@@ -21,7 +21,7 @@ from cluster.deploy.ray import DeployError, find_actor, join_ray, namespace_of, 
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
-from worker.secrets import Secrets
+from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from cluster.front.server import RouterServer, ServerOptions
-from cluster.router.worker_link import LinkState, WorkerEndpoint
+from cluster.router.links.worker_link import LinkState, WorkerEndpoint
 from decode_worker.driver import DecodeRole
 from engine.engine import Engine
 from engine.options import EngineOptions

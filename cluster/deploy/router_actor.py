@@ -88,7 +88,7 @@ class _RouterService:
         await self._server.stop(grace_s)
 
     async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
-        from cluster.router.worker_link import WorkerEndpoint
+        from cluster.router.links.worker_link import WorkerEndpoint
 
         if not self._newest.takes(version):
             logger.info("a list of workers that came late is dropped: %s", version)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster.front.detokenizer import Detokenizer
 from cluster.front.tokenizer import TextCodec
-from cluster.router.live_requests import ChoiceUpdate, LiveRequest, Submission
+from cluster.router.live.requests import ChoiceUpdate, LiveRequest, Submission
 from engine.types import FinishReason, SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from grpc_health.v1 import health
 
-from worker.door import Door, Metadata, single
-from worker.tokens import Keyring
+from worker.wire.door import Door, Metadata, single
+from worker.wire.tokens import Keyring
 
 HEADER = "authorization"
 REFUSAL = "the token is missing or wrong; send `authorization: Bearer TOKEN`, or set KVRELAY_TOKEN for kvrelay's client"

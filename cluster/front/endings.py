@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from cluster.router.live_requests import RequestFailed, Submission
+from cluster.router.live.requests import RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
 from engine.types import InvalidRequest
-from worker.door import CALLER
+from worker.wire.door import CALLER
 
 log = logging.getLogger("kvrelay.requests")
 

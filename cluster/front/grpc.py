@@ -24,7 +24,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live_requests import RequestFailed, Submission
+from cluster.router.live.requests import RequestFailed, Submission
 from cluster.router.monitoring.status import status_of
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2, generate_pb2

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import grpc
 
 from cluster.front.tokenizer import TextCodec
-from cluster.router.live_requests import NewRequest, RequestFailed
+from cluster.router.live.requests import NewRequest, RequestFailed
 from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_stop_counts
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
-from worker.door import CALLER
+from worker.wire.door import CALLER
 
 MAX_ID_CHARS = 128
 

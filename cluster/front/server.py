@@ -26,15 +26,15 @@ from cluster.front.limits import server_options as grpc_options
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
+from cluster.router.links.worker_link import WorkerEndpoint
+from cluster.router.live.unread import Unread
 from cluster.router.monitoring.families import Scrape
 from cluster.router.monitoring.status import status_of
 from cluster.router.options import RouterOptions
-from cluster.router.unread import Unread
-from cluster.router.worker_link import WorkerEndpoint
 from engine.knobs import knobs_of, read
-from worker.rpc import bind, make_server
-from worker.tls import TlsFiles, why_open
-from worker.tokens import Keyring
+from worker.wire.rpc import bind, make_server
+from worker.wire.tls import TlsFiles, why_open
+from worker.wire.tokens import Keyring
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
     secret: str = field(default="", repr=False)  # shared with the workers
-    auth: bool = False  # clients must send one of the tokens: those of `tokens` (worker/tokens.py), and of the file
+    auth: bool = False  # clients must send a token: one of `tokens` (worker/wire/tokens.py), or of the file
     tokens: str = field(default="", repr=False)
     tokens_file: str = ""
     tls: TlsFiles | None = None  # for clients; None: plain text

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import grpc
 
 from cluster.front.options import FrontOptions
-from cluster.router.live_requests import RequestFailed
+from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ import grpc
 
 from cluster.router.accounts import RequestShape
 from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Retry, Unavailable
-from cluster.router.links import WorkerLinks
-from cluster.router.live_requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
+from cluster.router.links.links import WorkerLinks
+from cluster.router.live.requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel

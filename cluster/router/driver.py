@@ -26,21 +26,21 @@ import grpc
 from cluster.router.accounts import PeerTrouble, Report, WorkerView
 from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
-from cluster.router.links import WorkerLinks
-from cluster.router.live_requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
+from cluster.router.links.links import WorkerLinks
+from cluster.router.links.worker_link import WorkerEndpoint, WorkerLink
+from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
+from cluster.router.live.unread import Unread
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
-from cluster.router.unread import Unread
-from cluster.router.worker_link import WorkerEndpoint, WorkerLink
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO
 from worker.recording import record_calls
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cluster.router.prompt_hashes import PromptHashes
-from cluster.router.worker_link import WorkerRefused
+from cluster.router.links.worker_link import WorkerRefused
+from cluster.router.live.prompt_hashes import PromptHashes
 from engine.pages.pool import PageHash
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb

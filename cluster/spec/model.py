@@ -24,7 +24,7 @@ from cluster.spec.tls import FilePath, MemberTls, RouterTls
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.roles import PHASES, ROLES
-from worker.tls import why_open
+from worker.wire.tls import why_open
 
 Name = Annotated[str, Field(min_length=1)]
 MAX_PORT = 65_535

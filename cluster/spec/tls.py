@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from cluster.spec.knobs import Spec, setting
-from worker.tls import MEMBER_NAME, TlsFiles
+from worker.wire.tls import MEMBER_NAME, TlsFiles
 
 
 def full_path(path: str) -> str:

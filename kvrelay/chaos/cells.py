@@ -27,7 +27,7 @@ PHASE_S = 2.0  # that a phase is waited for, until the fault is made without it
 REPLACED_S = 60.0  # that a stopped process is waited for, until it is called forgotten
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-# the phase -> the moment of worker/faults.py, and at which role's workers it is reached
+# the phase -> the moment of worker/faults/box.py, and at which role's workers it is reached
 PHASES: dict[str, tuple[str, str]] = {
     "connecting": ("hello", "decode"),
     "first chunk": ("first_chunk", "prefill"),

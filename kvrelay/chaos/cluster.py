@@ -246,7 +246,7 @@ class ProcessCluster:
                     return name
         return "unknown"
 
-    # Faults inside a worker: worker/faults.py
+    # Faults inside a worker: worker/faults/box.py
 
     async def arm(self, name: str, **rule: Any) -> str:
         """Have a worker follow a rule; returns its id once it does."""

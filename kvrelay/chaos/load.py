@@ -9,14 +9,12 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from kvrelay.chaos.templates import Template
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.messages import build_request
 from kvrelay.client.types import KvrelayError
-
-if TYPE_CHECKING:
-    from kvrelay.chaos.oracle import Template
 
 Fate = Literal["end", "cancel", "never_read", "deadline"]
 GRACE_S = 3.0  # beyond its deadline, until a stream counts as one that hangs

@@ -62,7 +62,7 @@ class _Behind:
 class _Router:
     def __init__(self, settings: Mapping[str, Any], workers: Sequence[Worker]) -> None:
         from cluster.front.server import RouterServer, server_options
-        from cluster.router.worker_link import WorkerEndpoint
+        from cluster.router.links.worker_link import WorkerEndpoint
 
         self._server = RouterServer(server_options(**settings))
         self._workers = [WorkerEndpoint(name=name, role=role, address=address) for name, role, address in workers]

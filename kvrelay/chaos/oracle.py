@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from kvrelay.chaos.load import Ended, Stream, play
+from kvrelay.chaos.templates import Template, draw
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import GenerateOptions
 
-FIRST_ID, LAST_ID = 5, 4000  # of the demo model's vocabulary, without special tokens
 POISON_ID = 4090  # in no prompt but the poisoned
-SHORT, LONG = (4, 40), (60, 200)  # tokens of a prompt
-OUTPUTS = (24, 120)  # tokens
 LEARN_S = 60.0
 AT_ONCE = 8
 LATE_S = 0.5  # that the client's own clock may give a deadline
@@ -34,31 +30,6 @@ CODES = frozenset(  # that a client may see: docs/reliability.md
 
 class OracleError(Exception):
     """The cluster does not answer though nothing is wrong yet, or answers twice differently."""
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    prompt: list[int]
-    options: GenerateOptions
-    tokens: tuple[int, ...] = ()
-
-    @property
-    def is_long(self) -> bool:
-        return len(self.prompt) >= LONG[0]
-
-
-def draw(rng: random.Random) -> Template:
-    low, high = rng.choice((SHORT, LONG, LONG))
-    prompt = [rng.randrange(FIRST_ID, LAST_ID) for _ in range(rng.randrange(low, high))]
-    options = GenerateOptions(
-        max_tokens=rng.randrange(*OUTPUTS),
-        temperature=rng.choice((0.0, 0.8, 1.1)),
-        seed=rng.randrange(1 << 40),
-        ignore_eos=True,
-    )
-    if rng.random() < 0.25:
-        options["repetition_penalty"] = 1.1
-    return Template(prompt, options)
 
 
 async def learn(client: AsyncClient, seed: int, count: int) -> tuple[list[Template], dict[str, float]]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvrelay.chaos.load import Fate, Stream, play
-from kvrelay.chaos.oracle import Template, pick
+from kvrelay.chaos.oracle import pick
 from kvrelay.chaos.target import Target
+from kvrelay.chaos.templates import Template
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, KvrelayError
 

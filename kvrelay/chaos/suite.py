@@ -27,10 +27,11 @@ from kvrelay.chaos.bounds import Bound, bound_of, within
 from kvrelay.chaos.cells import TIMEOUT_S, Cell
 from kvrelay.chaos.cluster import ROUTER, ProcessCluster
 from kvrelay.chaos.load import Ended
-from kvrelay.chaos.oracle import Template, learn, verdict
+from kvrelay.chaos.oracle import learn, verdict
 from kvrelay.chaos.ray_cluster import NAME, RayCluster
 from kvrelay.chaos.round import Measured, Round
 from kvrelay.chaos.target import ProcessState, Shape, Target
+from kvrelay.chaos.templates import Template
 from kvrelay.client.client import AsyncClient
 from kvrelay.demo_model import make_demo_model
 from worker.options import WorkerOptions

@@ -16,8 +16,8 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, INTERRUPTED, USAGE
 from kvrelay.client.access import TLS_VARIABLES, Access, token_in
 from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient, Client
 from kvrelay.client.types import KvrelayError
-from worker.tls import TlsFiles
-from worker.tokens import TokenError
+from worker.wire.tls import TlsFiles
+from worker.wire.tokens import TokenError
 
 _EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
 

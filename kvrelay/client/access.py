@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrelay.client import known_clusters
-from worker.tls import TlsFiles
-from worker.tokens import TokenError, checked_token, read_tokens
+from worker.wire.tls import TlsFiles
+from worker.wire.tokens import TokenError, checked_token, read_tokens
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"
 TOKENS_FILE_VARIABLE = "KVRELAY_TOKENS_FILE"

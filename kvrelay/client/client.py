@@ -32,10 +32,10 @@ from kvrelay.client.messages import build_request, completion_from, model_from, 
 from kvrelay.client.streams import AsyncStream, Stream
 from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
-from worker.credentials import channel_credentials
-from worker.rpc import channel_options, open_channel
-from worker.tls import TlsError, TlsFiles
-from worker.tokens import TokenError
+from worker.wire.credentials import channel_credentials
+from worker.wire.rpc import channel_options, open_channel
+from worker.wire.tls import TlsError, TlsFiles
+from worker.wire.tokens import TokenError
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 SERVICE = "kvrelay.v1.Generate"

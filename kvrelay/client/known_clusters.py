@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from worker.private_files import PrivateFileError, read_private
+from worker.wire.private_files import PrivateFileError, read_private
 
 Mode = Literal["foreground", "daemon", "joined"]
 

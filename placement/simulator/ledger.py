@@ -1,6 +1,6 @@
 """Ledger keeps what a simulation finds of each request: when its tokens came and where its time went.
 
-The phases are those of a live request (cluster/router/timeline.py); they sum to its end-to-end time. It decides
+The phases are those of a live request (cluster/router/live/timeline.py); they sum to its end-to-end time. It decides
 nothing.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from cluster.router.timeline import PHASES
+from cluster.router.live.timeline import PHASES
 from placement.simulator.outcome import Outcome
 from placement.workload.requests import Workload
 

@@ -13,7 +13,7 @@ from cluster.front.server import RouterServer, ServerOptions, server_options
 from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from tests.fakes import FakeDecodeWorker, FakePrefillWorker, FakeWorker
-from worker.rpc import open_channel
+from worker.wire.rpc import open_channel
 
 WAIT_S = 20.0
 

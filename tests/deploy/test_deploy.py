@@ -17,7 +17,7 @@ import pytest
 from kvrelay.client.client import Client
 from kvrelay.demo_model import make_demo_model
 from tests.deploy.running import Running, gone, kvrelay, until
-from worker.tls import is_loopback
+from worker.wire.tls import is_loopback
 
 READY_TIMEOUT_S = 120.0
 SECRET = "that-all-processes-of-the-cluster-share"

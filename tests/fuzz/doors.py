@@ -28,7 +28,7 @@ from kvrelay.v1 import cluster_pb2, generate_pb2, worker_pb2
 from placement.workload.requests import read_request_list
 from placement.workload.traces import WorkloadError, read_trace
 from tests.fuzz import mess
-from worker.rpc import SECRET_KEY
+from worker.wire.rpc import SECRET_KEY
 
 CASE_S = 5.0  # a call may take so long before the client leaves
 UNCLEAR = frozenset((grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN))

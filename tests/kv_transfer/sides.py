@@ -22,8 +22,8 @@ from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import generate_pb2, worker_pb2, worker_pb2_grpc
-from worker.rpc import bind, handoff_dial, keepalive_options, make_server, secret_door
-from worker.tls import TlsFiles
+from worker.wire.rpc import bind, handoff_dial, keepalive_options, make_server, secret_door
+from worker.wire.tls import TlsFiles
 
 SECRET = "open sesame"
 PAGE_SIZE = 4

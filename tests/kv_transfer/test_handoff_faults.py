@@ -31,7 +31,7 @@ from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from tests.kv_transfer.sides import SECRET, DecodeSide, connect, decode_side, random_memory, request, send_all, snapshot
-from worker.rpc import handoff_dial, open_channel, secret_metadata
+from worker.wire.rpc import handoff_dial, open_channel, secret_metadata
 
 NUM_PAGES = 37
 

@@ -36,7 +36,7 @@ from tests.certificates import write_tls
 from tests.kv_transfer import fake_gpu
 from tests.kv_transfer.gpu_here import SECOND_GPU, why_no_nccl
 from tests.kv_transfer.sides import DEVICE, LAYERS, assert_pages_moved, random_memory, snapshot
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 NCCL = pytest.param("process_group", marks=pytest.mark.skipif(bool(why_no_nccl()), reason=why_no_nccl()))
 if DEVICE == "cpu":

@@ -17,7 +17,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import model_info_to_proto
 from worker.options import worker_options
 from worker.roles import kind_of
-from worker.router_link import RouterLink
+from worker.streams.router_link import RouterLink
 
 PAGE_SIZE = 4
 NUM_PAGES = 8

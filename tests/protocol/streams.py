@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from cluster.router.worker_link import LinkState, WorkerEndpoint
+from cluster.router.links.worker_link import LinkState, WorkerEndpoint
 from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.loop import ModelLoop
 from tests.protocol.process import Process

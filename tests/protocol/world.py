@@ -19,12 +19,12 @@ import grpc
 import grpc.aio
 
 from cluster.router.driver import Router
-from cluster.router.live_requests import NewRequest, RequestFailed
+from cluster.router.links.worker_link import LinkState
+from cluster.router.live.requests import NewRequest, RequestFailed
+from cluster.router.live.timeline import Timeline
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
 from cluster.router.served_model import ServedModel
-from cluster.router.timeline import Timeline
-from cluster.router.worker_link import LinkState
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.types import ModelInfo, SamplingParams

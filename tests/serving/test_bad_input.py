@@ -19,7 +19,7 @@ from kvrelay.v1 import generate_pb2
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import PAGE_SIZE, ROUTER, counters, engine_with, random_prompt, worker_with
 from tests.zoo import VOCAB
-from worker.rpc import open_channel
+from worker.wire.rpc import open_channel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,7 +6,7 @@ import asyncio
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from worker.rpc import bind, make_server, open_channel
+from worker.wire.rpc import bind, make_server, open_channel
 
 LATENCY_S = 0.3  # each way; one attempt to connect takes two
 

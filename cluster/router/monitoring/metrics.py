@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from cluster.router.live.timeline import Timeline
 from cluster.router.monitoring.families import PREFIX, Scrape, families
 from cluster.router.monitoring.scraping import ScrapeServer
-from cluster.router.timeline import Timeline
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -12,7 +12,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from worker.tls import TlsError, TlsFiles
+from worker.wire.tls import TlsError, TlsFiles
 
 MAX_SCRAPERS = 8
 SCRAPE_TIMEOUT_S = 10.0  # that a scraper is waited for, with its request or with taking the answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from cluster.router.driver import Router
-from cluster.router.worker_link import LinkState, WorkerLink
+from cluster.router.links.worker_link import LinkState, WorkerLink
 from kvrelay.v1 import cluster_pb2
 from kvrelay.v1 import worker_pb2 as pb
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from kvrelay.cli.console import USAGE, CliError
 from kvrelay.client.access import TOKEN_VARIABLE, TOKENS_FILE_VARIABLE
 from kvrelay.client.known_clusters import ClusterState
-from worker.secrets import Secrets
-from worker.tls import TlsError, is_loopback
-from worker.tokens import DEFAULT_NAME, TokenError, checked_token, read_tokens
+from worker.wire.secrets import Secrets
+from worker.wire.tls import TlsError, is_loopback
+from worker.wire.tokens import DEFAULT_NAME, TokenError, checked_token, read_tokens
 
 if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
     from kvrelay.client.known_clusters import Mode
-    from worker.secrets import Secrets
+    from worker.wire.secrets import Secrets
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCH_S = 30.0  # how long a quiet cluster is left alone: a change wakes us at once

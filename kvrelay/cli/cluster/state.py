@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvrelay.cli.console import CliError
 from kvrelay.client.known_clusters import ClusterState, Mode, directory
-from worker.private_files import make_private_folder, write_private
+from worker.wire.private_files import make_private_folder, write_private
 
 
 def make_directory() -> None:

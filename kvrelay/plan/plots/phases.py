@@ -21,7 +21,7 @@ from kvrelay.plan.plots.style import (
 )
 from placement.plan import Plan, RatePoint
 
-PHASES = {  # of cluster.router.timeline: colour, name
+PHASES = {  # of cluster.router.live.timeline: colour, name
     "route": (FAINT, "router"),
     "prefill_queue": (PREFILL_WAIT, "waiting for prefill"),
     "prefill": (PREFILL, "prefill"),

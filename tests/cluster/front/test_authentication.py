@@ -19,8 +19,8 @@ from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2
 from tests.certificates import write_tls
 from tests.cluster.harness import Harness, request, serving
 from tests.fakes import FakeDecodeWorker, FakePrefillWorker
-from worker.tls import TlsFiles
-from worker.tokens import TokenError
+from worker.wire.tls import TlsFiles
+from worker.wire.tokens import TokenError
 
 pytestmark = pytest.mark.unit
 

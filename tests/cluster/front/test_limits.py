@@ -18,7 +18,7 @@ from cluster.front.server import server_options
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
 from tests.cluster.front.test_tokenizer import stuck_codec
 from tests.cluster.harness import WAIT_S, Harness, request, serving
-from worker.rpc import open_channel
+from worker.wire.rpc import open_channel
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 

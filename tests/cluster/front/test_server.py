@@ -24,7 +24,7 @@ from kvrelay.v1 import cluster_pb2, generate_pb2
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
 from tests.fakes import EOS, VOCAB, scripted_tokens
 from worker.convert import sampling_from_proto
-from worker.rpc import open_channel
+from worker.wire.rpc import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

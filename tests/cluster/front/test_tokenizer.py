@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.front.tokenizer import TextCodec, TokenizerError, load_codec
-from cluster.router.live_requests import RequestFailed
+from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cluster.front.server import server_options
-from cluster.router.clock_offset import ClockOffset
+from cluster.router.links.clock_offset import ClockOffset
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import collect, request, serving, tokens_of

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvrelay.chaos.load import Ended, Stream
-from kvrelay.chaos.oracle import Template, verdict
+from kvrelay.chaos.oracle import verdict
+from kvrelay.chaos.templates import Template
 from kvrelay.client.types import GenerateOptions
 
 pytestmark = pytest.mark.unit

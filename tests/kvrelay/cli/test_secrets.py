@@ -16,8 +16,8 @@ from kvrelay.cli.cluster.up import build_spec
 from kvrelay.cli.console import CliError
 from kvrelay.cli.spec_flags import SpecChanges
 from tests.certificates import write_tls
-from worker.tls import MEMBER_NAME
-from worker.tokens import Keyring
+from worker.wire.tls import MEMBER_NAME
+from worker.wire.tokens import Keyring
 
 pytestmark = pytest.mark.unit
 

@@ -18,8 +18,8 @@ from kvrelay.client import AsyncClient, Client, KvrelayError
 from kvrelay.client.access import FOUND, Access, find_access
 from kvrelay.client.failures import kvrelay_error
 from kvrelay.client.known_clusters import ClusterState, at, directory, read
-from worker.tls import TlsFiles
-from worker.tokens import TokenError
+from worker.wire.tls import TlsFiles
+from worker.wire.tokens import TokenError
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from cluster.router.accounts import Past
-from cluster.router.live_requests import LiveRequest
-from cluster.router.prompt_hashes import PromptHashes
+from cluster.router.live.prompt_hashes import PromptHashes
+from cluster.router.live.requests import LiveRequest
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 

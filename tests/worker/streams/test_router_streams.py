@@ -15,11 +15,11 @@ import pytest
 from engine.types import InvalidRequest
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker import router_streams
 from worker.awake import BEAT_S, AwakeClock
-from worker.router_link import RouterLink
-from worker.router_streams import MAX_UNREAD, RouterStreams
-from worker.rpc import PROTOCOL_VERSION, bind, make_server, open_channel
+from worker.streams import router_streams
+from worker.streams.router_link import RouterLink
+from worker.streams.router_streams import MAX_UNREAD, RouterStreams
+from worker.wire.rpc import PROTOCOL_VERSION, bind, make_server, open_channel
 
 WIDE = ["x" * 1000] * 1000  # ids in a report: a megabyte, so that a few fill the stream's window
 DROP_AFTER_S = 10.0

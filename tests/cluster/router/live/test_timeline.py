@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.router.timeline import PHASES, Timeline
+from cluster.router.live.timeline import PHASES, Timeline
 
 pytestmark = pytest.mark.unit
 

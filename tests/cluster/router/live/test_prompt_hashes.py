@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.router import prompt_hashes
-from cluster.router.live_requests import NewRequest, Submission
-from cluster.router.prompt_hashes import PromptHashes
+from cluster.router.live import prompt_hashes
+from cluster.router.live.prompt_hashes import PromptHashes
+from cluster.router.live.requests import NewRequest, Submission
 from engine.pages.pool import page_hashes
 from kvrelay.v1 import generate_pb2
 

@@ -1,4 +1,4 @@
-"""gRPC's own credentials, made from TlsFiles (worker/tls.py): of a channel, and of a server that follows its files."""
+"""gRPC's own credentials, made from TlsFiles (tls.py): of a channel, and of a server that follows its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from worker.tls import TlsError, TlsFiles
+from worker.wire.tls import TlsError, TlsFiles
 
 log = logging.getLogger(__name__)
 

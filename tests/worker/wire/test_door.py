@@ -1,4 +1,4 @@
-"""Who a server lets in, whatever is sent instead of a token (worker/door.py, cluster/front/authentication.py)."""
+"""Who a server lets in, whatever is sent instead of a token (worker/wire/door.py, cluster/front/authentication.py)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from cluster.front.authentication import client_door
-from tests.worker.raw_http2 import raw_call
-from worker import door, rpc
-from worker.door import CALLER
-from worker.tokens import Keyring
+from tests.worker.wire.raw_http2 import raw_call
+from worker.wire import door, rpc
+from worker.wire.door import CALLER
+from worker.wire.tokens import Keyring
 
 pytestmark = pytest.mark.unit
 

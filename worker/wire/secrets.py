@@ -12,4 +12,4 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secrets:
     cluster: str = field(repr=False)  # every call between processes of the cluster carries it
-    clients: str = field(default="", repr=False)  # tokens (worker/tokens.py); empty: a file has them, or none
+    clients: str = field(default="", repr=False)  # tokens (worker/wire/tokens.py); empty: a file has them, or none

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.private_files import MAX_BYTES
-from worker.tokens import MAX_TOKENS, RELOAD_S, Keyring, TokenError, parse_tokens, read_tokens
+from worker.wire.private_files import MAX_BYTES
+from worker.wire.tokens import MAX_TOKENS, RELOAD_S, Keyring, TokenError, parse_tokens, read_tokens
 
 pytestmark = pytest.mark.unit
 

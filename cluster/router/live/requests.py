@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.router.accounts import FRESH, Past
-from cluster.router.prompt_hashes import PromptHashes
-from cluster.router.timeline import PHASES, Timeline
+from cluster.router.live.prompt_hashes import PromptHashes
+from cluster.router.live.timeline import PHASES, Timeline
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb

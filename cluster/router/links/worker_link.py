@@ -23,12 +23,12 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from cluster.router.clock_offset import ClockOffset
+from cluster.router.links.clock_offset import ClockOffset
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.roles import Phase, kind_of
-from worker.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
-from worker.tls import TlsError, TlsFiles
+from worker.wire.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
+from worker.wire.tls import TlsError, TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
 from worker.options import REPORT_GAP_S
-from worker.router_link import RouterLink
-from worker.rpc import PROTOCOL_VERSION
+from worker.streams.router_link import RouterLink
+from worker.wire.rpc import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from cluster.router.worker_link import LinkHost, LinkState, WorkerEndpoint, WorkerLink
+from cluster.router.links.worker_link import LinkHost, LinkState, WorkerEndpoint, WorkerLink
 from kvrelay.v1 import worker_pb2 as pb
-from worker.tls import TlsFiles
+from worker.wire.tls import TlsFiles
 
 
 class WorkerLinks:

@@ -1,4 +1,4 @@
-"""The cluster's secret, as worker/rpc.py asks for it."""
+"""The cluster's secret, as worker/wire/rpc.py asks for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from kvrelay.v1 import worker_pb2_grpc
-from worker import door, rpc
+from worker.wire import door, rpc
 
 pytestmark = pytest.mark.unit
 

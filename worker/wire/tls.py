@@ -1,6 +1,6 @@
 """TlsFiles names the certificate, key and authorities by which one side of a connection is known and knows the other.
 
-Values, and what Python's own ssl makes of them; worker/rpc.py makes gRPC's credentials. Files are read when a
+Values, and what Python's own ssl makes of them; worker/wire/rpc.py makes gRPC's credentials. Files are read when a
 connection is opened, or a listener made: a renewed certificate needs no restart. Nothing here opens a socket.
 """
 
@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.private_files import PrivateFileError, read_private
+from worker.wire.private_files import PrivateFileError, read_private
 
 MEMBER_NAME = "kvrelay"  # the DNS name in the certificate of every process of a cluster: they move from host to host
 

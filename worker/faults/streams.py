@@ -1,5 +1,5 @@
 """FaultyStreams stands between a worker's streams and their handlers, and asks a FaultBox of each message what is to go
-wrong (worker/faults.py). Only there when faults were asked for.
+wrong (worker/faults/box.py). Only there when faults were asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from worker.faults import FaultBox
+from worker.faults.box import FaultBox
 
 
 class FaultyStreams(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""TLS between two of our processes (worker/tls.py, worker/credentials.py): who is let in, and what new files change."""
+"""TLS between two of our processes (worker/wire/): who is let in, and what new files change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.certificates import write_tls
-from worker import rpc
-from worker.tls import TlsError, TlsFiles, why_open
+from worker.wire import rpc
+from worker.wire.tls import TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
 

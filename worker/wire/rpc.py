@@ -1,7 +1,7 @@
 """How kvrelay's processes call each other over gRPC: channel and server options, and the cluster's secret.
 
 Every call between processes of a cluster carries the secret in its metadata; a call without it is refused with
-UNAUTHENTICATED (worker/door.py). What clients show instead is the front's (cluster/front/authentication.py).
+UNAUTHENTICATED (worker/wire/door.py). What clients show instead is the front's (cluster/front/authentication.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import grpc.aio
 from kv_transfer.handshake import PROTOCOL_VERSION as PROTOCOL_VERSION
 from kv_transfer.prefill_side.stream import ControlStream, Dial
 from kvrelay.v1 import worker_pb2_grpc
-from worker.credentials import channel_credentials, server_credentials
-from worker.door import Door, Metadata, single
-from worker.tls import TlsFiles
+from worker.wire.credentials import channel_credentials, server_credentials
+from worker.wire.door import Door, Metadata, single
+from worker.wire.tls import TlsFiles
 
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024

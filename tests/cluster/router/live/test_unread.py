@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.router.live_requests import ChoiceUpdate, NewRequest, Submission
-from cluster.router.unread import TOKEN_BYTES, Unread, token_bytes
+from cluster.router.live.requests import ChoiceUpdate, NewRequest, Submission
+from cluster.router.live.unread import TOKEN_BYTES, Unread, token_bytes
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 

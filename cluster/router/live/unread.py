@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.router.live_requests import ChoiceUpdate, Submission
+from cluster.router.live.requests import ChoiceUpdate, Submission
 
 TOKEN_BYTES = 256  # that a token takes while it waits, measured
 LOGPROB_BYTES = 160  # and each log-probability that comes with it

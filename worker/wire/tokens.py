@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from worker.private_files import PrivateFileError, read_private
+from worker.wire.private_files import PrivateFileError, read_private
 
 log = logging.getLogger(__name__)
 
