@@ -39,18 +39,21 @@ class _RenewedFiles:
 
     def __init__(self, tls: TlsFiles) -> None:
         self._tls = tls
-        self._seen = self._stamp()
+        self._seen = self._stamp()  # of what was read
+        self._complaint = ""  # that the log has: anybody can ask for a handshake
 
     def configuration(self) -> grpc.ServerCertificateConfiguration | None:
         try:
             stamp = self._stamp()
             if stamp == self._seen:
                 return None
-            self._seen = stamp
             renewed = _server_configuration(self._tls)
         except (OSError, TlsError) as error:
-            log.warning("the certificate stays as it was: %s", error)
+            if str(error) != self._complaint:
+                log.warning("the certificate stays as it was: %s", error)
+            self._complaint = str(error)
             return None
+        self._seen, self._complaint = stamp, ""
         log.info("%s is read anew", self._tls.cert)
         return renewed
 

@@ -5,7 +5,8 @@
     batch 9pHn2xV...      a name may have two tokens, while the new one replaces the old
 
 Keyring follows such a file: what is added is let in, and what is gone is refused, within RELOAD_S. A file that cannot
-be used changes nothing, and the log says why. No token is ever part of a sentence, a log line or a repr.
+be used changes nothing, the log says why, and it is tried again until it can. No token is ever part of a sentence, a
+log line or a repr.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Keyring:
         self._clock = clock
         self._fixed = parse_tokens(text, "the cluster's tokens") if text or not path else ()
         self._looked_s = clock()
-        self._stamp = _stamp(path)
+        self._stamp = _stamp(path)  # of what was read
+        self._complaint = ""  # that the log has
         self._tokens = self._fixed + (read_tokens(path) if path else ())
 
     def name_of(self, token: bytes) -> str | None:
@@ -111,12 +113,14 @@ class Keyring:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._tokens = self._fixed + read_tokens(self._path)
         except TokenError as error:
-            log.error("the tokens stay as they were: %s", error)
+            if str(error) != self._complaint:
+                log.error("the tokens stay as they were: %s", error)
+            self._complaint = str(error)
         else:
+            self._stamp, self._complaint = stamp, ""
             log.info("%s is read anew: %d tokens", self._path, len(self._tokens))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.certificates import write_tls
 from worker.wire import rpc
+from worker.wire.credentials import _RenewedFiles
 from worker.wire.tls import TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
@@ -98,6 +101,24 @@ def test_files_that_cannot_be_used_are_told_in_a_sentence(tmp_path: Path) -> Non
     Path(other.key).chmod(0o644)
     with pytest.raises(TlsError, match=r"mode 0644\); chmod 600"):
         other.server_context()
+
+
+def test_files_that_do_not_fit_are_one_line_in_the_log_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody can ask for a handshake."""
+    files = _RenewedFiles(write_tls(tmp_path, AUTHORITY))
+    write_tls(tmp_path, AUTHORITY)
+    with monkeypatch.context() as full:
+
+        def no_more(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        full.setattr(os, "open", no_more)
+        assert [files.configuration() for _ in range(5)] == [None] * 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert files.configuration() is not None
+    assert files.configuration() is None
 
 
 def test_sockets_of_our_own_ask_for_the_peers_certificate_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -94,6 +95,26 @@ def test_a_token_is_revoked_and_another_given_without_a_restart(tmp_path: Path) 
     path.write_text(f"batch:{BATCH}")
     clock.now += RELOAD_S
     assert (keyring.name_of(CHAT.encode()), keyring.name_of(BATCH.encode())) == (None, "batch")
+
+
+def test_a_token_is_revoked_though_the_file_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a flood of connections has taken the last descriptor."""
+    clock = Clock()
+    path = tokens_file(tmp_path, f"chat:{CHAT}")
+    keyring = Keyring(path=str(path), clock=clock)
+    path.write_text(f"batch:{BATCH}")
+    with monkeypatch.context() as full:
+
+        def no_more(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        full.setattr(os, "open", no_more)
+        clock.now += RELOAD_S
+        assert keyring.name_of(CHAT.encode()) == "chat"
+    clock.now += RELOAD_S
+    assert keyring.name_of(CHAT.encode()) is None
 
 
 @pytest.mark.parametrize("spoil", ["empty", "gone", "open", "torn"])
