@@ -30,6 +30,7 @@ FOUND = Access()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundAccess:
+    endpoint: str  # to call
     token: str = field(repr=False)  # empty: none
     tls: TlsFiles | None  # None: plain text
 
@@ -46,7 +47,9 @@ def find_access(endpoint: str, access: Access) -> FoundAccess:
     if cluster is not None:
         token = _token_of(cluster) if token is None else token
         tls = TlsFiles(ca=cluster.tls_ca) if tls is None and cluster.tls else tls
-    return FoundAccess(token=token or "", tls=TlsFiles() if tls is True else tls or None)
+    if not tls and cluster is not None:
+        endpoint = known_clusters.noted(endpoint)
+    return FoundAccess(endpoint=endpoint, token=token or "", tls=TlsFiles() if tls is True else tls or None)
 
 
 def token_in(path: str | Path) -> str:

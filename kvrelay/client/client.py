@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvrelay.client.access import Access, find_access
+from kvrelay.client.access import Access, FoundAccess, find_access
 from kvrelay.client.failures import raise_kvrelay
 from kvrelay.client.messages import build_request, completion_from, model_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
@@ -57,7 +57,7 @@ class Client:
         self.endpoint = _checked(endpoint)
         with _told():
             access = find_access(endpoint, Access(token=token, tls=tls))
-            self._channel = _channel(endpoint, access.tls)
+            self._channel = _channel(access)
         self._metadata = access.metadata
         self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
 
@@ -148,7 +148,7 @@ class AsyncClient:
         self.endpoint = _checked(endpoint)
         with _told():
             access = find_access(endpoint, Access(token=token, tls=tls))
-            self._channel = open_channel(endpoint, access.tls)
+            self._channel = open_channel(access.endpoint, access.tls)
         self._metadata = access.metadata
         self._stub = _stub(generate_pb2_grpc.GenerateStub, self._channel)
 
@@ -232,10 +232,11 @@ def _told() -> Iterator[None]:
         raise KvrelayError("INVALID_ARGUMENT", str(error)) from None
 
 
-def _channel(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:
-    if tls is None:
-        return grpc.insecure_channel(endpoint, options=channel_options(tls))
-    return grpc.secure_channel(endpoint, channel_credentials(tls), options=channel_options(tls))
+def _channel(access: FoundAccess) -> grpc.Channel:
+    options = channel_options(access.tls)
+    if access.tls is None:
+        return grpc.insecure_channel(access.endpoint, options=options)
+    return grpc.secure_channel(access.endpoint, channel_credentials(access.tls), options=options)
 
 
 def _stub(kind: Any, channel: Any) -> Any:

@@ -65,8 +65,15 @@ def alive() -> Iterator[ClusterState]:
 
 def at(endpoint: str) -> ClusterState | None:
     """The one that runs there. Its token goes to no other address, nor to who took the port when it was gone."""
-    wanted = endpoint.replace("localhost:", "127.0.0.1:")
+    wanted = noted(endpoint)
     return next((cluster for cluster in alive() if wanted in cluster.endpoints), None)
+
+
+def noted(endpoint: str) -> str:
+    """As `kvrelay up` writes it. In plain text that is what must be called: localhost may be ::1, too, where somebody
+    else may listen."""
+    host, _, port = endpoint.rpartition(":")
+    return f"127.0.0.1:{port}" if host == "localhost" else endpoint
 
 
 def is_process(pid: int, created_s: float) -> bool:

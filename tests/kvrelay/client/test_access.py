@@ -58,6 +58,15 @@ def test_the_token_of_a_cluster_of_ours_is_found_by_its_endpoint(home: Path) -> 
     assert find_access(ENDPOINT, FOUND).token == FILED
 
 
+def test_a_token_in_plain_text_does_not_go_to_who_has_taken_the_port_of_another_localhost(home: Path) -> None:
+    """localhost is ::1, too, where another user may listen."""
+    assert find_access("localhost:50051", FOUND).endpoint == "localhost:50051"
+    running()
+    assert find_access("localhost:50051", FOUND).endpoint == ENDPOINT
+    running(tls=True)
+    assert find_access("localhost:50051", FOUND).endpoint == "localhost:50051"  # it must show a certificate
+
+
 def test_what_is_said_comes_before_what_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running()
     monkeypatch.setenv("KVRELAY_TOKENS_FILE", tokens_file(home))
