@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.front.answers import ChoiceAnswer, WholeAnswer, conclude, merged, trailers
 from cluster.front.endings import Ending, Endings
-from cluster.front.limits import retry_after
+from cluster.front.limits import refuse, retry_after
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
@@ -31,7 +31,6 @@ from kvrelay.v1 import cluster_pb2, generate_pb2
 
 GENERATE_SERVICE = "kvrelay.v1.Generate"
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
-REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
 
 
 class GenerateService:
@@ -230,10 +229,7 @@ async def _refuse(context: Any, error: RequestFailed | InvalidRequest) -> NoRetu
     trailers = tuple(context.trailing_metadata() or ())
     if isinstance(error, RequestFailed) and error.retry_after_s is not None:
         trailers += (retry_after(error.retry_after_s),)
-    with suppress(TimeoutError):  # who reads nothing does not read this
-        async with asyncio.timeout(REFUSE_S):
-            await context.abort(code, str(error), trailers)
-    raise asyncio.CancelledError
+    await refuse(context, code, str(error), trailers)
 
 
 def _unary(method: Callable[..., Any], kind: type[Message]) -> Any:

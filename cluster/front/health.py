@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.front.limits import retry_after
+from cluster.front.limits import refuse, retry_after
 
 RETRY_AFTER_S = 5.0
 Response = health_pb2.HealthCheckResponse
@@ -34,16 +34,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+            await refuse(context, grpc.StatusCode.NOT_FOUND, "there is no such service")
         return Response(status=self._status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         if self.num_watches >= self._max_watches:
             reason = f"{self.num_watches} watch this router's health, of {self._max_watches}; ask with Check"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
         self.num_watches += 1
         try:
             await self._watch(request.service in self._services, context)
+        except TimeoutError:
+            reason = f"its client took nothing for {self._max_stall_s:g} s"
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
         finally:
             self.num_watches -= 1
 

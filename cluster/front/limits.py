@@ -1,21 +1,25 @@
 """What keeps a router's memory and its calls within FrontOptions where gRPC can do it: options of its server, and
-CallLimit, which refuses calls before their message is read. It knows no request and no token."""
+CallLimit, which refuses calls before their message is read, and those whose message does not come. It knows no request
+and no token."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-import inspect
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from cluster.front.options import FrontOptions
+from worker.wire.door import FIRST_MESSAGE_S
 
 PING_TIMEOUT_S = 5.0
+REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
 HEALTH = "/grpc.health.v1.Health/"  # answers however many calls there are
 JITTER = 0.5  # of a retry's wait is added at random, so that who was refused at once does not come back at once
 
@@ -42,9 +46,13 @@ def retry_after(seconds: float) -> tuple[str, str]:
 
 
 class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    def __init__(self, max_calls: int) -> None:
+    """A call counts from its headers on: gRPC itself would wait for its message without end. Health is open to
+    everyone and not counted, so that its message must come sooner."""
+
+    def __init__(self, max_calls: int, max_stall_s: float) -> None:
         self.running = 0
         self._max_calls = max_calls
+        self._max_stall_s = max_stall_s
 
     async def intercept_service(
         self,
@@ -52,28 +60,41 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(HEALTH):
+        if handler is None:
             return handler
-        if self.running >= self._max_calls:
+        is_health = handler_call_details.method.startswith(HEALTH)
+        if self.running >= self._max_calls and not is_health:
             return grpc.stream_stream_rpc_method_handler(self._refuse)
-        kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
-        return handler._replace(**{kind: self._counted(getattr(handler, kind))})
+        if handler.request_streaming:
+            return handler._replace(stream_stream=self._counted(handler.stream_stream))
+        return self._heard(handler, is_health)
 
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
         reason = f"{self.running} calls run at this router, of {self._max_calls}"
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),))
+        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),))
 
-    def _counted(self, behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def call(request: Any, context: Any) -> Any:
-            with self._count():
-                return await behaviour(request, context)
+    def _counted(self, behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Any]:
+        """Of reflection, which gRPC brings."""
 
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             with self._count():
-                async for response in behaviour(request, context):
+                async for response in behaviour(requests, context):
                     yield response
 
-        return stream if inspect.isasyncgenfunction(behaviour) else call
+        return stream
+
+    def _heard(self, handler: grpc.RpcMethodHandler, is_health: bool) -> grpc.RpcMethodHandler:
+        """Reads the one message of a call itself: as a stream, which looks the same to the client."""
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        within_s = min(FIRST_MESSAGE_S, self._max_stall_s) if is_health else self._max_stall_s
+
+        async def call(_: AsyncIterator[object], context: Any) -> None:
+            with nullcontext() if is_health else self._count():
+                response = await behaviour(await _message(context, within_s), context)
+                if not handler.response_streaming:
+                    await context.write(response)
+
+        return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
     @contextmanager
     def _count(self) -> Iterator[None]:
@@ -84,7 +105,29 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self.running -= 1
 
 
-KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+async def _message(context: Any, within_s: float) -> Any:
+    """The one message of a call."""
+    try:
+        async with asyncio.timeout(within_s):
+            message = await context.read()
+    except TimeoutError:
+        reason = f"the call's message did not come within {within_s:g} s"
+        await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+    except DecodeError:
+        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the call's message cannot be read")
+    if message is grpc.aio.EOF:
+        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the call ended before its message")
+    return message
+
+
+async def refuse(
+    context: Any, code: grpc.StatusCode, sentence: str, trailers: Sequence[tuple[str, str]] = ()
+) -> NoReturn:
+    """End the call; raises grpc's own AbortError."""
+    with suppress(TimeoutError):  # who reads nothing does not read this
+        async with asyncio.timeout(REFUSE_S):
+            await context.abort(code, sentence, tuple(trailers))
+    raise asyncio.CancelledError
 
 
 def give_memory_back() -> None:

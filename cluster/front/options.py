@@ -29,7 +29,11 @@ class FrontOptions:
         256 * MIB, "of all requests; then the one with most of them ends", unit="bytes", ge=65_536
     )
     max_stall_s: float = knob(
-        30.0, "that a client may take nothing of what is sent to it; then its request ends", unit="s", gt=0, le=86_400
+        30.0,
+        "that a client may take nothing of what is sent to it, or its own message to arrive; then its request ends",
+        unit="s",
+        gt=0,
+        le=86_400,
     )
     max_request_s: float = knob(
         3600.0, "that a request may live; then it ends with DEADLINE_EXCEEDED", unit="s", gt=0, le=604_800

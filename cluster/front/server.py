@@ -94,7 +94,7 @@ class RouterServer:
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
-        self._calls = CallLimit(options.front.max_calls)
+        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s)
         self._trimmer: asyncio.Task[None] | None = None
         self._generate: GenerateService | None = None
         self._server: grpc.aio.Server | None = None

@@ -1,8 +1,8 @@
 """Door lets calls into a gRPC server, or refuses them: all services but those that it is told are open to everyone.
 
 Whoever is refused gets UNAUTHENTICATED and one sentence, the same whatever was wrong, after its first message or
-FIRST_MESSAGE_S; it costs no more than a comparison, and the log has one line for many. Who comes in is CALLER to the
-handler of its call.
+FIRST_MESSAGE_S, or at once where many are; it costs no more than a comparison, and the log has one line for many. Who
+comes in is CALLER to the handler of its call.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import grpc.aio
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_S = 2.0  # that a caller is heard who is to be refused
+MAX_HEARD = 64  # of those at once: each may send a message
 LOG_GAP_S = 10.0
 logging.getLogger("grpc._cython.cygrpc").addFilter(  # else anybody fills the log, or a mistyped token stands in it
     lambda record: not str(record.msg).startswith("Invalid encoding on")
@@ -52,6 +53,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._sentence = sentence
         self._open = frozenset(f"/{service}" for service in open_services)
         self._clock = clock
+        self._heard = 0  # now, of those who are to be refused
         self._told = 0  # of num_refused
         self._tell_s = float("-inf")  # not before
         self._refuse = grpc.stream_stream_rpc_method_handler(self._refused)  # bounds how long a unary call is open, too
@@ -73,9 +75,14 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _refused(self, requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         """After the first message: a caller that still writes when the refusal comes is told of its write instead."""
         self._count(context.peer())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                await anext(requests, None)
+        if self._heard < MAX_HEARD:
+            self._heard += 1
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(FIRST_MESSAGE_S):
+                        await anext(requests, None)
+            finally:
+                self._heard -= 1
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence)
 
     def _count(self, peer: str) -> None:

@@ -114,8 +114,10 @@ async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_othe
         assert details == "1 watch this router's health, of 1; ask with Check"
         assert "retry-after-ms" in trailers
         watch.cancel()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(Aborted):
         await deaf_watch
+    assert mute.refusal is not None
+    assert mute.refusal[:2] == (EXHAUSTED, "its client took nothing for 0.05 s")
     assert health.num_watches == 0
     other = asyncio.ensure_future(health.Watch(request_, late))
     await asyncio.sleep(0)
@@ -191,6 +193,34 @@ async def test_who_has_waited_too_long_in_the_queue_is_sent_away() -> None:
         assert h.count("rejected") == 1
         h.prefill().release()
         await first  # was with a worker, and is not held to it
+
+
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/kvrelay.v1.Generate/GenerateOnce"])
+async def test_a_call_whose_message_does_not_come_counts_and_ends(method: str) -> None:
+    """gRPC waits for it without end, before any of our own code runs."""
+    async with serving(options=server_options(port=0, max_calls=3, max_stall_s=0.2)) as h:
+        silent = [h.channel.stream_unary(method)(timeout=WAIT_S) for _ in range(3)]
+        if "Generate" in method:
+            await h.until(lambda: h.server._calls.running == 3)
+            assert (await refused(h.generate.GenerateOnce(request())))[0] == "3 calls run at this router, of 3"
+        for call in silent:
+            wanted = (grpc.StatusCode.DEADLINE_EXCEEDED, "the call's message did not come within 0.2 s")
+            assert await ended(call) == wanted
+        assert h.server._calls.running == 0
+        assert (await h.generate.GenerateOnce(request(max_tokens=2))).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_bytes_that_are_no_message_are_refused_by_health_too(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Health is open to strangers: none of them writes a traceback into the log."""
+    async with serving() as h:
+        path = f"/grpc.health.v1.Health/{method}"
+        assert (await ended(h.channel.unary_unary(path)(b"\xff\xff")))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        no_message = h.channel.stream_unary(path)(iter(()))
+        assert (await ended(no_message))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_client_behind_a_cut_cable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

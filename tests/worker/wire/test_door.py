@@ -138,6 +138,21 @@ async def test_who_says_nothing_is_refused_soon(monkeypatch: pytest.MonkeyPatch,
         assert await silent.code() is UNAUTHENTICATED
 
 
+async def test_only_so_many_strangers_are_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may send a message as large as the server takes, and stop before its end."""
+    monkeypatch.setattr(door, "FIRST_MESSAGE_S", 60.0)
+    monkeypatch.setattr(door, "MAX_HEARD", 2)
+    async with serving(public()) as h:
+        silent = [h.channel.stream_stream("/t.Test/Echo")(timeout=5) for _ in range(3)]
+        done, heard = await asyncio.wait(
+            [asyncio.ensure_future(call.code()) for call in silent], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert [task.result() for task in done] == [UNAUTHENTICATED]
+        assert len(heard) == 2
+        for call in silent:
+            call.cancel()
+
+
 async def test_a_flood_of_wrong_tokens_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now = [0.0]
