@@ -64,6 +64,7 @@ class Past:
     losses: int = 0  # workers lost while it was there, computed or not
     deaths: tuple[str, ...] = ()  # WorkerView.life of those that may have died of it
     died_in: str = ""  # the phase in which the last one did: it is tried there alone first
+    is_retried: bool = False  # one died after its trial, and it may have been another's fault: the next takes longer
 
     def pardoned(self, life: str) -> Past:
         """That worker lives: it was only out of reach."""

@@ -260,7 +260,7 @@ class Router:
     def _on_suspect_decoded(self, live: LiveRequest) -> None:
         live.num_decoded += 1
         if self.policy.on_decoded(live.wire_id, live.num_decoded):
-            live.past = replace(live.past, deaths=())
+            live.past = replace(live.past, deaths=(), is_retried=False)
 
     def _on_event(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
         match event.kind:

@@ -18,12 +18,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.router.accounts import Report, RequestShape, RoutedRequest, WorkerView
+from cluster.router.accounts import Past, Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.decisions import Assigned, Cause, Decision, GiveUp, Queued, Rejected, Resend, Retry, Unavailable
 from cluster.router.health.health import Health
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Unplaced
-from cluster.router.retry import FORGIVEN_AFTER_TOKENS, retry_failed, retry_for_room, retry_lost, retry_preempted
+from cluster.router.retry import (
+    FORGIVEN_AFTER_TOKENS,
+    blamed,
+    retry_failed,
+    retry_for_room,
+    retry_lost,
+    retry_preempted,
+)
 from cluster.router.waiting import WaitingQueue
 from cluster.router.workers import Workers
 from engine.pages.pool import pages_for
@@ -95,14 +102,24 @@ class RouterPolicy:
         is_death = is_death and not account.report.draining
         hit = [r for r in self._requests.values() if self._is_hit(r, name)]
         retries: list[Retry] = []
-        for request in hit:
-            died_in = _computed_by(request, name) if is_death else ""
+        for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
-            retries.append(retry_lost(request.shape.id, request.past, reason, account.view.life, died_in))
+            retries.append(retry_lost(request.shape.id, past, reason, account.view.life, died_in))
         retries += self._give_up_misfits(f"{reason}, and ")
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             retries += [self._give_up(i, _not_ready(phase)) for i in self.queued]
         return retries
+
+    def _blame(self, hit: list[RoutedRequest], dead: str) -> list[tuple[RoutedRequest, Past, str]]:
+        """For whom the death of this worker counts: see retry.blamed."""
+        phases = [_computed_by(request, dead) for request in hit]
+        tried = self.health.isolation.tried_at(dead)
+        doubted = [r.shape.id for r, phase in zip(hit, phases, strict=True) if phase and r.past.deaths]
+        tries_one = not tried.isdisjoint(doubted)
+        return [
+            (r, *blamed(r.past, phase, is_tried=r.shape.id in tried, tries_one=tries_one, num_doubted=len(doubted)))
+            for r, phase in zip(hit, phases, strict=True)
+        ]
 
     def _is_hit(self, request: RoutedRequest, name: str) -> bool:
         if request.decode == name:
@@ -237,11 +254,12 @@ class RouterPolicy:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        if request.past.died_in == "decode":
+        is_many = num_tokens >= FORGIVEN_AFTER_TOKENS
+        if request.past.died_in == "decode" and (is_many or not request.past.is_retried):
             self._pass(request)
-        if num_tokens < FORGIVEN_AFTER_TOKENS:
+        if not is_many:
             return False
-        request.past = replace(request.past, deaths=())
+        request.past = replace(request.past, deaths=(), is_retried=False)
         return True
 
     def _pass(self, request: RoutedRequest) -> None:

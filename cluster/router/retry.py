@@ -4,7 +4,8 @@ up. Arithmetic: RouterPolicy asks, and whoever drives the policy carries it out,
     failed    -> Resend at once -> failed -> Resend after 0.1 s, 0.4 s, ... -> failed `max_attempts` times: GiveUp
     preempted -> Resend at once; it is no failure, however often it happens
     lost      -> Resend at once; it is no failure either. Where the worker may have died of the request, that is a
-                 death: after the first it is tried alone, after the second given up for good
+                 death: after the first it is tried alone, after the second given up for good; a second one counts
+                 only where it is clear whose it is
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ def retry_for_room(request_id: str, past: Past, reason: str, avoid: frozenset[st
 def retry_preempted(request_id: str, past: Past, reason: str) -> Resend:
     """A decode worker has given its pages to others."""
     return Resend(request_id=request_id, after_s=0.0, past=replace(past, avoid=frozenset()), reason=reason)
+
+
+def blamed(past: Past, died_in: str, *, is_tried: bool, tries_one: bool, num_doubted: int) -> tuple[Past, str]:
+    """What of a worker's death counts for one that it computed: its past, and `died_in`, empty if nothing does.
+
+    `is_tried`: it was tried there; `tries_one`: somebody was, whose fault it is then, and not that of others who had
+    their trial before. Where several had, and nobody is tried, each is tried once more, for longer.
+    """
+    if not past.deaths or is_tried or (num_doubted == 1 and not tries_one):
+        return past, died_in
+    return (past, "") if tries_one else (replace(past, deaths=(), is_retried=True), died_in)
 
 
 def retry_lost(request_id: str, past: Past, reason: str, life: str, died_in: str) -> Retry:

@@ -96,8 +96,8 @@ class Dispatcher(ABC):
     def on_handed_off(self, attempt: Attempt) -> None: ...
 
     @abstractmethod
-    def on_decoded(self, attempt: Attempt) -> None:
-        """The first token of one that a decode worker may have died of before."""
+    def on_decoded(self, num_tokens: int, attempt: Attempt) -> None:
+        """So many tokens of one that a decode worker may have died of before."""
 
     @abstractmethod
     def on_preempted(self, attempt: Attempt) -> None: ...

@@ -7,9 +7,11 @@ between. So a request costs the same however many tokens it makes.
 
 from __future__ import annotations
 
+from functools import partial
 from heapq import heappop, heappush
 
 from cluster.router.accounts import Report
+from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from decode_worker.policy import DecodeOptions, DecodePolicy
 from decode_worker.run import DecodeRun
 from engine.pages.pool import PagePool
@@ -168,8 +170,9 @@ class DecodeMachine(Decoder):
         for request_id in schedule.joined:
             attempt = self._attempts[request_id]
             if attempt.past.deaths:
-                first_token_s = now + decode_run_s(self._line, count, 1)
-                self.router.clock.at(first_token_s + self.router.message_s, self.router.on_decoded, attempt)
+                steps = FORGIVEN_AFTER_TOKENS if attempt.past.is_retried else 1
+                tokens_s = now + decode_run_s(self._line, count, steps)
+                self.router.clock.at(tokens_s + self.router.message_s, partial(self.router.on_decoded, steps), attempt)
         self._count = count
         self._begun_s = now
         self._advanced = 0

@@ -180,9 +180,9 @@ class RouterMachine(Dispatcher):
         self._drop(attempt)
         self._pump()
 
-    def on_decoded(self, attempt: Attempt) -> None:
+    def on_decoded(self, num_tokens: int, attempt: Attempt) -> None:
         if not attempt.is_gone:
-            self.policy.on_decoded(attempt.id, 1)
+            self.policy.on_decoded(attempt.id, num_tokens)
             self._pump()
 
     def on_preempted(self, attempt: Attempt) -> None:

@@ -340,6 +340,65 @@ def test_a_poison_ends_two_workers_and_every_bystander_ends_whole(seed: int) -> 
     assert len(ended) == 20
 
 
+@pytest.mark.parametrize(("lives_for", "most_deaths"), [(0, 2), (3, 3)])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_poison_of_decode_workers_ends_and_costs_nobody_else_the_answer(
+    seed: int, lives_for: int, most_deaths: int
+) -> None:
+    """All that a worker decodes get a token a step, and the poison kills it after `lives_for`. What has passed its
+    trial goes on beside the next one that is tried."""
+    rng = random.Random(seed)
+    policy = cluster("p0", "d0", "d1", "d2")
+    ids = [*(f"r{i}" for i in range(12)), "poison"]
+    rng.shuffle(ids)
+    decoded: dict[str, int] = {}
+    given_up: list[str] = []
+    deaths = 0
+    for each in ids:
+        assigned(policy.assign(shape(each), 0.0))
+    for _ in range(3000):
+        name = rng.choice(("d0", "d1", "d2"))
+        there = [i for i, r in policy._requests.items() if r.decode == name]
+        is_deadly = any(each.startswith("poison") and decoded.get(each, 0) == lives_for for each in there)
+        for each in there:
+            policy.on_first_token(each, 0.0)
+            if not is_deadly:
+                decoded[each] = decoded.get(each, 0) + 1
+                policy.on_decoded(each, decoded[each])
+        for retry in lose(policy, name) if is_deadly else ():
+            deaths += retry.request_id.startswith("poison")
+            if isinstance(retry, GiveUp):
+                given_up.append(retry.request_id)
+            else:
+                policy.assign(resent(retry), 0.0, is_resent=True)
+        if is_deadly:
+            view = WorkerView(name=name, role="decode", total_pages=100, page_size=PAGE, incarnation=f"{deaths}")
+            policy.on_worker_up(view, 0.0)
+        while policy.next_assignable(0.0):
+            pass
+        policy.check_invariants()
+    assert 2 <= deaths <= most_deaths
+    assert [each.rstrip("#") for each in given_up] == ["poison"]
+    assert not policy.num_queued
+
+
+def test_who_killed_a_worker_that_computed_several_doubtful_ones_is_found_out_by_another_trial() -> None:
+    policy = cluster("p0", "d0", "d1", "d2")
+    for name in ("a", "b"):
+        assigned(policy.assign(shape(name), 0.0))
+        policy.on_first_token(name, 0.0)
+    for retry in [*lose(policy, "d0"), *lose(policy, "d1")]:
+        again(policy, retry)
+    for _ in range(2):
+        [held] = [i for i, r in policy._requests.items() if r.decode and r.past.died_in]
+        policy.on_first_token(held, 0.0)
+        policy.on_decoded(held, 1)
+        policy.next_assignable(0.0)
+    retries = lose(policy, "d2")  # of one of them, or of nothing
+    assert [type(retry) for retry in retries] == [Resend, Resend]
+    assert [again(policy, retry) for retry in retries] == [None, None]
+
+
 # passing
 
 

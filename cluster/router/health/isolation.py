@@ -21,6 +21,10 @@ class Isolation:
     def num_held(self, phase: str) -> int:
         return len(self._held[phase])
 
+    def tried_at(self, worker: str) -> set[str]:
+        """The requests that are tried at the worker, whatever the phase."""
+        return {held[worker] for held in self._held.values() if worker in held}
+
     def hold(self, phase: str, worker: str, request_id: str) -> None:
         """It goes there. One that came by a move that was too late to stop is there beside another, and unheld."""
         self._held[phase].setdefault(worker, request_id)
