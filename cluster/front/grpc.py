@@ -75,7 +75,9 @@ class GenerateService:
     async def generate(self, request: generate_pb2.GenerateRequest | None, context: Any) -> None:
         try:
             with self._endings.noted() as ending:
-                async with aclosing(self._responses(request, context, ending)) as responses:
+                parts = self._responses(request, context, ending)
+                del request
+                async with aclosing(parts) as responses:
                     async for response in responses:
                         await self._write(context, response)
         except (RequestFailed, InvalidRequest) as error:
@@ -96,7 +98,9 @@ class GenerateService:
         answer = WholeAnswer()
         try:
             with self._endings.noted() as ending:
-                async with aclosing(self._responses(request, context, ending, is_kept=True)) as responses:
+                parts = self._responses(request, context, ending, is_kept=True)
+                del request
+                async with aclosing(parts) as responses:
                     async for part in responses:
                         answer.add(part)
         except (RequestFailed, InvalidRequest) as error:
@@ -129,9 +133,11 @@ class GenerateService:
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
 
-        `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end.
+        `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end. The message goes as
+        soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt.
         """
         checked = await self._check(request, context)
+        del request
         context.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
         submission = ending.submission = self._router.submit(checked.new)
         numbers = [live.choice for live in submission.choices]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from typing import Any
 
@@ -124,6 +125,22 @@ async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_othe
     health.set(is_serving=True)
     assert (await health.Check(request_, late)).status == health_pb2.HealthCheckResponse.SERVING
     other.cancel()
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_once"])
+async def test_a_request_that_waits_does_not_keep_its_message(method: str) -> None:
+    """Four MiB of fields that nobody knows cost a client no prompt tokens, by which the queue is bounded."""
+    async with serving() as h:
+        h.prefill().is_holding = True
+        service = GenerateService(h.router, codec=None, model_name="fake", options=FrontOptions())
+        message = request(max_tokens=2)
+        references = sys.getrefcount(message)
+        call = asyncio.ensure_future(getattr(service, method)(message, DeafContext()))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        assert sys.getrefcount(message) == references
+        call.cancel()
+        h.prefill().release()
+        await asyncio.wait([call])
 
 
 async def test_a_client_that_takes_nothing_is_given_up_after_a_while() -> None:
