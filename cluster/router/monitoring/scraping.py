@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -15,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from worker.wire.tls import TlsError, TlsFiles
 
 MAX_SCRAPERS = 8
-SCRAPE_TIMEOUT_S = 10.0  # that a scraper is waited for, with its request or with taking the answer
+SCRAPE_TIMEOUT_S = 10.0  # from its connection to the last byte of the answer
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -66,18 +67,26 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        overdue = threading.Timer(SCRAPE_TIMEOUT_S, _shut, [request])
+        overdue.daemon = True
+        overdue.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            overdue.cancel()
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that left, or spoke no TLS: nothing that anybody has to mend."""
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = SCRAPE_TIMEOUT_S
+def _shut(request: socket.socket) -> None:
+    """Its thread wakes. A timeout of the socket would begin anew with each byte."""
+    with suppress(OSError):  # over already
+        socket.socket.shutdown(request, socket.SHUT_RDWR)  # an SSLSocket's own pulls its state away
 
+
+class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
 

@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_only_who_is_known_may_scrape(start: Start) -> None:
 
 
 def test_a_scraper_that_says_nothing_costs_the_others_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping._Handler, "timeout", 0.2)
+    monkeypatch.setattr(scraping, "SCRAPE_TIMEOUT_S", 0.2)
     server = start()
     with socket.create_connection(("127.0.0.1", server.server_port)):
         assert scrape(server) == 200
@@ -68,6 +69,21 @@ def test_a_scraper_that_says_nothing_costs_the_others_nothing(start: Start, monk
         assert other.recv(1) == b""  # too many of them, or too slow
         other.close()
     assert scrape(server) == 200
+
+
+def test_a_scraper_that_says_a_byte_now_and_then_is_not_waited_for_either(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scraping, "SCRAPE_TIMEOUT_S", 0.3)
+    with socket.create_connection(("127.0.0.1", start().server_port)) as dripping:
+        dripping.settimeout(0.05)
+        with suppress(ConnectionError):
+            for _ in range(100):
+                dripping.sendall(b"G")
+                with suppress(TimeoutError):
+                    assert dripping.recv(1) == b""
+                    return
+        pytest.fail("it was heard for 5 s")
 
 
 def test_with_certificates_it_speaks_tls_and_asks_for_theirs(start: Start, tmp_path: Path) -> None:
