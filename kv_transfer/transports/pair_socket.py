@@ -149,7 +149,7 @@ def dial(params: Mapping[str, str], wire: Wire, peer: str) -> socket.socket:
     deadline_s = time.monotonic() + wire.timeout_s
     try:
         sock = socket.create_connection((address, port), timeout=wire.timeout_s)
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # no port, no name
         raise TransferError(f"cannot connect to {peer} at {address}:{port}: {first_words(error)}") from error
     try:
         if wire.tls is not None:

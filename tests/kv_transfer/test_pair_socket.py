@@ -138,6 +138,14 @@ def test_who_does_not_know_the_answer_is_sent_nothing(wire: Wire, pool: ThreadPo
         assert receiver.recv(1) == b""
 
 
+@pytest.mark.parametrize("spoilt", [{"port": "9" * 30}, {"address": "x" * 70}])
+def test_where_nobody_can_be_is_told(wire: Wire, spoilt: dict[str, str]) -> None:
+    listener = PairListener(wire)
+    with pytest.raises(TransferError, match=r"^cannot connect to decode-0 at |^cannot open a pair with decode-0 at "):
+        dial({**listener.params, **spoilt}, replace(wire, timeout_s=0.2), "decode-0")
+    listener.close()
+
+
 def test_certificates_of_another_authority_do_not_do(tls_wire: Wire, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     stranger = replace(WIRE, tls=write_tls(tmp_path, trustme.CA()))
     listener = PairListener(tls_wire)
