@@ -19,7 +19,7 @@ FAULTS = ("kill", "cut", "sever", "cancel", "expire")
 
 
 def test_without_a_fault_every_order_brings_the_answer() -> None:
-    explored = explore(Setting())
+    explored = explore(Setting(), lambda so_far: so_far.states > 2_000)  # something that only counts would have no end
     assert explored.left == 0
     assert explored.states > 100
 

@@ -35,6 +35,7 @@ from tests.protocol.loop import ModelLoop
 from tests.protocol.process import Process, Streams, Watch, token_at
 from tests.protocol.streams import Aborted, Call, RouterSide
 from tests.protocol.threads import ModelSendThread
+from worker.awake import AwakeClock
 from worker.convert import sampling_to_proto
 from worker.options import WorkerOptions
 
@@ -419,6 +420,7 @@ def _is_expiry(timer: Any) -> bool:
 
 OPAQUE = (
     World,
+    AwakeClock,
     ModelLoop,
     KvMemory,
     KvLayout,
