@@ -66,7 +66,9 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float(
+            "repetition_penalty", self.repetition_penalty, 1 / 64, 100.0
+        )  # far lower ones make logits infinite
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("top_k", self.top_k, 0, None)

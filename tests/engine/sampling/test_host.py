@@ -12,7 +12,7 @@ import torch
 
 from engine.sampling.host import NonFiniteLogits, sample
 from engine.sampling.rng import philox_4x32, uniform
-from engine.types import SampleSpec, SamplingParams
+from engine.types import InvalidRequest, SampleSpec, SamplingParams
 
 THREE = 0.5, 0.3, 0.2
 
@@ -164,6 +164,17 @@ def test_top_p_sees_the_distribution_after_temperature() -> None:
 
 
 # --- penalties and bans
+
+
+def test_no_repetition_penalty_that_may_be_asked_for_makes_logits_infinite() -> None:
+    """That looks like a fault of the worker, whose circuit opens for it."""
+    logits = torch.tensor([[6e4, 1.0, -6e4]])
+    smallest = SamplingParams(repetition_penalty=1 / 64)  # exact in the API's floats
+    smallest.validate(3)
+    assert greedy(logits, repetition_penalty=smallest.repetition_penalty, prompt=(0, 2)) == 0
+    for too_small in (1e-45, 0.015):
+        with pytest.raises(InvalidRequest, match=r"repetition_penalty is .*; give a number from 0\.015625 to 100"):
+            SamplingParams(repetition_penalty=too_small).validate(3)
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_once_for_each_id() -> None:
