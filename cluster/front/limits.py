@@ -20,6 +20,7 @@ from worker.wire.door import FIRST_MESSAGE_S
 
 PING_TIMEOUT_S = 5.0
 REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
+UNREADABLE = "the call's message cannot be read"
 HEALTH = "/grpc.health.v1.Health/"  # answers however many calls there are
 JITTER = 0.5  # of a retry's wait is added at random, so that who was refused at once does not come back at once
 
@@ -78,8 +79,11 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             with self._count():
-                async for response in behaviour(requests, context):
-                    yield response
+                try:
+                    async for response in behaviour(requests, context):
+                        yield response
+                except DecodeError:
+                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
 
         return stream
 
@@ -114,7 +118,7 @@ async def _message(context: Any, within_s: float) -> Any:
         reason = f"the call's message did not come within {within_s:g} s"
         await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
     except DecodeError:
-        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the call's message cannot be read")
+        await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
     if message is grpc.aio.EOF:
         await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the call ended before its message")
     return message

@@ -228,7 +228,7 @@ async def test_a_call_whose_message_does_not_come_counts_and_ends(method: str) -
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-async def test_bytes_that_are_no_message_are_refused_by_health_too(
+async def test_bytes_that_are_no_message_are_refused_by_what_is_not_ours_too(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Health is open to strangers: none of them writes a traceback into the log."""
@@ -237,6 +237,9 @@ async def test_bytes_that_are_no_message_are_refused_by_health_too(
         assert (await ended(h.channel.unary_unary(path)(b"\xff\xff")))[0] is grpc.StatusCode.INVALID_ARGUMENT
         no_message = h.channel.stream_unary(path)(iter(()))
         assert (await ended(no_message))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        call = h.channel.stream_stream(reflection)(iter([b"\xff\xff"]))
+        assert (await ended(call.read()))[0] is grpc.StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in caplog.text
 
 
