@@ -114,7 +114,6 @@ class PrefillRole:
             retryable=failure.is_retryable,
             cause=failure.cause,
             peer=failure.peer,
-            in_doubt=failure.in_doubt,
         )
 
     async def _enqueue_when_connected(self, request: HeldPrompt) -> None:

@@ -188,7 +188,7 @@ class TokenOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "in_doubt")
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens", "decode_worker", "cause", "peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -200,7 +200,6 @@ class RequestEvent(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
-    IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     kind: EventKind
@@ -212,8 +211,7 @@ class RequestEvent(_message.Message):
     decode_worker: str
     cause: FailureCause
     peer: str
-    in_doubt: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("tokens", "events")
