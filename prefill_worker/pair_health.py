@@ -4,6 +4,7 @@ again. It never reads a clock (its driver passes `now`, in seconds) and opens no
     opened ---> broken: its handoffs fail ---> a receipt comes: healthy
        ^-----------------. (connected anew)
     not opened: unreachable ---> tried again after 0.1, 0.2, 0.4, ... 5 s ---> opened
+    lost ----------------------> tried again at once; from the second time without a receipt as above
 
 The two are counted apart, since the way to open a pair may be good (small messages pass) while nothing arrives over it.
 What is told is what routers need to send requests past a pair; a trouble older than FORGET_S is over.
@@ -33,6 +34,11 @@ class Trouble:
     def failures(self) -> int:
         return self.unreachable + self.broken
 
+    @property
+    def delays(self) -> int:
+        """Failures that make the next attempt come later: a pair that is lost once is opened again at once."""
+        return max(self.unreachable, self.broken - 1)
+
 
 class PairHealth:
     def __init__(self) -> None:
@@ -54,17 +60,17 @@ class PairHealth:
     def on_receipt(self, key: PeerKey) -> None:
         self._troubles.pop(key, None)
 
-    def unreachable(self, key: PeerKey) -> str:
-        """Why the pair could not be opened the last time; empty if it could."""
+    def why_not_now(self, key: PeerKey) -> str:
+        """Why the pair is tried only now and then; empty if it is at once."""
         trouble = self._troubles.get(key)
-        return trouble.reason if trouble is not None and trouble.unreachable else ""
+        return trouble.reason if trouble is not None and trouble.delays else ""
 
     def backoff_s(self, key: PeerKey, now: float) -> float:
         """How long from now the pair is not to be tried."""
         trouble = self._troubles.get(key)
-        if trouble is None or not trouble.unreachable:
+        if trouble is None or not trouble.delays:
             return 0.0
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(trouble.unreachable - 1, 10))
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(trouble.delays - 1, 10))
         return max(0.0, trouble.failed_s + backoff_s - now)
 
     def troubles(self, now: float) -> Iterator[tuple[PeerKey, Trouble]]:

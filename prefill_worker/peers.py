@@ -49,7 +49,7 @@ class Peers:
         key = _key(decode)
         self._wanted_s[key] = _now()
         connection = self._connections.get(key) or self._connect_soon(decode)
-        why = self.health.unreachable(key)
+        why = self.health.why_not_now(key)
         done, _ = await asyncio.wait({connection}, timeout=UNREACHABLE_WAIT_S if why else None)
         if not done:
             raise HandoffLost(f"{decode.name} could not be reached lately: {why}")

@@ -31,9 +31,9 @@ def test_attempts_become_seldom_and_go_on() -> None:
 def test_a_pair_that_opens_again_is_good_again() -> None:
     health = PairHealth()
     health.on_unreachable(KEY, "no route", 1.0)
-    assert health.unreachable(KEY) == "no route"
+    assert health.why_not_now(KEY) == "no route"
     health.on_open(KEY)
-    assert health.unreachable(KEY) == ""
+    assert health.why_not_now(KEY) == ""
     assert told(health, 1.0) == []
 
 
@@ -43,10 +43,26 @@ def test_a_pair_that_opens_but_brings_nothing_over_stays_bad_until_a_receipt() -
         health.on_open(KEY)
         health.on_broken(KEY, "no receipt", now)
     health.on_open(KEY)
-    assert health.unreachable(KEY) == ""
     assert told(health, 3.0) == [(KEY, 2, "no receipt")]
     health.on_receipt(KEY)
     assert told(health, 3.0) == []
+
+
+def test_a_pair_that_is_lost_whenever_it_opens_is_opened_ever_more_seldom() -> None:
+    """The first time at once: most that are lost are good again."""
+    health, now, waits = PairHealth(), 100.0, list[float]()
+    for _ in range(20):
+        health.on_open(KEY)
+        health.on_broken(KEY, "reset", now)
+        waits.append(health.backoff_s(KEY, now))
+        now += waits[-1]
+    assert waits[:5] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+    assert waits[-1] == pytest.approx(MAX_BACKOFF_S)
+    assert health.why_not_now(KEY) == "reset"
+    health.on_receipt(KEY)
+    health.on_broken(KEY, "reset", now)
+    assert health.backoff_s(KEY, now) == 0
+    assert health.why_not_now(KEY) == ""
 
 
 def test_what_is_told_is_bounded_in_time_and_number() -> None:
