@@ -234,6 +234,8 @@ class World:
         if message == "broken":
             process.on_router_lost()
             return
+        if process.streams.router is None:
+            return  # the router has sent it on a stream of which it did not know yet that it was broken
         match message.WhichOneof("kind"):
             case "submit":
                 role.on_submit(process.streams.router, message.submit)
