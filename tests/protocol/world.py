@@ -253,7 +253,7 @@ class World:
             else:
                 call.heard.append(message)
                 call.wake("source")
-        elif call.target is None:
+        elif call.target is None or not call.target.is_alive:
             call.end(grpc.StatusCode.UNAVAILABLE, "nobody is there")
         else:
             self._act(call.target)
