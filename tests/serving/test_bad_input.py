@@ -70,7 +70,10 @@ BAD_OPTIONS: dict[str, tuple[GenerateOptions, str]] = {
     "nan": (GenerateOptions(temperature=float("nan")), "temperature is nan; give a number from 0 to 100"),
     "inf": (GenerateOptions(temperature=float("inf")), "temperature is inf; give a number from 0 to 100"),
     "cold": (GenerateOptions(temperature=-0.5), "temperature is -0.5; give a number from 0 to 100"),
-    "penalty 0": (GenerateOptions(repetition_penalty=0.0), "repetition_penalty is 0; give a number above 0 to 100"),
+    "penalty 0": (
+        GenerateOptions(repetition_penalty=0.0),
+        "repetition_penalty is 0; give a number from 0.015625 to 100",
+    ),
     "presence 3": (GenerateOptions(presence_penalty=3.0), "presence_penalty is 3; give a number from -2 to 2"),
     "max_tokens 0": (GenerateOptions(max_tokens=0), "max_tokens is 0; give a whole number of 1 or more"),
     "max_tokens -1": (GenerateOptions(max_tokens=-1), "max_tokens is -1; give a whole number of 1 or more"),
