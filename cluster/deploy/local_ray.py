@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from worker.wire.private_files import write_private
+
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
 REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
@@ -52,7 +54,9 @@ class LocalRay:
         _sweep(base)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would take it before the file's
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_write_token(self._folder / "token")))
+        token_path = self._folder / "token"
+        write_private(token_path, secrets.token_hex(32))
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
@@ -98,12 +102,6 @@ def _base() -> str:
     wanted = tempfile.gettempdir()
     needed = len(f"/{PREFIX}{2**22}-") + 8
     return wanted if len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
-
-
-def _write_token(path: Path) -> Path:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    return path
 
 
 def _keep_logs(logs: Path, target: Path) -> None:
