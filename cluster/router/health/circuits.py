@@ -12,7 +12,7 @@ succeeded is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MIN_OPEN_S, MAX_OPEN_S = 1.0, 30.0
@@ -52,15 +52,11 @@ class Circuits:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    @property
-    def circuits(self) -> Iterable[Circuit]:
-        return self._by_name.values()
+    def items(self) -> Iterable[tuple[str, Circuit]]:
+        return self._by_name.items()
 
     def get(self, name: str) -> Circuit | None:
         return self._by_name.get(name)

@@ -107,13 +107,9 @@ class Health:
     def pairs(self, prefill: str) -> list[PeerTrouble]:
         """The decode workers that it cannot hand over to."""
         circuits = self._pairs.get(prefill)
-        if circuits is None:
-            return []
-        known = [(name, circuits.get(name)) for name in circuits]
         return [
             PeerTrouble(name=name, failures=c.failures, reason=c.reason, failed_s=c.failed_s)
-            for name, c in known
-            if c is not None
+            for name, c in (circuits.items() if circuits is not None else ())
         ]
 
     def shunned(self, past: Past, phase: str, now: float, prefill: str = "") -> Shunned:
@@ -141,12 +137,11 @@ class Health:
         for pairs in self._pairs.values():
             assert len(pairs) > 0, "a prefill worker without trouble is kept"
             pairs.check_invariants()
-        trials = {c.trial for each in (self.steps, *self._pairs.values()) for c in each.circuits if c.trial}
+        trials = {c.trial for each in (self.steps, *self._pairs.values()) for _, c in each.items() if c.trial}
         assert trials <= requests.keys(), "one who has gone tries a circuit"
 
 
 def _shun_broken(shunned: dict[str, Grade], circuits: Circuits, now: float) -> None:
-    for name in circuits:
-        circuit = circuits.get(name)
-        if circuit is not None and not circuit.lets(now):
+    for name, circuit in circuits.items():
+        if not circuit.lets(now):
             shun(shunned, name, (BROKEN, circuit.retry_at_s))
