@@ -191,13 +191,13 @@ class GenerateService:
     def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
         """The client's deadline, or the router's own where that is earlier."""
         longest_s = self._options.max_request_s
-        is_clients = left_s is not None and left_s < longest_s
+        reason = f"the request has lived {longest_s:g} s, the most that this router allows"
+        if left_s is not None and left_s < longest_s:
+            longest_s, reason = left_s, "the request's deadline is over"
         return TimeLimits(
             arrived_s=arrived_s,
-            deadline_s=arrived_s + (left_s if is_clients and left_s is not None else longest_s),
-            deadline_reason="the request's deadline is over"
-            if is_clients
-            else f"the request has lived {longest_s:g} s, the most that this router allows",
+            deadline_s=arrived_s + longest_s,
+            deadline_reason=reason,
             queue_deadline_s=arrived_s + self._options.max_queue_s,
         )
 

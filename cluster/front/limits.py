@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health
 
 from cluster.front.options import FrontOptions
 from worker.wire.door import FIRST_MESSAGE_S
@@ -21,11 +22,11 @@ from worker.wire.door import FIRST_MESSAGE_S
 PING_TIMEOUT_S = 5.0
 REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
 UNREADABLE = "the call's message cannot be read"
-HEALTH = "/grpc.health.v1.Health/"  # answers however many calls there are
+HEALTH = f"/{health.SERVICE_NAME}/"  # answers however many calls there are
 JITTER = 0.5  # of a retry's wait is added at random, so that who was refused at once does not come back at once
 
 
-def server_options(options: FrontOptions) -> list[tuple[str, int]]:
+def grpc_options(options: FrontOptions) -> list[tuple[str, int]]:
     """What gRPC itself holds clients to."""
     return [
         ("grpc.max_receive_message_length", options.max_message_bytes),

@@ -21,8 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.front.authentication import client_door, owner_of
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.health import Health
-from cluster.front.limits import CallLimit, give_memory_back
-from cluster.front.limits import server_options as grpc_options
+from cluster.front.limits import CallLimit, give_memory_back, grpc_options
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
