@@ -28,7 +28,7 @@ STATUS_TIMEOUT_S = 1.0
 UNCACHED = 0.7  # share of streams that find nothing in the prefix cache
 TROUBLE = (  # counters of routers and workers
     *("retries", "workers_lost", "failed", "cancelled", "rejected", "resends", "checksum_mismatches"),
-    *("handoffs_failed", "receipts_bad", "leases_expired", "step_failures", "preempted", "reassigned"),
+    *("handoffs_failed", "receipts_bad", "leases_expired", "chunks_failed", "preempted", "reassigned"),
 )
 
 
