@@ -140,7 +140,7 @@ class DecodeRole:
             self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(request.id)
             why, cause = f"{self._name}: {token.error}", pb.FAILURE_CAUSE_STEP
-            self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=why, retryable=True, cause=cause)
+            self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=why, cause=cause)
             self.reservations.forget(request)
             return
         self._publish_full_pages(request)

@@ -58,7 +58,7 @@ class PrefillRole:
         if self._host.is_draining or state.request_id in self.requests:
             why = "is stopping" if self._host.is_draining else f"has {state.request_id} already"
             cause = pb.FAILURE_CAUSE_ROOM
-            link.event(state, pb.EVENT_KIND_FAILED, reason=f"{self._name} {why}", retryable=True, cause=cause)
+            link.event(state, pb.EVENT_KIND_FAILED, reason=f"{self._name} {why}", cause=cause)
             self._host.streams.flush()
             return
         params, tokens = read_request(state, self._host.engine.info)
@@ -107,14 +107,8 @@ class PrefillRole:
 
     def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
         self._host.counters["handoffs_failed"] += 1
-        request.link.event(
-            request.state,
-            pb.EVENT_KIND_FAILED,
-            reason=failure.reason,
-            retryable=failure.is_retryable,
-            cause=failure.cause,
-            peer=failure.peer,
-        )
+        failed, reason = pb.EVENT_KIND_FAILED, failure.reason
+        request.link.event(request.state, failed, reason=reason, cause=failure.cause, peer=failure.peer)
 
     async def _enqueue_when_connected(self, request: HeldPrompt) -> None:
         failure = await self.handoffs.wait_connected(request)
@@ -208,7 +202,7 @@ class PrefillRole:
     def _fail(self, request: HeldPrompt, reason: str) -> None:
         """End a request whose chunk the engine could not compute: the router tries another worker's."""
         failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_STEP
-        request.link.event(request.state, failed, reason=reason, retryable=True, cause=cause)
+        request.link.event(request.state, failed, reason=reason, cause=cause)
         request.is_cancelled = True
         self.handoffs.spawn(self._let_go(request, reason))
 

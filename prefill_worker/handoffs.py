@@ -56,13 +56,11 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Undelivered:
-    """Why a handoff to `peer` came to nothing, whose fault it is, and whether another attempt may do better."""
+    """Why a handoff to `peer` came to nothing, and whose fault it is."""
 
     reason: str
     cause: pb.FailureCause
     peer: str
-    is_retryable: bool = True
-    in_doubt: bool = False  # the peer may run the request all the same
 
 
 class Handoffs:
@@ -123,7 +121,8 @@ class Handoffs:
                 return receipt
             except Exception as error:
                 undelivered = self._undelivered(request, error)
-                may_move = isinstance(error, HandoffError) and not request.is_cancelled and not undelivered.in_doubt
+                in_doubt = request.handoff is not None and request.handoff.is_in_doubt  # the peer may run it
+                may_move = isinstance(error, HandoffError) and not request.is_cancelled and not in_doubt
                 if request.moving_to is None or not may_move:
                     return undelivered
 
@@ -135,13 +134,7 @@ class Handoffs:
             return Undelivered(reason=reason, cause=pb.FAILURE_CAUSE_PEER, peer=peer)
         if isinstance(error, HandoffFailed):
             self.peers.on_failed(request.decode, str(error))
-        return Undelivered(
-            reason=str(error),
-            cause=error.cause,
-            peer=peer,
-            is_retryable=error.retryable,
-            in_doubt=request.handoff is not None and request.handoff.is_in_doubt,
-        )
+        return Undelivered(reason=str(error), cause=error.cause, peer=peer)
 
     async def abort(self, request: HeldPrompt, reason: str) -> None:
         """Returns when nobody reads the request's pages any more."""

@@ -298,7 +298,7 @@ class FakePrefillWorker(FakeWorker):
     def on_submit(self, submit: pb.Submit) -> None:
         if self.fail_with:
             reason, self.fail_with = self.fail_with, ""
-            failed = self.event(submit.request, pb.EVENT_KIND_FAILED, reason=reason, retryable=True)
+            failed = self.event(submit.request, pb.EVENT_KIND_FAILED, reason=reason)
             self.emit(submit.request.router_id, events=[failed])
         elif self.is_holding:
             self.held.append(submit)
@@ -336,7 +336,7 @@ class FakePrefillWorker(FakeWorker):
             return
         decode = next((d for d in self.decodes if d.name == submit.decode.name), None)
         if decode is None or decode.incarnation != submit.decode.incarnation:
-            failed = self.event(state, pb.EVENT_KIND_FAILED, reason="the decode worker is gone", retryable=True)
+            failed = self.event(state, pb.EVENT_KIND_FAILED, reason="the decode worker is gone")
             self.emit(state.router_id, events=[failed])
             return
         pages = pages_for(len(state.prompt_ids) + len(state.output_ids), self.page_size)

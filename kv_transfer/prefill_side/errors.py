@@ -6,10 +6,9 @@ from kvrelay.v1 import worker_pb2
 
 
 class HandoffError(Exception):
-    """`cause`: whose fault it is. `retryable`: whether another attempt, or another decode worker, may do better."""
+    """`cause`: whose fault it is; unless it is REQUEST, another attempt or another decode worker may do better."""
 
     cause = worker_pb2.FAILURE_CAUSE_PEER
-    retryable = True
 
 
 class HandoffDenied(HandoffError):
@@ -17,7 +16,6 @@ class HandoffDenied(HandoffError):
 
     def __init__(self, reason: str, *, retryable: bool) -> None:
         super().__init__(reason)
-        self.retryable = retryable
         self.cause = worker_pb2.FAILURE_CAUSE_ROOM if retryable else worker_pb2.FAILURE_CAUSE_REQUEST
 
 

@@ -188,13 +188,12 @@ class TokenOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "retryable", "receipt", "cached_tokens", "decode_worker", "cause", "peer")
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_NS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -205,13 +204,12 @@ class RequestEvent(_message.Message):
     kind: EventKind
     at_ns: int
     reason: str
-    retryable: bool
     receipt: _generate_pb2.HandoffReceipt
     cached_tokens: int
     decode_worker: str
     cause: FailureCause
     peer: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("tokens", "events")

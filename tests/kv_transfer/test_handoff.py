@@ -205,7 +205,7 @@ async def test_a_queued_reservation_is_given_up_after_a_while() -> None:
         send_all(handoff, peer.memory, [3, 5])
         with pytest.raises(HandoffDenied, match=r"no pages for 0\.05 s: decode-0: 0 of 37 pages free") as denied:
             await asyncio.wait_for(handoff.commit(token_id=1, num_tokens=8, computed_ns=0), 10)
-        assert (denied.value.retryable, denied.value.cause) == (True, worker_pb2.FAILURE_CAUSE_ROOM)
+        assert denied.value.cause == worker_pb2.FAILURE_CAUSE_ROOM
         await decode.host.until(lambda: len(decode.host.released) == 1)
         decode.host.answer = None
         await hand_off(decode, peer, "b")
@@ -297,7 +297,7 @@ async def test_denied() -> None:
         handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
         with pytest.raises(HandoffDenied, match="99 pages wanted") as denied:
             await handoff.granted()
-        assert not denied.value.retryable
+        assert denied.value.cause == worker_pb2.FAILURE_CAUSE_REQUEST
         await peer.close()
 
 

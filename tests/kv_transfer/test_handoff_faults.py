@@ -279,7 +279,7 @@ async def test_an_earlier_reservation_of_the_same_attempt_must_end_first(decode:
     await first.reserve(request("a", 8), on_stalled=print).granted()
     with pytest.raises(HandoffDenied, match="still holds an earlier reservation") as denied:
         await second.reserve(request("a", 8), on_stalled=print).granted()
-    assert denied.value.retryable
+    assert denied.value.cause == worker_pb2.FAILURE_CAUSE_ROOM
     await second.reserve(request("a", 8, attempt=2), on_stalled=print).granted()
     decode.servicer.leases.end("a", "cancelled")
     await decode.host.until(lambda: len(decode.host.free) == NUM_PAGES)

@@ -9,9 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TypedDict, Unpack
 
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+
+
+class EventDetails(TypedDict, total=False):
+    """Of a RequestEvent, what not every kind has."""
+
+    reason: str
+    cause: pb.FailureCause
+    peer: str
+    receipt: generate_pb2.HandoffReceipt | None
+    cached_tokens: int
+    decode_worker: str
+    at_ns: int  # now, unless it was before
 
 
 class RouterLink:
@@ -51,35 +64,10 @@ class RouterLink:
     def token(self, output: pb.TokenOutput) -> None:
         self._outputs.tokens.append(output)
 
-    def event(
-        self,
-        request: pb.RequestState,
-        kind: pb.EventKind,
-        *,
-        reason: str = "",
-        retryable: bool = False,
-        cause: pb.FailureCause = pb.FAILURE_CAUSE_UNSPECIFIED,
-        peer: str = "",
-        receipt: generate_pb2.HandoffReceipt | None = None,
-        cached_tokens: int = 0,
-        decode_worker: str = "",
-        at_ns: int = 0,
-    ) -> None:
-        self._outputs.events.append(
-            pb.RequestEvent(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                kind=kind,
-                at_ns=at_ns or time.monotonic_ns(),
-                reason=reason,
-                retryable=retryable,
-                cause=cause,
-                peer=peer,
-                receipt=receipt,
-                cached_tokens=cached_tokens,
-                decode_worker=decode_worker,
-            )
-        )
+    def event(self, request: pb.RequestState, kind: pb.EventKind, **details: Unpack[EventDetails]) -> None:
+        event = pb.RequestEvent(request_id=request.request_id, attempt=request.attempt, kind=kind, **details)
+        event.at_ns = event.at_ns or time.monotonic_ns()
+        self._outputs.events.append(event)
 
     def flush(self) -> None:
         if self._outputs.tokens or self._outputs.events:

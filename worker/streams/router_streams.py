@@ -14,16 +14,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import grpc
 import grpc.aio
 
 from engine.types import InvalidRequest
-from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
 from worker.options import REPORT_GAP_S
-from worker.streams.router_link import RouterLink
+from worker.streams.router_link import EventDetails, RouterLink
 from worker.wire.rpc import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
@@ -67,21 +67,11 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def link(self, router_id: str) -> RouterLink | None:
         return self._links.get(router_id)
 
-    def event(
-        self,
-        request: pb.RequestState,
-        kind: pb.EventKind,
-        *,
-        reason: str = "",
-        retryable: bool = False,
-        cause: pb.FailureCause = pb.FAILURE_CAUSE_UNSPECIFIED,
-        peer: str = "",
-        receipt: generate_pb2.HandoffReceipt | None = None,
-    ) -> None:
+    def event(self, request: pb.RequestState, kind: pb.EventKind, **details: Unpack[EventDetails]) -> None:
         """Gather it for the request's router, if that is still there."""
         link = self._links.get(request.router_id)
         if link is not None:
-            link.event(request, kind, reason=reason, retryable=retryable, cause=cause, peer=peer, receipt=receipt)
+            link.event(request, kind, **details)
 
     def start(self) -> None:
         self._reporter = asyncio.get_running_loop().create_task(self._report_forever())

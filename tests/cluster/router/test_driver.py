@@ -259,7 +259,7 @@ async def test_a_failed_handoff_is_tried_again_and_given_up_after_so_many_attemp
         for _ in range(2):
             await h.prefill().wait_for(lambda: bool(h.prefill().held))
             submit = h.prefill().held.pop()
-            failed = h.prefill().event(submit.request, pb.EVENT_KIND_FAILED, reason="no luck", retryable=True)
+            failed = h.prefill().event(submit.request, pb.EVENT_KIND_FAILED, reason="no luck")
             h.prefill().emit(submit.request.router_id, events=[failed])
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call
@@ -293,7 +293,7 @@ async def test_messages_of_an_earlier_attempt_are_dropped() -> None:
         h.decode().preempt(old.request_id)
         await h.until(lambda: len(h.prefill().submits) == 2)
         stale = [pb.TokenOutput(request_id=old.request_id, attempt=1, index=i, token_id=1) for i in range(3, 8)]
-        gone = h.decode().event(old, pb.EVENT_KIND_FAILED, reason="too late", retryable=False)
+        gone = h.decode().event(old, pb.EVENT_KIND_FAILED, reason="too late", cause=pb.FAILURE_CAUSE_REQUEST)
         h.decode().emit(old.router_id, tokens=stale, events=[gone])
         h.decode().resume()
         assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 8)

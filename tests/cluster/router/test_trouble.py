@@ -67,9 +67,7 @@ async def test_a_worker_whose_steps_fail_costs_no_request_while_another_is_there
 
 
 def _fail_step(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
-    failed = prefill.event(
-        submit.request, pb.EVENT_KIND_FAILED, reason="CUDA error", cause=pb.FAILURE_CAUSE_STEP, retryable=False
-    )
+    failed = prefill.event(submit.request, pb.EVENT_KIND_FAILED, reason="CUDA error", cause=pb.FAILURE_CAUSE_STEP)
     prefill.emit(submit.request.router_id, events=[failed])
 
 
@@ -111,7 +109,7 @@ async def _decoding(
 async def test_a_late_failure_of_prefill_does_not_end_a_decode_that_has_the_kv() -> None:
     async with serving() as h:
         state, reader = await _decoding(h)
-        failed = h.prefill().event(state, pb.EVENT_KIND_FAILED, reason="no receipt", retryable=True)
+        failed = h.prefill().event(state, pb.EVENT_KIND_FAILED, reason="no receipt")
         h.prefill().emit(state.router_id, events=[failed])
         h.prefill().is_holding = True  # a second attempt would stop here
         marker = h.generate.GenerateOnce(request([9, 9], max_tokens=1))

@@ -182,7 +182,7 @@ async def test_a_request_that_cannot_be_taken_is_refused_and_the_stream_goes_on(
         state = pb.RequestState(request_id=request_id, router_id=router_id, attempt=2)
         await router.send(submit=pb.Submit(seq=1, request=state))
         [event] = (await router.next_of("outputs")).events
-        assert (event.kind, event.cause, event.retryable) == (pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_REQUEST, False)
+        assert (event.kind, event.cause) == (pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_REQUEST)
         assert (event.request_id, event.attempt, event.reason) == (request_id, 2, reason)
         await router.send(ping=pb.Ping(router_ns=5))
         assert (await router.next_of("pong")).router_ns == 5
