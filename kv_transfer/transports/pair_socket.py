@@ -156,7 +156,7 @@ def dial(params: Mapping[str, str], wire: Wire, peer: str) -> socket.socket:
             name = wire.tls.server_name or address
             sock = wire.tls.client_context().wrap_socket(sock, server_hostname=name)
         sock.sendall(token)
-        if not hmac.compare_digest(_read(sock, TOKEN_BYTES, deadline_s), answer):
+        if not hmac.compare_digest(read_exactly(sock, TOKEN_BYTES, deadline_s), answer):
             raise ConnectionError("somebody else listens there")
         _set_up(sock, wire.timeout_s)
     except (OSError, ValueError) as error:
@@ -202,15 +202,17 @@ def _proof(sock: socket.socket, token: bytes) -> Proof:
         raise ConnectionError("its token is wrong")
 
 
-def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    read = b""
+def read_exactly(sock: socket.socket, num_bytes: int, deadline_s: float | None = None) -> bytes:
+    """Raises OSError; without a deadline the socket's own timeout holds for each part."""
+    read = bytearray()
     while len(read) < num_bytes:
-        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        if deadline_s is not None:
+            sock.settimeout(max(0.001, deadline_s - time.monotonic()))
         part = sock.recv(num_bytes - len(read))
         if not part:
             raise ConnectionError("it hung up")
         read += part
-    return read
+    return bytes(read)
 
 
 def _set_up(sock: socket.socket, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed
 
-from kv_transfer.transports.pair_socket import shut
+from kv_transfer.transports.pair_socket import first_words, read_exactly, shut
 
 LENGTHS = struct.Struct("<II")  # of the key and of the value, in bytes
 MAX_KEY_BYTES = 4096
@@ -96,24 +96,15 @@ class PairStore(dist.Store):  # type: ignore[misc]
         with self._reading:
             if not _has_bytes(self._socket) and not poll.poll(timeout_s * 1000):
                 return False
-            key_bytes, value_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size))
-            if key_bytes > MAX_KEY_BYTES or value_bytes > MAX_VALUE_BYTES:
-                raise RuntimeError(f"the other rank sends a value of {key_bytes} + {value_bytes} bytes")
-            key = self._exactly(key_bytes).decode()
-            self._values[key] = self._exactly(value_bytes)
-        return True
-
-    def _exactly(self, num_bytes: int) -> bytes:
-        read = bytearray()
-        while len(read) < num_bytes:
             try:
-                part = self._socket.recv(num_bytes - len(read))
+                key_bytes, value_bytes = LENGTHS.unpack(read_exactly(self._socket, LENGTHS.size))
+                if key_bytes > MAX_KEY_BYTES or value_bytes > MAX_VALUE_BYTES:
+                    raise RuntimeError(f"the other rank sends a value of {key_bytes} + {value_bytes} bytes")
+                key = read_exactly(self._socket, key_bytes).decode()
+                self._values[key] = read_exactly(self._socket, value_bytes)
             except OSError as error:
-                raise RuntimeError(f"the pair's connection is lost: {error.strerror or error}") from error
-            if not part:
-                raise RuntimeError("the other rank has closed the pair's connection")
-            read += part
-        return bytes(read)
+                raise RuntimeError(f"the pair's connection is lost: {first_words(error)}") from error
+        return True
 
 
 def _has_bytes(sock: socket.socket) -> bool:

@@ -4,24 +4,21 @@
     chat:cjF0gk8...       client "chat" sends `authorization: Bearer cjF0gk8...`
     batch 9pHn2xV...      a name may have two tokens, while the new one replaces the old
 
-Keyring follows such a file: what is added is let in, and what is gone is refused, within RELOAD_S. A file that cannot
-be used changes nothing, the log says why, and it is tried again until it can. No token is ever part of a sentence, a
-log line or a repr.
+Keyring follows such a file (followed.py): what is added is let in, and what is gone is refused, within RELOAD_S. No
+token is ever part of a sentence, a log line or a repr.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from worker.wire.followed import Followed
 from worker.wire.private_files import PrivateFileError, read_private
-
-log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # the characters of a bearer token (RFC 6750)
@@ -88,46 +85,22 @@ class Keyring:
 
     def __init__(self, *, text: str = "", path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """Raises TokenError for tokens that cannot be used, or none at all."""
-        self._path = path
         self._clock = clock
-        self._fixed = parse_tokens(text, "the cluster's tokens") if text or not path else ()
         self._looked_s = clock()
-        self._stamp = _stamp(path)  # of what was read
-        self._complaint = ""  # that the log has
-        self._tokens = self._fixed + (read_tokens(path) if path else ())
+        self._fixed = parse_tokens(text, "the cluster's tokens") if text or not path else ()
+        self._file = Followed([path], lambda: read_tokens(path), "the tokens") if path else None
 
     def name_of(self, token: bytes) -> str | None:
         """None for a token of nobody. It takes as long for a wrong one as for a right one."""
         self._follow()
         owner = None
-        for known in self._tokens:
+        for known in (*self._fixed, *(self._file.value if self._file else ())):
             if hmac.compare_digest(known.value, token):
                 owner = known.name
         return owner
 
     def _follow(self) -> None:
         now = self._clock()
-        if not self._path or now - self._looked_s < RELOAD_S:
-            return
-        self._looked_s = now
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        try:
-            self._tokens = self._fixed + read_tokens(self._path)
-        except TokenError as error:
-            if str(error) != self._complaint:
-                log.error("the tokens stay as they were: %s", error)
-            self._complaint = str(error)
-        else:
-            self._stamp, self._complaint = stamp, ""
-            log.info("%s is read anew: %d tokens", self._path, len(self._tokens))
-
-
-def _stamp(path: str) -> tuple[int, ...] | None:
-    """Changes when the file does; None where there is none."""
-    try:
-        known = Path(path).stat()
-    except (OSError, ValueError):
-        return None
-    return (known.st_dev, known.st_ino, known.st_ctime_ns)  # of content, mode and owner alike
+        if self._file is not None and now - self._looked_s >= RELOAD_S:
+            self._looked_s = now
+            self._file.renew()

@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.certificates import write_tls
 from worker.wire import rpc
-from worker.wire.credentials import _RenewedFiles
+from worker.wire.credentials import follow_server_files
 from worker.wire.tls import TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
@@ -107,7 +107,7 @@ def test_files_that_do_not_fit_are_one_line_in_the_log_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Anybody can ask for a handshake."""
-    files = _RenewedFiles(write_tls(tmp_path, AUTHORITY))
+    files = follow_server_files(write_tls(tmp_path, AUTHORITY))
     write_tls(tmp_path, AUTHORITY)
     with monkeypatch.context() as full:
 
@@ -115,10 +115,10 @@ def test_files_that_do_not_fit_are_one_line_in_the_log_and_tried_again(
             raise OSError(errno.EMFILE, "Too many open files")
 
         full.setattr(os, "open", no_more)
-        assert [files.configuration() for _ in range(5)] == [None] * 5
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert files.configuration() is not None
-    assert files.configuration() is None
+        assert not any(files.renew() for _ in range(5))
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert files.renew()
+    assert not files.renew()
 
 
 def test_sockets_of_our_own_ask_for_the_peers_certificate_too(tmp_path: Path) -> None:
