@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TWO := -n 2 --dist worksteal  # tests at a time
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 
 .PHONY: demo test check unit proto docs bench clean help
@@ -28,7 +29,7 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m unit
+	$(BIN)/python -m pytest -q $(TWO) -m unit
 
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
