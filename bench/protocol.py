@@ -1,8 +1,11 @@
-"""Every state of the protocol: requests, handoffs and leases by their real objects, in every order, with every fault.
+"""The protocol of requests, handoffs and leases by its real objects, in every order, with every fault.
 
-    python -m bench.protocol [--quick] [--minutes M]
+    python -m bench.protocol [--quick] [--minutes M] [--walks N] [--jobs J]
 
-tests/protocol says what is real there and what must hold. A setting that does not end in its time says how far it came.
+tests/protocol says what is real there and what must hold. Small settings are explored to the end: `left` is 0 then. Of
+one that does not end in its time, all is explored that turns from the first choice fewer than `turns` times (with
+every fault at every place), and a part of what turns so often; `left` histories are known and not followed. Then come
+`walks` by chance, each from the beginning to the end, with every kind of fault and one more of them.
 """
 
 from __future__ import annotations
@@ -10,46 +13,73 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
 
 from bench.common import about, save
-from tests.protocol.explore import Explored, explore
-from tests.protocol.world import Setting
+from tests.protocol.explore import Explored, explore, walk
+from tests.protocol.faults import KINDS
+from tests.protocol.setting import Setting
 
+PAIR = ("kill", "sever", "fail", "cut", "expire", "cancel", "deadline")
+CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
 SETTINGS = {
     "one pair": Setting(),
-    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in ("cancel", "cut", "expire", "sever", "kill")},
-    "one pair, prefix cache, kill": Setting(faults=("kill",), prefix_cache=True),
-    "two decode workers, kill": Setting(decode=2, faults=("kill",)),
-    "two prefill workers, kill": Setting(prefill=2, faults=("kill",)),
-    "two decode workers, cut or expire": Setting(decode=2, faults=("cut", "expire")),
-    "one pair, two of all": Setting(faults=("kill", "cut", "sever", "cancel", "expire"), num_faults=2),
+    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in KINDS},
+    "two and two, two of all": Setting(prefill=2, decode=2, faults=PAIR, num_faults=2),
+    "two attempts, two failures": Setting(faults=("cut", "fail"), num_faults=2, options={"max_attempts": 2}),
+    "two requests, pages for one": Setting(prompts=(4, 4), decode_pages=2, options={"overcommit": 2.0}),
+    "two requests, one is preempted": Setting(prompts=(4, 4), decode_pages=3),
+    "two requests, one prefix": Setting(prompts=(5, 9), prefix_cache=True, arrivals=True, faults=("cancel", "kill")),
+    "three requests in few pages": CROWD,
+    "a poison at prefill": Setting(prompts=(4, 5), poison=(0, "prefill")),
+    "a poison at decode": Setting(prompts=(4, 5), poison=(0, "decode")),
+    "a poison in a crowd": replace(CROWD, prefill=2, decode=2, poison=(1, "decode"), prefix_cache=True),
 }
-QUICK = ("one pair", "one pair, cancel", "one pair, expire")
+QUICK = ("one pair", "one pair, cancel", "a poison at decode")
+
+
+def explored_in(setting: Setting, minutes: float, num_walks: int) -> dict[str, Any]:
+    logging.disable(logging.CRITICAL)  # faults are told at every one of them
+    began_s = time.perf_counter()
+
+    def is_enough(_: Explored) -> bool:
+        return time.perf_counter() > began_s + 60 * minutes
+
+    explored = explore(setting, is_enough)
+    num_walks *= explored.left > 0
+    options = {key: value for key, value in setting.options.items() if key != "max_attempts"}
+    wild = replace(setting, faults=tuple(KINDS), num_faults=setting.num_faults + 1, options=options)
+    for seed in range(num_walks):
+        walk(wild, seed)
+    return {**asdict(explored), "walks": num_walks, "seconds": round(time.perf_counter() - began_s, 1)}
+
+
+def rows(names: list[str], minutes: float, num_walks: int, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        work = partial(explored_in, minutes=minutes, num_walks=num_walks)
+        yield from zip(names, pool.map(work, (SETTINGS[name] for name in names)), strict=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small settings only")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for each setting (default: 10)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for each setting (default: 1)")
+    parser.add_argument("--walks", type=int, default=500, help="of each that has not ended (default: 500)")
+    parser.add_argument("--jobs", type=int, default=2, help="settings at a time (default: 2)")
     args = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # faults are told at every one of them
-    rows = {}
-    print(f"{'setting':36}{'states':>9}{'histories':>11}{'longest':>9}{'left':>8}{'s':>7}")
-    for name, setting in SETTINGS.items():
-        if args.quick and name not in QUICK:
-            continue
-        began_s = time.perf_counter()
-        until_s = began_s + 60 * args.minutes
-
-        def is_enough(_: Explored, until_s: float = until_s) -> bool:
-            return time.perf_counter() > until_s
-
-        explored = explore(setting, is_enough)
-        took_s = time.perf_counter() - began_s
-        rows[name] = {**asdict(explored), "seconds": round(took_s, 1)}
-        print(f"{name:36}{explored.states:9}{explored.histories:11}{explored.longest:9}{explored.left:8}{took_s:7.0f}")
-    save("protocol-quick" if args.quick else "protocol", {**about(), "settings": rows})
+    names = [name for name in SETTINGS if name in QUICK or not args.quick]
+    columns = ("states", "histories", "longest", "turns", "left", "walks", "seconds")
+    print(f"{'setting':34}" + "".join(f"{column:>10}" for column in columns))
+    settings = {}
+    for name, row in rows(names, args.minutes, args.walks, args.jobs):
+        settings[name] = row
+        print(f"{name:34}" + "".join(f"{row[column]:10}" for column in columns), flush=True)
+    save("protocol-quick" if args.quick else "protocol", {**about(), "settings": settings})
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 from tests.protocol.process import Watch
+from tests.protocol.setting import Setting
 from tests.protocol.threads import ModelReceiveThread, ModelSendThread
-from tests.protocol.world import MAX_CHOICES, Setting, World
+from tests.protocol.world import MAX_CHOICES, SETTLED_S, World
 
 
 @dataclass
@@ -23,6 +24,22 @@ class Explored:
     histories: int = 0
     longest: int = 0
     left: int = 0  # histories that were not followed; 0: that is all there is
+    turns: int = 0  # whatever turns from the first choice fewer times is explored
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Its last choice, and how it came there."""
+
+    before: History | None = None
+    choice: str = ""
+
+    def choices(self) -> list[str]:
+        found, at = [], self
+        while at.before is not None:
+            found.append(at.choice)
+            at = at.before
+        return found[::-1]
 
 
 class Broken(AssertionError):
@@ -32,17 +49,23 @@ class Broken(AssertionError):
 @contextmanager
 def _no_clock_no_chance(worlds: list[World]) -> Iterator[None]:
     def token_hex(num_bytes: int = 8) -> str:
-        return f"{next(worlds[0].numbers)}"
+        return f"{next(worlds[0].cluster.numbers)}"
 
     def dial(secret: str, *_: object, **__: object) -> Any:
-        return worlds[0].dial(secret)  # each process has its name for a secret
+        return worlds[0].cluster.dial(secret)  # each process has its name for a secret
 
     def watch(pid: int) -> Watch:
-        return worlds[0].watch()
+        return worlds[0].cluster.watch()
+
+    def monotonic() -> float:
+        return worlds[0].cluster.loop.now_s
+
+    def monotonic_ns() -> int:
+        return int(worlds[0].cluster.loop.now_s * 1e9)
 
     with (
-        mock.patch("time.monotonic", float),
-        mock.patch("time.monotonic_ns", int),
+        mock.patch("time.monotonic", monotonic),
+        mock.patch("time.monotonic_ns", monotonic_ns),
         mock.patch("secrets.token_hex", token_hex),
         mock.patch("kv_transfer.prefill_side.pair.SendThread", ModelSendThread),
         mock.patch("kv_transfer.decode_side.pair.ReceiveThread", ModelReceiveThread),
@@ -74,12 +97,9 @@ def walk(setting: Setting, seed: int, fault_share: float = 0.1) -> World:
     with _no_clock_no_chance(worlds):
         world = _begin(setting, worlds)
         try:
-            for _ in range(MAX_CHOICES):
-                choices, faults = world.choices(), world.faults()
-                if not choices:
-                    break
-                use = faults if faults and chance.random() < fault_share else choices
-                history.append(chance.choice(use))
+            while len(history) < MAX_CHOICES and (choices := world.choices() or _time(world)):
+                faults = world.faults()
+                history.append(chance.choice(faults if faults and chance.random() < fault_share else choices))
                 world.do(history[-1])
             world.finish()
         except Exception as error:
@@ -89,21 +109,29 @@ def walk(setting: Setting, seed: int, fault_share: float = 0.1) -> World:
     return world
 
 
+def _time(world: World) -> list[str]:
+    is_waiting = not world.is_over and world.cluster.loop.timers and world.cluster.loop.now_s < SETTLED_S
+    return ["tick"] if is_waiting else []
+
+
 def explore(setting: Setting, is_enough: Callable[[Explored], bool] = lambda _: False) -> Explored:
-    """Every state, unless it `is_enough` before."""
+    """Every state, unless it `is_enough` before: first those on the way of the first choice everywhere, with every
+    fault at every place, then those to which one other choice leads, then two, and so on."""
     explored, seen = Explored(), set[bytes]()
-    frontier: list[tuple[str, ...]] = [()]
+    frontiers: list[list[History]] = [[History()]]  # by the number of turns
     worlds: list[World] = []
     with _no_clock_no_chance(worlds):
-        while frontier and not is_enough(explored):
-            history = frontier.pop()
+        while any(frontiers) and not is_enough(explored):
+            if not frontiers[explored.turns]:
+                explored.turns += 1
+                continue
+            if len(frontiers) < explored.turns + 2:
+                frontiers.append([])
+            history = frontiers[explored.turns].pop()
             explored.histories += 1
-            try:
-                _follow(setting, history, worlds, seen, frontier, explored)
-            except Exception as error:
-                raise Broken(f"{type(error).__name__}: {error}\nafter {_LAST}") from error
+            _follow(_begin(setting, worlds), history, seen, frontiers[explored.turns :], explored)
         worlds[0].close()
-    explored.left = len(frontier)
+    explored.left = sum(map(len, frontiers))
     return explored
 
 
@@ -117,38 +145,27 @@ def _begin(setting: Setting, worlds: list[World]) -> World:
     return world
 
 
-_LAST: list[str] = []
-
-
 def _follow(
-    setting: Setting,
-    history: tuple[str, ...],
-    worlds: list[World],
-    seen: set[bytes],
-    frontier: list[tuple[str, ...]],
-    explored: Explored,
+    world: World, history: History, seen: set[bytes], frontiers: list[list[History]], explored: Explored
 ) -> None:
     """Play the history, then go on by the first choice as long as states are new; the others are kept for later."""
-    world = _begin(setting, worlds)
-    _LAST[:] = []
-    for choice in history:
-        _LAST.append(choice)
-        world.do(choice, is_new=len(_LAST) == len(history))
-    while True:
-        key = world.key
-        if key in seen:
-            return
-        seen.add(key)
-        explored.states += 1
-        explored.longest = max(explored.longest, len(_LAST))
-        choices = world.choices()
-        everything = [*choices, *world.faults()]
-        at = tuple(_LAST)
-        if not choices:
-            frontier.extend((*at, other) for other in everything)
-            _LAST.append("finish")
-            world.finish()
-            return
-        frontier.extend((*at, other) for other in everything[1:])
-        _LAST.append(everything[0])
-        world.do(everything[0])
+    at = history
+    try:
+        choices = history.choices()
+        for i, choice in enumerate(choices, 1):
+            world.do(choice, is_new=i == len(choices))
+        while (key := world.key) not in seen:
+            seen.add(key)
+            explored.states += 1
+            explored.longest = max(explored.longest, world.num_choices)
+            frontiers[0].extend(History(at, fault) for fault in world.faults())
+            may_tick = world.num_ticks < world.setting.max_ticks
+            first, *others = world.choices() or (may_tick and _time(world)) or [""]
+            frontiers[1].extend(History(at, other) for other in others)
+            if not first:
+                world.finish()
+                return
+            at = History(at, first)
+            world.do(first)
+    except Exception as error:
+        raise Broken(f"{type(error).__name__}: {error}\nafter {at.choices()}") from error

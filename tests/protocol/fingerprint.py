@@ -2,87 +2,112 @@
 
 It walks everything that can be reached, objects by their fields, waiting coroutines by the line at which they wait and
 their variables, and numbers each object by the order in which it is met, so that identity counts and addresses do not.
+What does not change, or nothing goes by, is opaque; so are the bytes of pages, which follow from who has written them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import types
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import Message
 
-SCALARS = (str, bytes, int, float, bool, type(None))
-HISTORY = frozenset(("_unfinished_tasks", "_finished"))  # of asyncio.Queue: what was, not what is
-OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, Counter)  # counters say how one came here
+from cluster.router.live.timeline import Timeline
+from cluster.router.monitoring.metrics import RouterMetrics
+from cluster.router.options import RouterOptions
+from cluster.router.served_model import ServedModel
+from engine.pages.layout import KvLayout
+from engine.pages.memory import KvMemory
+from engine.pages.rows import PageRows
+from engine.types import ModelInfo, SamplingParams
+from kv_transfer.options import TransferOptions
+from tests.protocol.cluster import Cluster
+from tests.protocol.loop import ModelLoop
+from tests.protocol.setting import Setting
+from worker.awake import AwakeClock
+from worker.options import WorkerOptions
+
+SCALARS = frozenset((str, bytes, int, float, bool, type(None)))
+HISTORY = frozenset(("_unfinished_tasks", "_finished", "_post"))  # of asyncio.Queue: what was, not what is; the world
+OPAQUE = (
+    *(type, types.ModuleType, types.BuiltinFunctionType, types.SimpleNamespace, np.ndarray),
+    *(AwakeClock, Cluster, KvLayout, KvMemory, PageRows, ModelInfo, ModelLoop, SamplingParams, ServedModel, Setting),
+    *(RouterOptions, TransferOptions, WorkerOptions),
+    *(Counter, RouterMetrics, Timeline),  # they say how one came here
+)
+Reader = Callable[[Any], list[Any]]
 
 
-def fingerprint(root: object, opaque: tuple[type, ...] = ()) -> bytes:
-    """`opaque`: types whose insides do not matter."""
-    walk = _Walk((*OPAQUE, *opaque))
-    walk.see(root)
-    return walk.digest.digest()
-
-
-class _Walk:
-    def __init__(self, opaque: tuple[type, ...]) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
-        self._opaque = opaque
-        self._numbers: dict[int, int] = {}
-        self._alive: list[object] = []  # so that no address is used twice
-
-    def see(self, root: object) -> None:
-        stack = [root]
-        while stack:
-            stack.extend(reversed(self._one(stack.pop())))
-
-    def _say(self, text: str) -> None:
-        self.digest.update(text.encode())
-        self.digest.update(b"\0")
-
-    def _one(self, thing: Any) -> list[Any]:
-        """Say what it is; returns what it is made of."""
-        if isinstance(thing, (*SCALARS, Enum)):
-            self._say(repr(thing))
-            return []
-        if isinstance(thing, self._opaque):
-            self._say(type(thing).__name__)
-            return []
-        number = self._numbers.get(id(thing))
+def fingerprint(root: object) -> bytes:
+    said: list[str] = []
+    numbers: dict[int, int] = {}
+    alive: list[object] = []  # so that no address is used twice
+    stack: list[Any] = [root]
+    while stack:
+        thing = stack.pop()
+        kind: Any = type(thing)
+        if kind in SCALARS:
+            said.append(repr(thing))
+            continue
+        number = numbers.get(id(thing))
         if number is not None:
-            self._say(f"#{number}")
-            return []
-        self._numbers[id(thing)] = len(self._numbers)
-        self._alive.append(thing)
-        self._say(type(thing).__qualname__)
-        return self._parts(thing)
+            said.append(f"#{number}")
+            continue
+        numbers[id(thing)] = len(numbers)
+        alive.append(thing)
+        said.append(kind.__qualname__)
+        if kind in (set, frozenset):
+            stack.extend(reversed(_in_order(thing, numbers)))
+        else:
+            stack.extend(reversed(_reader_of(kind)(thing)))
+    return hashlib.blake2b("\0".join(said).encode(), digest_size=16).digest()
 
-    def _order(self, part: Any) -> tuple[int, str]:
-        """In a set: those met before as they were met, then the others by their kind."""
-        is_scalar = isinstance(part, SCALARS)
-        return self._numbers.get(id(part), len(self._numbers)), repr(part) if is_scalar else type(part).__name__
 
-    def _parts(self, thing: Any) -> list[Any]:
-        if isinstance(thing, Message):
-            return [thing.SerializeToString(deterministic=True)]
-        if isinstance(thing, Mapping):
-            return [len(thing), *(part for item in thing.items() for part in item)]
-        if isinstance(thing, (set, frozenset)):
-            return [len(thing), *sorted(thing, key=self._order)]
-        if isinstance(thing, (list, tuple, deque, range)):
-            return [len(thing), *thing]
-        if isinstance(thing, types.MethodType):
-            return [thing.__func__.__qualname__, thing.__self__]
-        if isinstance(thing, types.FunctionType):
-            return [thing.__qualname__, *(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))]
-        if isinstance(thing, types.CoroutineType):
-            return _frame(thing.cr_frame, thing.cr_await)
-        if isinstance(thing, types.AsyncGeneratorType):
-            return _frame(thing.ag_frame, thing.ag_await)
-        return _fields(thing)
+def _in_order(things: set[Any], numbers: dict[int, int]) -> list[Any]:
+    """Of a set: those met before as they were met, then the others by their kind."""
+
+    def order(part: Any) -> tuple[int, str]:
+        is_scalar = type(part) in SCALARS
+        return numbers.get(id(part), len(numbers)), repr(part) if is_scalar else type(part).__name__
+
+    return [len(things), *sorted(things, key=order)]
+
+
+@functools.cache
+def _reader_of(kind: Any) -> Reader:
+    """What a thing of this kind is made of."""
+    if issubclass(kind, OPAQUE):
+        return lambda _: []
+    if issubclass(kind, Enum):
+        return lambda thing: [thing.name]
+    for base, reader in READERS.items():
+        if issubclass(kind, base):
+            return reader
+    return functools.partial(_fields, tuple(_slots(kind)))
+
+
+def _slots(kind: type) -> list[str]:
+    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(name, str)]
+    return [name for name in names if name not in ("__weakref__", "__dict__")]
+
+
+def _fields(slots: tuple[str, ...], thing: Any) -> list[Any]:
+    parts: list[Any] = [getattr(thing, name, None) for name in slots]
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if name not in HISTORY:
+            parts += (name, value)
+    return parts
+
+
+def _function(thing: types.FunctionType) -> list[Any]:
+    return [thing.__qualname__, *(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))]
 
 
 def _frame(frame: types.FrameType | None, awaited: object) -> list[Any]:
@@ -92,22 +117,26 @@ def _frame(frame: types.FrameType | None, awaited: object) -> list[Any]:
     return [frame.f_code.co_qualname, frame.f_lasti, variables, awaited]
 
 
-def _fields(thing: Any) -> list[Any]:
-    if hasattr(thing, "get_coro"):  # a task
-        return [thing.done(), None if thing.done() else thing.get_coro()]
-    if hasattr(thing, "_asyncio_future_blocking"):
-        outcome = None
-        if thing.done() and not thing.cancelled():
-            outcome = repr(thing.exception()) if thing.exception() else thing.result()
-        return [thing.done(), outcome]
-    if hasattr(thing, "func") and hasattr(thing, "keywords"):  # functools.partial
-        return [thing.func, thing.args, thing.keywords]
-    names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    slots = {name: getattr(thing, name) for name in names if isinstance(name, str) and hasattr(thing, name)}
-    slots.pop("__weakref__", None)
-    slots.pop("__dict__", None)
-    everything = slots | getattr(thing, "__dict__", {})
-    return [{name: value for name, value in everything.items() if name not in HISTORY}]
+def _future(thing: asyncio.Future[Any]) -> list[Any]:
+    outcome = None
+    if thing.done() and not thing.cancelled():
+        outcome = repr(thing.exception()) if thing.exception() else thing.result()
+    return [thing.done(), outcome]
+
+
+READERS: dict[Any, Reader] = {
+    Message: lambda thing: [thing.SerializeToString(deterministic=True)],
+    Mapping: lambda thing: [len(thing), *(part for item in thing.items() for part in item)],
+    (list, tuple, deque, range): lambda thing: [len(thing), *thing],
+    types.MethodType: lambda thing: [thing.__func__.__qualname__, thing.__self__],
+    types.FunctionType: _function,
+    types.CoroutineType: lambda thing: _frame(thing.cr_frame, thing.cr_await),
+    types.AsyncGeneratorType: lambda thing: _frame(thing.ag_frame, thing.ag_await),
+    asyncio.Task: lambda thing: [thing.done(), None if thing.done() else thing.get_coro()],
+    asyncio.Future: _future,
+    functools.partial: lambda thing: [thing.func, thing.args, thing.keywords],
+    (str, bytes, int, float): lambda thing: [repr(thing)],
+}
 
 
 def _is_set(cell: types.CellType) -> bool:

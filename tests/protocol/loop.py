@@ -49,6 +49,12 @@ class ModelLoop:
         """Those that will ring, the next one first."""
         return [timer for _, _, timer in sorted(self._timers) if not timer.cancelled()]
 
+    def ring(self, timer: asyncio.TimerHandle) -> None:
+        """Now, whatever its time is."""
+        callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
+        timer.cancel()
+        callback(*args)
+
     def fire_next(self) -> bool:
         """Let time pass until the next timer rings; False if there is none."""
         while self._timers:

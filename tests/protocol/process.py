@@ -1,9 +1,14 @@
-"""A process of the model: a worker's real role, pool, policy and pairs, an engine that answers at once, and no loop."""
+"""A process of the model: a worker's real role, pool, policy, pairs and streams, and an engine that answers at once.
+
+Its engine writes into each slot of a page the stamp of all tokens up to it, as KV would be, and asserts when a step
+reads another: a page that was given to two, or one whose KV has not come, does not stay unseen. It has no loop: it
+sleeps and wakes as the real one, and takes a step in two halves when it is told to.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -11,22 +16,22 @@ from typing import Any
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
-from engine.pages.pool import PagePool, page_hashes
-from engine.types import ModelInfo, SampledToken, Step
+from engine.pages.pool import PagePool
+from engine.types import Chunk, ModelInfo, SampledToken
 from kvrelay.v1 import worker_pb2 as pb
-from worker.convert import model_info_to_proto
+from tests.protocol.setting import PAGE_SIZE, VOCAB_SIZE, next_token, stamp
+from worker.driver import Worker
 from worker.options import worker_options
 from worker.roles import kind_of
 from worker.streams.router_link import RouterLink
+from worker.streams.router_streams import RouterStreams
 
-PAGE_SIZE = 4
-NUM_PAGES = 8
 INFO = ModelInfo(
     name="model",
     architecture="Model",
     fingerprint="f",
     dtype="float32",
-    vocab_size=1000,
+    vocab_size=VOCAB_SIZE,
     max_model_len=64,
     eos_token_ids=(),
     num_layers=1,
@@ -36,13 +41,8 @@ INFO = ModelInfo(
 
 
 @cache
-def _memory(name: str) -> KvMemory:
-    layout = KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=(LayerKv(1, 1, 1),), num_pages=NUM_PAGES)
-    return KvMemory(layout)
-
-
-def token_at(position: int) -> int:
-    return 100 + position
+def _memory(name: str, num_pages: int) -> KvMemory:
+    return KvMemory(KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=(LayerKv(1, 1, 1),), num_pages=num_pages))
 
 
 class Link(RouterLink):
@@ -57,50 +57,65 @@ class Link(RouterLink):
             self._send(message)
 
 
-class Streams:
-    """Of a worker with the one router."""
+class Streams(RouterStreams):
+    """They report when they are told to."""
 
-    def __init__(self) -> None:
-        self.router: Link | None = None
-
-    def link(self, router_id: str) -> RouterLink | None:
-        return self.router
-
-    def event(self, request: pb.RequestState, kind: pb.EventKind, **more: Any) -> None:
-        if self.router is not None:
-            self.router.event(request, kind, **more)
+    def __init__(self, host: Process) -> None:
+        super().__init__(host, lambda: 0.0, report_interval_s=1.0, drop_after_s=1.0)
+        self.reported: pb.WorkerReport | None = None
 
     def flush(self) -> None:
-        if self.router is not None:
-            self.router.flush()
+        for link in self._links.values():
+            link.flush()
+
+    def join(self, link: RouterLink) -> None:
+        """A router's stream is there; the end of its last one may not have been heard yet."""
+        self.end(link.router_id)
+        self._links[link.router_id] = link
+        self.reported = None
+
+    def end(self, router_id: str) -> None:
+        if (link := self._links.get(router_id)) is not None:
+            self._drop(link, "its stream has ended")
+
+    def hear(self, router_id: str, message: pb.RouterMessage) -> None:
+        """Nothing on a stream that is over: the router does not know yet."""
+        link = self._links.get(router_id)
+        if link is not None and not link.is_closed:
+            self._on_message(link, message)
+            self.flush()
+
+    @property
+    def can_report(self) -> bool:
+        return bool(self._links) and self._host.report() != self.reported
+
+    def report(self) -> None:
+        self.reported = self._host.report()
+        for link in self._links.values():
+            link.put(pb.WorkerMessage(report=self._report_for(link, self.reported)))
 
 
-class Process:
-    """A worker: RoleHost for the real role."""
+class Process(Worker[Any]):
+    """A worker: RoleHost for the real role, WorkerHost for the real streams."""
 
-    def __init__(
-        self,
-        name: str,
-        role: str,
-        incarnation: str,
-        *,
-        prefix_cache: bool,
-        send: Callable[[str, str, Any], None],
-    ) -> None:
-        """`send(source, target, message)`"""
+    def __init__(self, name: str, role: str, incarnation: str, *, num_pages: int, prefix_cache: bool) -> None:
         self.options = worker_options(
             name, role, secret=name, transports=("loopback",), checksums=False, prefix_cache=prefix_cache
         )
-        memory = _memory(name)
-        self.engine = SimpleNamespace(info=INFO, memory=memory, layout=memory.layout, can_overlap=False)
-        self.pool = PagePool(NUM_PAGES, PAGE_SIZE)
+        memory = _memory(name, num_pages)
+        memory.bytes.zero_()
+        self._kv = memory.k(0).numpy()[:, :, 0, 0]
+        self.engine: Any = SimpleNamespace(info=INFO, memory=memory, layout=memory.layout, can_overlap=False)
+        self.pool = PagePool(num_pages, PAGE_SIZE)
         self.address = pb.WorkerAddress(name=name, address=f"{name}:{incarnation}", incarnation=incarnation)
         self.counters: Counter[str] = Counter()
-        self.streams = Streams()
-        self._send = send
+        self.streams: Streams = Streams(self)
+        self.clock: Any = SimpleNamespace(lag_s=0.0)
+        self._watched: Any = SimpleNamespace(age_s=0.0)
         self.faults = None
         self.is_draining = False
         self.is_alive = True
+        self.is_awake = False
         self.batch: Any = None  # that the engine computes
         self.role: Any = kind_of(role).load_driver()(self)
 
@@ -108,42 +123,49 @@ class Process:
     def name(self) -> str:
         return self.options.name
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.is_awake = True
 
-    def page_hashes(self, tokens: Sequence[int], parent: bytes = b"", **salt: Any) -> list[bytes]:
-        return page_hashes(tokens, PAGE_SIZE, parent=parent) if self.options.prefix_cache else []
+    def computes(self, request_id: str) -> bool:
+        return any(chunk.request_id == request_id for chunk in self._chunks())
 
     def begin_step(self) -> None:
         self.batch = self.role.next_batch()
-        if self.batch is not None:
-            step: Step = self.role.step_of(self.batch)
-            if step.on_layer is not None:
-                step.on_layer(0)
+        self.is_awake = self.batch is not None
+        for chunk in self._chunks():
+            self._write(chunk)
+        if self.batch is not None and (on_layer := self.role.step_of(self.batch).on_layer) is not None:
+            on_layer(0)
 
-    def end_step(self) -> None:
+    def end_step(self, error: str = "") -> None:
+        """`error`: why it fails, for each of its requests."""
+        chunks = self._chunks()
         batch, self.batch = self.batch, None
-        chunks = self.role.step_of(batch).chunks
-        tokens = [
-            SampledToken(request_id=chunk.request_id, token_id=token_at(chunk.start + len(chunk.token_ids)))
-            for chunk in chunks
-            if chunk.sample is not None
-        ]
-        self.role.on_step(batch, tokens)
+        self.role.on_step(batch, [self._sampled(chunk, error) for chunk in chunks if chunk.sample is not None or error])
         self.streams.flush()
 
-    def on_router(self, router_id: str) -> None:
-        self.streams.router = Link(router_id, lambda message: self._send(self.name, "router", message))
+    def _chunks(self) -> list[Chunk]:
+        return [] if self.batch is None else list(self.role.step_of(self.batch).chunks)
 
-    def on_router_lost(self) -> None:
-        self.streams.router = None
-        for request_id in list(self.role.requests):
-            self.role.on_cancel(request_id, "the router is lost")
+    def _tokens(self, chunk: Chunk) -> list[int]:
+        """Of its request, with the chunk's own: none is known of one that has gone meanwhile."""
+        request = self.role.requests.get(chunk.request_id)
+        return [] if request is None else list(request.tokens[: chunk.start + len(chunk.token_ids)])
 
-    def hello(self) -> pb.WorkerHello:
-        model = model_info_to_proto(INFO)
-        return pb.WorkerHello(
-            worker=self.address, role=self.options.role, model=model, num_pages=NUM_PAGES, page_size=PAGE_SIZE
-        )
+    def _write(self, chunk: Chunk) -> None:
+        tokens = self._tokens(chunk)
+        for position in range(chunk.start, len(tokens)):
+            self._kv[chunk.block_table[position // PAGE_SIZE], position % PAGE_SIZE] = stamp(tokens[: position + 1])
+
+    def _sampled(self, chunk: Chunk, error: str) -> SampledToken:
+        tokens = self._tokens(chunk)
+        if error:
+            return SampledToken(request_id=chunk.request_id, token_id=0, error=error)
+        for position in range(len(tokens)):
+            page = chunk.block_table[position // PAGE_SIZE]
+            is_its = self._kv[page, position % PAGE_SIZE] == stamp(tokens[: position + 1])
+            assert is_its, f"{self.name}: page {page} of {chunk.request_id} does not hold its token {position}"
+        return SampledToken(request_id=chunk.request_id, token_id=next_token(tokens))
 
 
 @dataclass

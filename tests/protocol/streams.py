@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
 
-from cluster.router.links.worker_link import LinkState, WorkerEndpoint
+from cluster.router.driver import Router
+from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
 from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.loop import ModelLoop
 from tests.protocol.process import Process
@@ -24,59 +25,62 @@ class Post(Protocol):
 
     loop: ModelLoop
 
-    def send(self, source: str, target: str, message: Any) -> None: ...
+    def put(self, way: str, message: Any) -> None: ...
 
 
-class RouterSide:
-    """The router's link to one worker: WorkerLink without a stream."""
+class RouterSide(WorkerLink):
+    """The router's link to one worker, without a stream: what goes down is put into the world's queue at once."""
 
-    def __init__(self, world: Post, name: str, role: str) -> None:
-        self.worker = WorkerEndpoint(name=name, role=role, address=name)
-        self.name = name
-        self.state = LinkState.CONNECTING
-        self.hello: pb.WorkerHello | None = None
-        self.clock = SimpleNamespace(to_router_s=lambda _, now_s: now_s)
-        self._world = world
-        self._seq = 0
-
-    @property
-    def address(self) -> pb.WorkerAddress:
-        assert self.hello is not None
-        return self.hello.worker
-
-    def submit(self, request: pb.RequestState, decode: pb.WorkerAddress) -> int:
-        self._seq += 1
-        self._put(pb.RouterMessage(submit=pb.Submit(seq=self._seq, request=request, decode=decode)))
-        return self._seq
-
-    def cancel(self, request_id: str, reason: str) -> None:
-        self._put(pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, reason=reason)))
-
-    def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
-        self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
+    def __init__(self, post: Post, router: Router, router_name: str, worker: WorkerEndpoint) -> None:
+        super().__init__(worker, router, router_id=router.router_id)
+        self.clock = cast(Any, SimpleNamespace(to_router_s=lambda ns, _: ns / 1e9))  # there is one clock only
+        self._post = post
+        self._way = f"{router_name}>{worker.name}"
 
     def _put(self, message: pb.RouterMessage) -> None:
         if self.state is LinkState.READY:
-            self._world.send("router", self.name, message)
+            self._post.put(self._way, message)
+
+    def on_stream(self, hello: pb.WorkerHello) -> None:
+        self._seq = 0
+        self._greet(pb.WorkerMessage(hello=hello))
+
+    def on_broken(self, *, is_death: bool) -> None:
+        self._lose("the stream broke", is_death=is_death)
+
+    def hear(self, message: pb.WorkerMessage) -> None:
+        if self.state is not LinkState.READY:
+            return
+        if message.HasField("outputs"):
+            self._host.on_outputs(self, message.outputs)
+        elif message.HasField("report"):
+            self._host.on_report(self, message.report)
 
 
 class Call:
-    """A Handoff.Connect as both of its ends see it. What one end says goes through the world's queues."""
+    """A Handoff.Connect as both of its ends see it. What one end says goes through the world's queues; each call has
+    its own, for nothing orders what is said in two of them."""
 
-    def __init__(self, world: Post, source: Process, target: Process | None, target_name: str) -> None:
-        self.source, self.target, self.target_name = source, target, target_name
+    def __init__(self, post: Post, number: int, source: Process, target: Process | None, target_name: str) -> None:
+        self.source, self.target = source, target
+        self.number = number
+        self.down, self.up = f"{source.name}>{target_name}/{number}", f"{target_name}>{source.name}/{number}"
         self.heard: deque[Any] = deque()  # by the source
         self.asked: deque[Any] = deque()  # of the target
         self.waiting: dict[str, Any] = {}
         self.ended: tuple[Any, str] | None = None
         self.is_cancelled = False
         self.task: Any = None
-        self._world = world
+        self._post = post
 
     # the source's end
 
     async def write(self, message: pb.PrefillMessage) -> None:
-        self._world.send(self.source.name, self.target_name, (self, message))
+        self._say(message)
+
+    def _say(self, message: pb.PrefillMessage | None) -> None:
+        if self.source.is_alive:
+            self._post.put(self.down, message)
 
     async def done_writing(self) -> None: ...
 
@@ -84,14 +88,14 @@ class Call:
         while not self.heard:
             if self.ended is not None or self.is_cancelled:
                 return grpc.aio.EOF
-            self.waiting["source"] = self._world.loop.create_future()
+            self.waiting["source"] = self._post.loop.create_future()
             await self.waiting["source"]
         return self.heard.popleft()
 
     def cancel(self) -> None:
         if not self.is_cancelled and self.ended is None:
             self.is_cancelled = True
-            self._world.send(self.source.name, self.target_name, (self, None))
+            self._say(None)
             self.wake("source")
 
     async def close(self) -> None: ...
@@ -102,6 +106,10 @@ class Call:
     async def details(self) -> str:
         return self.ended[1] if self.ended else "cancelled"
 
+    @property
+    def stands(self) -> bool:
+        return self.ended is None and not self.is_cancelled and self.task is not None and not self.task.done()
+
     def end(self, code: Any, details: str) -> None:
         self.ended = self.ended or (code, details)
         self.wake("source")
@@ -111,7 +119,7 @@ class Call:
     async def messages(self) -> AsyncIterator[pb.PrefillMessage]:
         while True:
             while not self.asked:
-                self.waiting["target"] = self._world.loop.create_future()
+                self.waiting["target"] = self._post.loop.create_future()
                 await self.waiting["target"]
             message = self.asked.popleft()
             if message is None:
@@ -119,8 +127,12 @@ class Call:
             yield message
 
     async def context_write(self, message: pb.DecodeMessage) -> None:
-        assert self.target is not None
-        self._world.send(self.target.name, self.source.name, (self, message))
+        self.answer(message)
+
+    def answer(self, message: Any) -> None:
+        """A message, or how it ends."""
+        if self.target is not None and self.target.is_alive:
+            self._post.put(self.up, message)
 
     async def abort(self, code: Any, details: str) -> None:
         raise Aborted(code, details)

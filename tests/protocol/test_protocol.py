@@ -1,21 +1,27 @@
 """The protocol of requests and leases, by the real objects in every order: no token lost or doubled, no page in two
 places, nothing written but leased pages, no lease and no request without an end.
 
-`python -m bench.protocol` visits every state of larger settings.
+`python -m bench.protocol` goes through larger settings, and further.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from cluster.router.live.requests import LiveRequest
+from engine.pages.rows import PageRows
 from kv_transfer.lease import Ended, LeaseTable
 from tests.protocol.explore import Broken, explore, replay, walk
-from tests.protocol.world import Setting
+from tests.protocol.faults import KINDS
+from tests.protocol.setting import Setting
 
-FAULTS = ("kill", "cut", "sever", "cancel", "expire")
+ALL = tuple(KINDS)
+CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
 
 
 def test_without_a_fault_every_order_brings_the_answer() -> None:
@@ -27,30 +33,49 @@ def test_without_a_fault_every_order_brings_the_answer() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(faults=FAULTS, num_faults=1),
-        Setting(prefill=2, decode=2, faults=FAULTS, num_faults=2),
-        Setting(prefill=1, decode=2, faults=FAULTS, num_faults=3, prefix_cache=True),
+        Setting(faults=ALL),
+        Setting(prefill=2, decode=2, faults=ALL, num_faults=2),
+        replace(CROWD, decode=2, faults=ALL, num_faults=3, prefix_cache=True),
+        Setting(poison=(0, "prefill"), prompts=(4, 5)),
+        Setting(poison=(1, "decode"), prompts=(4, 5), decode=2),
     ],
-    ids=["one pair, one fault", "two and two, two faults", "two decode workers, three faults"],
+    ids=["one pair", "two pairs", "a crowd", "a poison at prefill", "a poison at decode"],
 )
 def test_faults_at_any_place_lose_nothing(setting: Setting) -> None:
-    for seed in range(40):
+    walk_often(setting, 30)
+
+
+def walk_often(setting: Setting, times: int) -> None:
+    for seed in range(times):
         walk(setting, seed)
 
 
-def test_a_fence_that_is_left_out_is_found() -> None:
-    """That the exploring can fail: pages come back while their sender still writes."""
+def end_at_once(table: LeaseTable[str], key: str, *args: object) -> Ended[str] | None:
+    lease = table.get(key)
+    return Ended(lease=table._remove(lease), released=True) if lease is not None else None
 
-    def end_at_once(table: LeaseTable[str], key: str, *args: object) -> Ended[str] | None:
-        lease = table.get(key)
-        return Ended(lease=table._remove(lease), released=True) if lease is not None else None
 
-    setting = Setting(faults=("expire", "cancel"), num_faults=1)
-    with mock.patch.object(LeaseTable, "end", end_at_once), pytest.raises(Broken, match="AssertionError"):
-        explore(setting)
+def take_twice(live: LiveRequest, token: Any) -> list[Any]:
+    live.output_ids.append(token.token_id)
+    return [token]
+
+
+def move_nothing(*_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [(LeaseTable, "end", end_at_once), (LiveRequest, "take", take_twice), (PageRows, "copy_from", move_nothing)],
+    ids=["pages come back while their sender still writes", "a token is taken twice", "no KV is moved"],
+)
+def test_what_would_be_wrong_is_found(owner: type, name: str, wrong: Callable[..., Any]) -> None:
+    """That the exploring can fail."""
+    setting = Setting(faults=("expire", "cancel", "kill", "sever"), num_faults=2)
+    with mock.patch.object(owner, name, wrong), pytest.raises(Broken, match="AssertionError"):
+        walk_often(setting, 200)
 
 
 def test_a_history_is_told_and_played_again() -> None:
-    world = replay(replace(Setting(), faults=("cancel",)), ["router>prefill-0", "cancel"])
-    assert world.is_cancelled
+    world = replay(Setting(faults=("cancel",)), ["router-0>prefill-0", "cancel 0"])
+    assert world.clients[0].given_up == "cancel"
     world.close()

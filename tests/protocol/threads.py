@@ -82,6 +82,9 @@ class ModelSendThread:
 
     def _finish(self, segment: SegmentToSend) -> None:
         self.writing = None
+        if self.target.is_alive:  # however late it comes: it may have been under way when it was told to stop
+            receiver = self.end._receiver
+            receiver.rows.copy_from(self.end._rows, segment.layers, segment.src_pages, segment.dst_pages)
         if not self._is_aborted:
             sent = SentSegment(
                 segment=segment, seq=self._seq, nbytes=_bytes_of(self, segment), checksum=None, transfer_s=0
