@@ -43,7 +43,7 @@ async def serve_workers(step_s: float) -> None:
     from tests.fakes import FakeDecodeWorker, FakePrefillWorker
 
     limits: dict[str, Any] = {"num_pages": 1 << 20, "max_model_len": 1 << 16, "report_interval_s": 0.2}
-    decode = FakeDecodeWorker(name="decode-0", step_s=step_s, **limits)
+    decode = FakeDecodeWorker(name="decode-0", step_s=step_s, max_unsent=8, **limits)
     prefill = FakePrefillWorker(name="prefill-0", decodes=[decode], **limits)
     endpoints = [await decode.start(), await prefill.start()]
     await _answer({"workers": [[e.name, e.role, e.address] for e in endpoints]})
@@ -109,8 +109,9 @@ async def _answer(ready: dict[str, Any]) -> None:
 
 
 class Child:
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "bench.router", "--serve", *arguments]
+    def __init__(self, *arguments: str, module: str = "") -> None:
+        """A role of this program's own, or another module that answers lines with lines."""
+        command = [sys.executable, "-m", *([module] if module else ["bench.router", "--serve"]), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ready = self._read()
 
@@ -127,8 +128,11 @@ class Child:
         return value
 
     def usage(self) -> dict[str, float]:
+        return self.asked()
+
+    def asked(self, line: str = "") -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._read()
 

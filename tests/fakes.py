@@ -194,6 +194,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if params.logprobs is not None:
             output.logprobs.chosen.token_id = token_id
             output.logprobs.chosen.logprob = -0.5
+            output.logprobs.top.extend([output.logprobs.chosen] * params.logprobs)
         reason = finish_reason(params, token_id, index + 1, [EOS])
         if reason is not None:
             output.finish_reason = FINISH_REASON_TO_PROTO[reason]
@@ -204,6 +205,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 class FakeDecodeWorker(FakeWorker):
     role: str = "decode"
     step_s: float = 0.0
+    max_batch_size: int = 256  # tokens in one message; it runs whatever is there, as several workers would
+    max_unsent: int = 1024  # messages to a router, above which it waits with the next step
     max_steps: int | None = None  # stop stepping after so many, until `resume`
 
     def __post_init__(self) -> None:
@@ -261,7 +264,8 @@ class FakeDecodeWorker(FakeWorker):
             while not self.running or (self.max_steps is not None and self.steps >= self.max_steps):
                 self._wake.clear()
                 await self._wake.wait()
-            self._step()
+            if all(out.qsize() <= self.max_unsent for out in self.up.values()):
+                self._step()
             await self._notify()
             await asyncio.sleep(self.step_s)
 
@@ -276,7 +280,8 @@ class FakeDecodeWorker(FakeWorker):
             else:
                 self.running[request_id] = (state, params, index + 1)
         for router_id, tokens in outputs.items():
-            self.emit(router_id, tokens=tokens)
+            for start in range(0, len(tokens), self.max_batch_size):
+                self.emit(router_id, tokens=tokens[start : start + self.max_batch_size])
 
 
 @dataclass(kw_only=True)

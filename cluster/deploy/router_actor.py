@@ -47,8 +47,10 @@ class RouterActor(MemberActor):
 
 class _RouterService:
     def __init__(self, spec: ClusterSpec, index: int, greeting: Greeting, reached_at: str) -> None:
+        from cluster.front.memory import put_off_collections
         from cluster.front.server import RouterServer, ServerOptions
 
+        put_off_collections()
         router = spec.router
         self._reached_at = reached_at
         self._newest = Newest()

@@ -5,7 +5,6 @@ and no token."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -133,10 +132,3 @@ async def refuse(
         async with asyncio.timeout(REFUSE_S):
             await context.abort(code, sentence, tuple(trailers))
     raise asyncio.CancelledError
-
-
-def give_memory_back() -> None:
-    """To the system, what a flood of calls has left free in glibc's heap: it gives back only its end by itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from cluster.front.authentication import client_door, owner_of
 from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
 from cluster.front.health import Health
-from cluster.front.limits import CallLimit, give_memory_back, grpc_options
+from cluster.front.limits import CallLimit, grpc_options
+from cluster.front.memory import let_go_forever
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
@@ -38,7 +39,6 @@ from worker.wire.tokens import Keyring
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
-TRIM_INTERVAL_S = 20.0
 SCRAPE_TIMEOUT_S = 5.0
 
 
@@ -94,7 +94,7 @@ class RouterServer:
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
         self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s)
-        self._trimmer: asyncio.Task[None] | None = None
+        self._letting_go: asyncio.Task[None] | None = None
         self._generate: GenerateService | None = None
         self._server: grpc.aio.Server | None = None
 
@@ -123,7 +123,7 @@ class RouterServer:
             self.metrics_port = self._expose(options, options.metrics_port)
         await self._server.start()
         self.router.loop_clock.start()
-        self._trimmer = asyncio.get_running_loop().create_task(_trim())
+        self._letting_go = asyncio.create_task(let_go_forever(self._num_busy))
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
         return self.port
 
@@ -144,8 +144,8 @@ class RouterServer:
         await self.router.close()
         await self._server.stop(0.5)  # the last messages and statuses still go out
         await self.router.loop_clock.stop()
-        if self._trimmer is not None:
-            self._trimmer.cancel()
+        if self._letting_go is not None:
+            self._letting_go.cancel()
         await asyncio.to_thread(self.router.metrics.close)
         if self._codec is not None:
             self._codec.close()
@@ -182,14 +182,11 @@ class RouterServer:
             },
         )
 
+    def _num_busy(self) -> int:
+        return self._calls.running + self.router.num_live
+
     def _on_readiness(self, is_ready: bool) -> None:
         if self._generate is not None and not self._generate.is_draining:
             self._health.set(is_serving=is_ready)
             if is_ready:
                 self.serving.set()
-
-
-async def _trim() -> None:
-    while True:
-        await asyncio.sleep(TRIM_INTERVAL_S)
-        await asyncio.to_thread(give_memory_back)

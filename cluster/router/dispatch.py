@@ -56,6 +56,10 @@ class Dispatcher:
     # what is under way
 
     @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._live) - self._policy.num_queued
 

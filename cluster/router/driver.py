@@ -338,6 +338,11 @@ class Router:
         return not self.policy.missing_phase
 
     @property
+    def num_live(self) -> int:
+        """Choices that are queued, sent, or wait to be sent again."""
+        return self._dispatcher.num_live
+
+    @property
     def num_in_flight(self) -> int:
         return self._dispatcher.num_in_flight
 
