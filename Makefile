@@ -22,7 +22,8 @@ demo: $(STAMP)  ## a small cluster on this computer's CPU: real requests, TTFT a
 	$(BIN)/python -m kvrelay.demo
 
 test: check  ## everything
-	$(BIN)/python -m pytest -m 'not unit'
+	$(BIN)/python -m pytest $(TWO) -m 'not unit and not alone'
+	$(BIN)/python -m pytest -m alone
 
 check: $(STAMP)  ## format, lint, types, layers, unit tests
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""For all tests: property tests draw the same examples each time, and the unit tests import nothing heavy."""
+"""For all tests: property tests draw the same examples each time; tests chosen by a mark import no other module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ settings.load_profile("same")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A module without a unit test is not imported to learn that: torch and Ray take ten seconds."""
-    if config.option.markexpr != "unit":
+    """With `-m unit`, a module that has no such mark is not imported to learn that: torch and Ray take ten seconds."""
+    word = config.option.markexpr
+    if word not in ("unit", "alone", "gpu"):
         return None
-    modules = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
-    return None if any("mark.unit" in module.read_text() for module in modules) else True
+    is_folder = collection_path.is_dir()
+    files = collection_path.rglob("*.py") if is_folder else (collection_path, collection_path.with_name("conftest.py"))
+    mark = f"mark.{word}".encode()
+    return None if any(mark in file.read_bytes() for file in files if file.is_file()) else True

@@ -19,6 +19,8 @@ from kvrelay.demo_model import make_demo_model
 from tests.deploy.running import Running, gone, kvrelay, until
 from worker.wire.tls import is_loopback
 
+pytestmark = pytest.mark.alone
+
 READY_TIMEOUT_S = 120.0
 SECRET = "that-all-processes-of-the-cluster-share"
 

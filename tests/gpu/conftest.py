@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here not in Path(item.path).parents:
             continue
         item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.alone)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch finds none here"))
 

@@ -20,6 +20,8 @@ from placement.checks.rerun import rerun
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import WAIT_S, counters, engine_with, random_prompt, router_with, until, worker_with
 
+pytestmark = pytest.mark.alone
+
 SYSTEM = random_prompt(48, seed=0)  # three pages that many prompts begin with
 REQUESTS = 30
 NAMES = ("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")

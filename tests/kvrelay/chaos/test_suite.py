@@ -7,9 +7,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from kvrelay.chaos.cells import CELLS
 from kvrelay.chaos.report import as_object, sentences
 from kvrelay.chaos.suite import Wish, run
+
+pytestmark = pytest.mark.alone
 
 ANY_TIME_S = 60.0
 
