@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from cluster.front.options import FrontOptions
-from worker.wire.door import FIRST_MESSAGE_S
+from cluster.router.shares import Shares
+from worker.wire.door import CALLER, FIRST_MESSAGE_S
 
 PING_TIMEOUT_S = 5.0
 REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
@@ -51,8 +52,7 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     everyone and not counted, so that its message must come sooner."""
 
     def __init__(self, max_calls: int, max_stall_s: float) -> None:
-        self.running = 0
-        self._max_calls = max_calls
+        self._calls = Shares(max_calls)
         self._max_stall_s = max_stall_s
 
     async def intercept_service(
@@ -64,15 +64,28 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return handler
         is_health = handler_call_details.method.startswith(HEALTH)
-        if self.running >= self._max_calls and not is_health:
+        if not is_health and self._why_full(CALLER.get()):
             return grpc.stream_stream_rpc_method_handler(self._refuse)
         if handler.request_streaming:
             return handler._replace(stream_stream=self._counted(handler.stream_stream))
         return self._heard(handler, is_health)
 
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
-        reason = f"{self.running} calls run at this router, of {self._max_calls}"
+        reason = self._why_full(CALLER.get()) or "too many calls ran at this router"
         await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),))
+
+    def _why_full(self, caller: str) -> str:
+        """Why the caller may begin no call; empty if it may."""
+        calls = self._calls
+        if calls.total >= calls.limit:
+            return f"{calls.total} calls run at this router, of {calls.limit}"
+        if not calls.has_share(caller):
+            return f"{calls.of(caller)} of {calls.total} calls that run at this router are this client's: its share"
+        return ""
+
+    @property
+    def running(self) -> int:
+        return self._calls.total
 
     def _counted(self, behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Any]:
         """Of reflection, which gRPC brings."""
@@ -102,11 +115,12 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _count(self) -> Iterator[None]:
-        self.running += 1
+        caller = CALLER.get()
+        self._calls.take(caller)
         try:
             yield
         finally:
-            self.running -= 1
+            self._calls.give(caller)
 
 
 async def _message(context: Any, within_s: float) -> Any:

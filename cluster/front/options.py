@@ -46,7 +46,10 @@ class FrontOptions:
         le=604_800,
     )
     max_calls: int = knob(
-        8192, "at once, health not counted; more are refused with RESOURCE_EXHAUSTED", unit="calls", ge=1
+        8192,
+        "at once, health apart: more are refused with RESOURCE_EXHAUSTED. One token gets seven times what is left",
+        unit="calls",
+        ge=1,
     )
     max_watches: int = knob(1000, "of health; more are refused with RESOURCE_EXHAUSTED", unit="streams", ge=1)
     max_connections: int = knob(4096, "that clients hold; more are closed at once", unit="connections", ge=1)

@@ -44,12 +44,13 @@ async def check_request(
     model: generate_pb2.GetModelInfoResponse,
     served_name: str,
     codec: TextCodec | None,
-    admit: Callable[[str], None],
+    admit: Callable[[str, str], None],
     limits: TimeLimits,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
-    `admit` is asked with the id before the prompt is tokenised, and raises RequestFailed when nobody is taken now.
+    `admit` is asked with the id and the caller before the prompt is tokenised, and raises RequestFailed when the caller
+    gets nothing now.
     """
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
@@ -59,7 +60,7 @@ async def check_request(
     params.validate(model.vocab_size)
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
-    admit(request_id)
+    admit(request_id, CALLER.get())
     prompt_ids = await _prompt_ids(request, model, codec)
     room = model.max_model_len - len(prompt_ids)
     params = replace(
@@ -71,6 +72,7 @@ async def check_request(
     new = NewRequest(
         id=request_id,
         prompt_ids=prompt_ids,
+        owner=CALLER.get(),
         cache_salt=cache_salt,
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,

@@ -84,6 +84,7 @@ class RequestShape:
     max_tokens: int  # still to be generated at most
     page_hashes: Sequence[PageHash] = ()
     past: Past = FRESH
+    owner: str = ""  # the client whose it is; empty: not known
 
 
 @dataclass(slots=True)

@@ -75,9 +75,9 @@ class Dispatcher:
 
     # routing
 
-    def admit(self) -> None:
+    def admit(self, owner: str) -> None:
         """Raises RequestFailed, counted, when no new request is taken now."""
-        if refusal := self._policy.refusal():
+        if refusal := self._policy.refusal(owner):
             counter, error = _told(refusal)
             self._metrics.counts.update(["requests", counter])
             raise error
@@ -156,6 +156,7 @@ class Dispatcher:
             max_tokens=live.tokens_left,
             page_hashes=self._served.page_hashes(live.hashes, live.output_ids),
             past=live.past,
+            owner=live.owner,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:

@@ -103,11 +103,11 @@ class Router:
         await asyncio.sleep(0)  # cancels leave before the streams end
         await self._links.close()
 
-    def admit(self, request_id: str) -> None:
-        """Raises RequestFailed when a request of this id would be refused now, whatever is in it: asked before anything
-        is spent on it."""
+    def admit(self, request_id: str, owner: str = "") -> None:
+        """Raises RequestFailed when a request of this id and owner would be refused now, whatever is in it: asked
+        before anything is spent on it."""
         self._check_id(request_id)
-        self._dispatcher.admit()
+        self._dispatcher.admit(owner)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._dispatcher.submissions:

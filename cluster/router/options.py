@@ -10,7 +10,10 @@ from engine.knobs import check, knob
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
     max_queued_requests: int = knob(
-        1024, "that wait in one router; more are refused with RESOURCE_EXHAUSTED", unit="requests", ge=1
+        1024,
+        "that wait in one router; more are refused with RESOURCE_EXHAUSTED. One token gets seven times what is left",
+        unit="requests",
+        ge=1,
     )
     max_queued_tokens: int = knob(1_048_576, "of their prompts, likewise", unit="tokens", ge=1)
     max_backlog_tokens: int = knob(

@@ -145,11 +145,11 @@ class RouterPolicy:
 
     # requests
 
-    def refusal(self) -> Rejected | Unavailable | None:
+    def refusal(self, owner: str = "") -> Rejected | Unavailable | None:
         """Why no new request is taken now, whatever its shape, so that nothing is spent on it; None if one may be."""
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             return Unavailable(reason=f"no {phase} worker is ready")
-        full = self._queue.why_full(RequestShape(id="", prompt_len=0, max_tokens=0))
+        full = self._queue.why_full(RequestShape(id="", prompt_len=0, max_tokens=0, owner=owner))
         return Rejected(reason=full, retry_after_s=self._queue.retry_after_s()) if full else None
 
     def why_late(self, request_id: str, left_s: float) -> str:

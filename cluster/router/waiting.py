@@ -2,9 +2,10 @@
 
     add -> in_order -> drop: assigned, or gone
 
-It places nobody and reads no clock. First come first, but for those that are sent again, which go to the front, and
-those of which a worker may have died: they stand beside the others, by the phase in which it did, and wait for a worker
-that tries no other. A request for which there are no pages may be passed by smaller ones, so many times.
+It places nobody and reads no clock. First come first among those of one client, and clients take turns; but those that
+are sent again go to the front, and those of which a worker may have died stand beside the others, by the phase in which
+it did, and wait for a worker that tries no other. A request for which there are no pages may be passed by smaller ones,
+so many times.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.router.accounts import RequestShape
+from cluster.router.shares import Shares
 
 RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for retry_after
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
@@ -22,7 +25,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 @dataclass(slots=True)
 class Waiting:
     prompt_len: int
-    place: int  # in the line: lower ones go first
+    owner: str
+    place: tuple[int, int]  # turn and number of arrival: lower ones go first
     tried_in: str  # the phase that it waits to be tried in alone; empty: it stands in line
     passed: int = 0  # times that a smaller one went before it
 
@@ -34,14 +38,15 @@ class Waiting:
 
 class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
         self._waiting: dict[str, Waiting] = {}
-        self._line: OrderedDict[str, None] = OrderedDict()  # the next to go first
-        self._by_size: dict[int, OrderedDict[str, None]] = {}  # of those in line, likewise
+        self._lines: dict[str, OrderedDict[str, None]] = {}  # by owner, none of them empty: the next to go first
+        self._by_size: dict[
+            tuple[int, str], OrderedDict[str, None]
+        ] = {}  # of those in line, by size and owner, likewise
         self._tried: dict[str, OrderedDict[str, None]] = {}  # by phase, beside the line
-        self._tokens = 0
-        self._front = self._back = 0  # places
+        self._requests = Shares(max_requests)
+        self._tokens = Shares(max_tokens)
+        self._arrivals = 0
         # (when, prompt tokens computed) since somebody waits: without it workers may have been idle in between
         self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
@@ -51,7 +56,8 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[str]:
         for tried in self._tried.values():
             yield from tried
-        yield from self._line
+        for line in self._lines.values():
+            yield from line
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._waiting
@@ -59,14 +65,14 @@ class WaitingQueue:
     @property
     def tokens(self) -> int:
         """Of all prompts that wait."""
-        return self._tokens
+        return self._tokens.total
 
     # who goes next
 
     @property
     def first(self) -> str:
         """The id of the next in line; empty if nobody is."""
-        return next(iter(self._line), "")
+        return min((next(iter(line)) for line in self._lines.values()), key=self._place_of, default="")
 
     def in_order(self) -> Iterator[str]:
         """Who may go next: of those that are tried alone the first of each phase, then the first in line. Who goes on
@@ -80,12 +86,12 @@ class WaitingQueue:
         return [next(iter(tried)) for tried in self._tried.values() if tried]
 
     def _smaller(self, request_id: str) -> list[str]:
-        """At most one of each size."""
+        """At most one of each size and owner."""
         size = self._waiting[request_id].size
-        heads = [next(iter(ids)) for of, ids in self._by_size.items() if of < size and ids]
+        heads = [next(iter(ids)) for (of, _), ids in self._by_size.items() if of < size]
         return sorted(heads, key=self._place_of)
 
-    def _place_of(self, request_id: str) -> int:
+    def _place_of(self, request_id: str) -> tuple[int, int]:
         return self._waiting[request_id].place
 
     def passed(self, request_id: str) -> int:
@@ -101,38 +107,56 @@ class WaitingQueue:
         """`tried_in`: the phase in which it is to be tried alone."""
         if not self._waiting:
             self._rate.clear()
-        place = self._front - 1 if is_resent else self._back + 1
-        self._front, self._back = min(self._front, place), max(self._back, place)
-        waiting = Waiting(shape.prompt_len, place, tried_in)
+        self._arrivals += 1
+        waiting = Waiting(shape.prompt_len, shape.owner, (self._turn(shape.owner, is_resent), self._arrivals), tried_in)
         self._waiting[shape.id] = waiting
-        self._tokens += shape.prompt_len
-        for ids in self._places(waiting):
+        self._requests.take(shape.owner)
+        self._tokens.take(shape.owner, shape.prompt_len)
+        if tried_in:
+            self._tried.setdefault(tried_in, OrderedDict())[shape.id] = None
+            return
+        size = waiting.size, shape.owner
+        for ids in (self._lines.setdefault(shape.owner, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
-            ids.move_to_end(shape.id, last=not is_resent or bool(waiting.tried_in))
+            ids.move_to_end(shape.id, last=not is_resent)
 
-    def _places(self, waiting: Waiting) -> list[OrderedDict[str, None]]:
-        if waiting.tried_in:
-            return [self._tried.setdefault(waiting.tried_in, OrderedDict())]
-        return [self._line, self._by_size.setdefault(waiting.size, OrderedDict())]
+    def _turn(self, owner: str, is_resent: bool) -> int:
+        """Owners take turns, so that who has few in line does not wait for all of who has many (fair queueing, by the
+        start time: Goyal, Vin and Cheng, 1996). One that is sent again goes before all."""
+        first = self.first
+        now = self._waiting[first].place[0] if first else 0
+        if is_resent:
+            return now - 1
+        own = self._lines.get(owner)
+        return max(now, self._place_of(next(reversed(own)))[0] + 1) if own else now
 
     def drop(self, request_id: str) -> bool:
         """Whether it waited."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return False
-        self._tokens -= waiting.prompt_len
-        for ids in self._places(waiting):
-            del ids[request_id]
+        self._requests.give(waiting.owner)
+        self._tokens.give(waiting.owner, waiting.prompt_len)
+        if waiting.tried_in:
+            _take_out(self._tried, waiting.tried_in, request_id)
+        else:
+            _take_out(self._lines, waiting.owner, request_id)
+            _take_out(self._by_size, (waiting.size, waiting.owner), request_id)
         return True
 
     # how much, how long
 
     def why_full(self, shape: RequestShape) -> str:
         """Why the request may not wait; empty if it may. One of any length may wait alone."""
-        if len(self._waiting) >= self._max_requests:
-            return f"the router's queue is full: {len(self._waiting)} requests of {self._max_requests}"
-        if self._waiting and self._tokens + shape.prompt_len > self._max_tokens:
-            return f"the router's queue is full: {self._tokens} prompt tokens of {self._max_tokens}"
+        requests, tokens = self._requests, self._tokens
+        if requests.total >= requests.limit:
+            return f"the router's queue is full: {requests.total} requests of {requests.limit}"
+        if self._waiting and tokens.total + shape.prompt_len > tokens.limit:
+            return f"the router's queue is full: {tokens.total} prompt tokens of {tokens.limit}"
+        if not requests.has_share(shape.owner):
+            return f"{requests.of(shape.owner)} of {requests.total} requests that wait are this client's: its share"
+        if not tokens.has_share(shape.owner):
+            return f"{tokens.of(shape.owner)} of {tokens.total} prompt tokens that wait are this client's: its share"
         return ""
 
     def on_computed(self, now: float, prompt_tokens: int) -> None:
@@ -149,13 +173,28 @@ class WaitingQueue:
         if len(self._rate) < 2 or self._rate[-1][0] <= self._rate[0][0]:
             return None
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
-        return self._tokens / max(tokens_per_s, 1.0)
+        return self._tokens.total / max(tokens_per_s, 1.0)
 
     def check_invariants(self) -> None:
         """Assert that each stands where it belongs, the line in the order of its places."""
         beside = {i for tried in self._tried.values() for i in tried}
         assert beside == {i for i, waiting in self._waiting.items() if waiting.tried_in}, "beside the line by mistake"
-        assert self._waiting.keys() == self._line.keys() | beside, "one who waits stands nowhere"
-        assert list(self._line) == sorted(self._line, key=self._place_of), "the line is out of order"
-        for size, ids in self._by_size.items():
-            assert list(ids) == [i for i in self._line if self._waiting[i].size == size], f"size {size} is wrong"
+        in_line = {i for line in self._lines.values() for i in line}
+        assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
+        for owner, line in self._lines.items():
+            assert line, f"the line of {owner!r} is empty and still there"
+            assert list(line) == sorted(line, key=self._place_of), f"the line of {owner!r} is out of order"
+        for (size, owner), ids in self._by_size.items():
+            same = [i for i in self._lines[owner] if self._waiting[i].size == size]
+            assert same, f"size {size} of {owner!r} is empty and still there"
+            assert list(ids) == same, f"size {size} of {owner!r} is wrong"
+
+
+Key = TypeVar("Key", str, tuple[int, str])
+
+
+def _take_out(groups: dict[Key, OrderedDict[str, None]], key: Key, request_id: str) -> None:
+    ids = groups[key]
+    del ids[request_id]
+    if not ids:
+        del groups[key]

@@ -39,6 +39,7 @@ COMPILED = (
     "cluster/router/placing.py",
     "cluster/router/policy.py",
     "cluster/router/retry.py",
+    "cluster/router/shares.py",
     "cluster/router/waiting.py",
     "cluster/router/workers.py",
     "prefill_worker/policy.py",

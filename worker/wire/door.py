@@ -63,14 +63,13 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        caller = None
+        is_open = handler_call_details.method.rpartition("/")[0] in self._open
+        if not is_open:
+            caller = self._caller_of(handler_call_details.invocation_metadata or ())
+            CALLER.set(caller or "")  # to the interceptors behind, too
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.rpartition("/")[0] in self._open:
-            return handler
-        caller = self._caller_of(handler_call_details.invocation_metadata or ())
-        if caller is None:
-            return self._refuse
-        CALLER.set(caller)
-        return handler
+        return handler if handler is None or is_open or caller is not None else self._refuse
 
     async def _refused(self, requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         """After the first message: a caller that still writes when the refusal comes is told of its write instead."""

@@ -44,6 +44,7 @@ class NewRequest:
     prompt_ids: Sequence[int]
     sampling: Sequence[generate_pb2.SamplingParams]  # all fields set; one for each choice
     arrived_s: float  # router's clock
+    owner: str = ""  # the client whose it is; empty: not known
     cache_salt: str = ""  # only requests with the same share cached prefixes
     deadline_s: float | None = None  # router's clock
     deadline_reason: str = "the request's deadline is over"
@@ -70,12 +71,14 @@ class LiveRequest:
         sampling: generate_pb2.SamplingParams,
         hashes: PromptHashes,
         arrived_s: float,
+        owner: str = "",
     ) -> None:
         self.id = id
         self.call_id = call_id  # of the submission whose choice it is
         self.choice = choice
         self.prompt_ids = prompt_ids
         self.sampling = sampling
+        self.owner = owner  # the client whose it is; empty: not known
         self.hashes = hashes  # shared with the other choices
         self.timeline = Timeline(arrived_s)
         self.attempt = 1
@@ -199,6 +202,7 @@ class Submission:
                 sampling=sampling,
                 hashes=hashes,
                 arrived_s=request.arrived_s,
+                owner=request.owner,
             )
             for i, sampling in enumerate(request.sampling)
         ]

@@ -101,6 +101,22 @@ async def test_calls_beyond_the_limit_are_refused_and_health_answers_on() -> Non
         assert (await h.generate.GenerateOnce(request(max_tokens=2))).usage.completion_tokens == 2
 
 
+async def test_one_clients_calls_leave_room_for_anothers() -> None:
+    tokens = {"flood": "flood-0123456789abcdef", "other": "other-0123456789abcdef"}
+    lines = "\n".join(f"{name}:{token}" for name, token in tokens.items())
+    headers = {name: (("authorization", f"Bearer {token}"),) for name, token in tokens.items()}
+    async with serving(options=server_options(port=0, max_calls=16, auth=True, tokens=lines)) as h:
+        silent = h.channel.stream_unary("/kvrelay.v1.Generate/GenerateOnce")
+        held = [silent(metadata=headers["flood"]) for _ in range(14)]
+        await h.until(lambda: h.server._calls.running == 14)
+        details, _ = await refused(h.generate.GenerateOnce(request(), metadata=headers["flood"]))
+        assert details == "14 of 14 calls that run at this router are this client's: its share"
+        answer = await h.generate.GenerateOnce(request(max_tokens=2), metadata=headers["other"])
+        assert answer.usage.completion_tokens == 2
+        for call in held:
+            call.cancel()
+
+
 async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_others() -> None:
     """gRPC's own servicer writes under the lock that a change of the status needs."""
     health = Health(("kvrelay.v1.Generate",), max_watches=2, max_stall_s=0.05)
