@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.common import about, save
-from tests.protocol.explore import Explored, explore, walk
+from tests.protocol.explore import Broken, Explored, explore, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
 
@@ -50,13 +50,20 @@ def explored_in(setting: Setting, minutes: float, num_walks: int) -> dict[str, A
     def is_enough(_: Explored) -> bool:
         return time.perf_counter() > began_s + 60 * minutes
 
-    explored = explore(setting, is_enough)
-    num_walks *= explored.left > 0
+    try:
+        explored = explore(setting, is_enough)
+        num_walks *= explored.left > 0
+        _walk(setting, num_walks)
+    except Broken as error:
+        return {"broken": str(error), "seconds": round(time.perf_counter() - began_s, 1)}
+    return {**asdict(explored), "walks": num_walks, "seconds": round(time.perf_counter() - began_s, 1)}
+
+
+def _walk(setting: Setting, num_walks: int) -> None:
     options = {key: value for key, value in setting.options.items() if key != "max_attempts"}
     wild = replace(setting, faults=tuple(KINDS), num_faults=setting.num_faults + 1, options=options)
     for seed in range(num_walks):
         walk(wild, seed)
-    return {**asdict(explored), "walks": num_walks, "seconds": round(time.perf_counter() - began_s, 1)}
 
 
 def rows(names: list[str], minutes: float, num_walks: int, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,8 +85,10 @@ def main() -> None:
     settings = {}
     for name, row in rows(names, args.minutes, args.walks, args.jobs):
         settings[name] = row
-        print(f"{name:34}" + "".join(f"{row[column]:10}" for column in columns), flush=True)
+        print(f"{name:34}" + "".join(f"{row.get(column, 'broken'):>10}" for column in columns), flush=True)
     save("protocol-quick" if args.quick else "protocol", {**about(), "settings": settings})
+    if broken := [f"{name}: {row['broken']}" for name, row in settings.items() if "broken" in row]:
+        raise SystemExit("\n".join(broken))
 
 
 if __name__ == "__main__":
