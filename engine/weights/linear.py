@@ -6,6 +6,9 @@ and two threads). So every product goes there: Linear layers through weights tha
 also the fastest way at small batches, and weights that layers multiply by themselves (routers, experts) through a
 tensor type that sends `linear` and `matmul` to it. Fewer than two rows are padded.
 
+In bfloat16 on a CPU with AMX oneDNN, too, sums in another order for many rows, from 33 rows on. There a product is cut
+into blocks of FEW_ROWS, or of more where a weight of that shape was seen, at load, to give the same bits in them.
+
 Element by element, torch computes the last elements of a tensor by other code than the rest, when their number does not
 fill whole vectors, and exp, cos and their like may differ there by a bit. So rows are padded to a multiple that fills
 vectors for every width that occurs; for the widths of real models that is 1 or 2.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 MIN_ROWS = 2
+FEW_ROWS = 32  # 2 to 32 rows are summed in one order, with AMX too (widths 512 to 14336, one and two threads)
+MORE_ROWS = (512, 256, 128, 64)  # that are summed in that order for some shapes
 VECTOR = 64  # elements that torch computes at once: two AVX-512 registers of bfloat16
 _KEEP_WEIGHT = {
     "chunk",
@@ -46,9 +52,10 @@ class PackedLinear(nn.Module):
     def __init__(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_ON.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_ON.contiguous())
+        self.packed = _reorder(weight_ON.contiguous())
         self.bias = bias_O
         self._dtype = weight_ON.dtype
+        self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -56,14 +63,16 @@ class PackedLinear(nn.Module):
         return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return invariant_linear(x, self.packed, self.bias, self.out_features)
+        return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
 
 
 def invariant_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, block_rows: int = FEW_ROWS
 ) -> torch.Tensor:
     """[..., in] -> [..., out] by oneDNN's inner product; `weight` is [out, in], reordered or plain."""
     rows = x.numel() // x.shape[-1]
+    if rows > FEW_ROWS and is_uneven(x.dtype):
+        return _in_blocks(x.reshape(rows, -1), weight, bias, out_features, block_rows).view(*x.shape[:-1], out_features)
     if rows >= MIN_ROWS:
         return _linear(x, weight, bias, "none", [], "")
     if rows == 0:
@@ -73,6 +82,41 @@ def invariant_linear(
 
 
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+_reorder: Callable[..., torch.Tensor] = torch.ops.mkldnn._reorder_linear_weight
+
+
+def _in_blocks(
+    x_TN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, block_rows: int
+) -> torch.Tensor:
+    """Whole blocks first; what is left over by FEW_ROWS."""
+    many = len(x_TN) // block_rows
+    blocks = [x_TN[i * block_rows : (i + 1) * block_rows] for i in range(many)]
+    rest = x_TN[many * block_rows :].split(FEW_ROWS)
+    return torch.cat(
+        [
+            *(_linear(block, weight, bias, "none", [], "") for block in blocks),
+            *(invariant_linear(block, weight, bias, out_features) for block in rest),
+        ]
+    )
+
+
+@cache
+def block_rows_of(in_features: int, out_features: int, dtype: torch.dtype, threads: int) -> int:
+    """The largest block of rows that a product of this shape sums in the order in which it sums FEW_ROWS."""
+    if not is_uneven(dtype):
+        return FEW_ROWS
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    packed, x_TN = _reorder(weight), torch.randn(MORE_ROWS[0], in_features, generator=generator).to(dtype)
+    few = _in_blocks(x_TN, packed, None, out_features, FEW_ROWS)
+    even = (rows for rows in MORE_ROWS if torch.equal(few[:rows], _linear(x_TN[:rows], packed, None, "none", [], "")))
+    return next(even, FEW_ROWS)
+
+
+@cache
+def is_uneven(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's order of summation may depend on how many rows there are."""
+    return dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 class InvariantWeight(torch.Tensor):
