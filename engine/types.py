@@ -117,8 +117,8 @@ def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], vocab_size:
 class ModelInfo:
     """What the rest of the cluster needs to know of a loaded model.
 
-    `fingerprint` is a hash of weights' names, shapes and a sample of their bytes, and of the config: two workers
-    exchange KV only when theirs agree.
+    `fingerprint` is a hash of weights' names, shapes and bytes, and of the config: two workers exchange KV only when
+    theirs agree.
     """
 
     name: str

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import hooks
@@ -22,7 +23,6 @@ from engine.weights.config import first_sentence
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
-SAMPLED_BYTES = 64  # of each tensor's two ends, for the fingerprint
 VOLATILE_KEYS = (
     "_name_or_path",
     "transformers_version",
@@ -149,11 +149,11 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _fingerprint(model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter]) -> str:
-    """A hash of the config and of each weight's name, shape, dtype and two ends."""
+    """A hash of the config and of each weight's name, shape, dtype and bytes."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in VOLATILE_KEYS}
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
     for name, parameter in sorted(parameters.items()):
         raw = parameter.detach().contiguous().view(-1).view(torch.uint8)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(bytes(raw[:SAMPLED_BYTES].tolist()) + bytes(raw[-SAMPLED_BYTES:].tolist()))
+        digest.update(xxhash.xxh3_128_digest(raw.cpu().numpy().data))
     return digest.hexdigest()
