@@ -45,16 +45,16 @@ class LocalRay:
     """`start` before anything else imports ray, for some of its settings are read then."""
 
     def __init__(self) -> None:
-        self._folder = Path()
+        self._folder: Path | None = None  # until `start` has made it
         self._seen: dict[int, psutil.Process] = {}
 
     def start(self, namespace: str, needs: Mapping[str, float]) -> None:
         """`needs`: what all actors together ask for, by Ray's names. Raises RuntimeError or OSError."""
         base = _base()
         _sweep(base)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would take it before the file's
-        token_path = self._folder / "token"
+        token_path = folder / "token"
         write_private(token_path, secrets.token_hex(32))
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
         import ray
@@ -73,7 +73,7 @@ class LocalRay:
             configure_logging=False,
             logging_level=logging.CRITICAL,
             _node_ip_address=LOOPBACK,
-            _temp_dir=str(self._folder / "r"),  # which Ray opens to everybody, but not the folder that it is in
+            _temp_dir=str(folder / "r"),  # which Ray opens to everybody, but not the folder that it is in
         )
         self.remember()
 
@@ -84,6 +84,8 @@ class LocalRay:
 
     def stop(self, *, keep_logs_in: str = "") -> None:
         """End Ray and everything under it; returns when all of it is gone. `keep_logs_in`: a folder for Ray's logs."""
+        if self._folder is None:
+            return
         import ray
 
         self.remember()
@@ -107,8 +109,7 @@ def _base() -> str:
 def _keep_logs(logs: Path, target: Path) -> None:
     """The ends of Ray's logs."""
     with contextlib.suppress(OSError):
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)  # whatever else is there may be somebody's own
         for path in (path for path in logs.iterdir() if path.is_file() and path.stat().st_size):
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - MAX_KEPT_LOG_BYTES))
