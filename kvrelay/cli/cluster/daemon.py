@@ -44,8 +44,10 @@ def _spawn(name: str, write_fd: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvrelay.cli.main", *arguments, "--report-fd", str(write_fd)]
     state.make_directory()
     log = state.log_path(name)
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with state.written_or_told():
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(log_fd, "wb") as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,16 +15,23 @@ from kvrelay.client.known_clusters import ClusterState, Mode, directory
 from worker.wire.private_files import make_private_folder, write_private
 
 
+@contextmanager
+def written_or_told() -> Iterator[None]:
+    """What cannot be written there, as CliError."""
+    try:
+        yield
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise CliError(f"{directory()} cannot be written: {why}; set XDG_STATE_HOME to a directory that can") from None
+
+
 def make_directory() -> None:
     """Raises CliError when nothing can be written there, or others could."""
-    try:
+    with written_or_told():
         make_private_folder(directory().parent)
         make_private_folder(directory())
         if not os.access(directory(), os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise CliError(f"{directory()} cannot be written: {why}; set XDG_STATE_HOME to a directory that can") from None
 
 
 def log_dir(name: str) -> Path:
@@ -42,9 +51,10 @@ def this_process(name: str, mode: Mode) -> ClusterState:
 
 
 def write(state: ClusterState) -> None:
-    """Whole or not at all; never readable by others."""
+    """Whole or not at all; never readable by others. Raises CliError."""
     make_directory()
-    write_private(_path(state.name), json.dumps(asdict(state)))
+    with written_or_told():
+        write_private(_path(state.name), json.dumps(asdict(state)))
 
 
 def remove(name: str) -> None:
