@@ -1,7 +1,7 @@
 """AwakeClock counts the seconds that an event loop was awake for, and none while it was stopped, suspended or held up.
 
 What is waited for while a process itself stands still is nobody else's silence: after SIGCONT the messages of all that
-time lie in its own sockets. The same beats say how late the loop runs.
+time lie in its own sockets. The same beats say how late the loop runs, and how many tasks it has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class AwakeClock:
         """It stands at 0, and moves for one beat, and then for one more with each `beat`."""
         self._wall_s = wall_s
         self._last = wall_s(), 0.0  # when the last beat was, by the wall and by this clock; read from other threads
+        self.num_tasks = 0  # of the loop, at the last beat
         self._lags_s = deque([0.0], LAG_BEATS)
         self._beats: asyncio.Task[None] | None = None
 
@@ -51,3 +52,4 @@ class AwakeClock:
         while True:
             await asyncio.sleep(BEAT_S)
             self.beat()
+            self.num_tasks = len(asyncio.all_tasks())

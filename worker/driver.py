@@ -179,6 +179,7 @@ class Worker(Generic[RoleT]):
         report.cached_pages, report.total_pages = usage.cached, usage.total
         report.draining = self.is_draining
         report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
+        report.num_tasks = self.clock.num_tasks
         report.counters.update(self.counters)
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens

@@ -7,6 +7,7 @@ shutdown (a worker whose raylet was killed, say) can be ended by its process id.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from worker.wire.private_files import write_private
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
 REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
-PREFIX = "kvrelay-ray-"  # then the process that made it
+PREFIX = "kvrelay-ray-"
 MAX_FOLDER_BYTES = 42  # of a path: Ray makes Unix sockets 65 bytes below, and the kernel takes 107
 MAX_KEPT_LOG_BYTES = 8 << 20  # of each of Ray's own logs, after a crash
 
@@ -46,13 +47,15 @@ class LocalRay:
 
     def __init__(self) -> None:
         self._folder: Path | None = None  # until `start` has made it
+        self._lock: int | None = None
         self._seen: dict[int, psutil.Process] = {}
 
     def start(self, namespace: str, needs: Mapping[str, float]) -> None:
         """`needs`: what all actors together ask for, by Ray's names. Raises RuntimeError or OSError."""
         base = _base()
         _sweep(base)
-        folder = self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+        folder, self._lock = _make_folder(base)
+        self._folder = folder
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would take it before the file's
         token_path = folder / "token"
         write_private(token_path, secrets.token_hex(32))
@@ -97,12 +100,14 @@ class LocalRay:
         if keep_logs_in:
             _keep_logs(self._folder / "r" / "session_latest" / "logs", Path(keep_logs_in, "ray"))
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def _base() -> str:
     """Where temporary files go, unless sockets cannot have so long a path there."""
     wanted = tempfile.gettempdir()
-    needed = len(f"/{PREFIX}{2**22}-") + 8
+    needed = len(f"/{PREFIX}") + 8
     return wanted if len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
 
 
@@ -116,9 +121,31 @@ def _keep_logs(logs: Path, target: Path) -> None:
                 (target / path.name).write_bytes(file.read())
 
 
+def _make_folder(base: str) -> tuple[Path, int]:
+    """With what locks it until it is closed, or this process ends: another container, where its id says nothing, sees
+    by that that somebody lives in it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        descriptor = _locked(folder)
+        if descriptor is not None and folder.exists():  # else it was swept before it was locked
+            return folder, descriptor
+
+
+def _locked(folder: Path) -> int | None:
+    """What holds it until it is closed; None where another process does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # closed on exec: no child keeps the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def _sweep(base: str) -> None:
     """Remove what runs left whose process was killed before it could clean up."""
-    for path in Path(base).glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+    for folder in Path(base).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone already
+            if (descriptor := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)

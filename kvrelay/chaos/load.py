@@ -45,6 +45,11 @@ class Stream:
     code: str = ""
     reason: str = ""
 
+    @property
+    def num_due(self) -> int:
+        """Tokens that it has not brought yet."""
+        return len(self.template.tokens) - len(self.tokens)
+
     def silence_after(self, fault_s: float) -> float:
         """The longest that it said nothing, of what came after the fault; 0 where it had ended, or was left."""
         if self.ended is Ended.LEFT or not self.ended_s or self.ended_s < fault_s:

@@ -12,10 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from kvrelay.chaos.bounds import Bound, bound_of, within
-from kvrelay.chaos.cells import CELLS
+from kvrelay.chaos.cells.table import CELLS
+from kvrelay.chaos.flat import ALLOWED
 from kvrelay.chaos.suite import Findings, Outcome
 
-FLAT = {"descriptors": 64.0, "threads": 16.0, "memory_mb": 256.0}  # that a process may grow while it lives
 TIMES = ("noticed", "next_token", "pages")
 MAX_PROBLEMS = 20  # shown of each cell
 
@@ -26,13 +26,15 @@ def as_object(findings: Findings) -> dict[str, Any]:
         by_cell.setdefault(outcome.cell, []).append(outcome)
     cells = [cell_object(name, outcomes) for name, outcomes in sorted(by_cell.items())]
     grown = {name: round(value, 1) for name, value in findings.growth.items()}
-    wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > FLAT[name]]
+    wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > ALLOWED[name]]
     wrong += [f"process {pid} outlived the cluster" for pid in findings.orphans]
+    wrong += findings.problems
     return {
-        "faults": sum(cell["faults"] for cell in cells),
+        "faults": findings.num_faults,
         "rounds": len(findings.outcomes),
         "duration_s": round(findings.duration_s, 1),
-        "is_ok": all(cell["is_ok"] for cell in cells) and not wrong,
+        "is_ok": bool(cells) and all(cell["is_ok"] for cell in cells) and not wrong,
+        "was_interrupted": findings.was_interrupted,
         "streams": dict(sum((Counter(o.measured.ended) for o in findings.outcomes), Counter())),
         "growth": grown,
         "problems": wrong,
@@ -49,6 +51,7 @@ def cell_object(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "bound": bound.fault,
         "faults": sum(outcome.measured.faults for outcome in outcomes),
         "rounds": len(outcomes),
+        "duration_s": round(sum(outcome.duration_s for outcome in outcomes), 1),
         "missed": sum(outcome.measured.missed for outcome in outcomes),
         "streams": dict(sum((Counter(outcome.measured.ended) for outcome in outcomes), Counter())),
         **{f"{what}_s": times(what, outcomes, bound) for what in TIMES},
@@ -109,5 +112,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
     lines += result["problems"]
     ended = ", ".join(f"{count} {how}" for how, count in sorted(result["streams"].items()))
     broken = sum(not cell["is_ok"] for cell in result["cells"])
+    stopped = "interrupted; " if result["was_interrupted"] else ""
     verdict = f"{broken} of {len(result['cells'])} cells broken" if broken else "every bound was kept"
-    return [*lines, f"{result['faults']} faults in {result['duration_s']:.0f} s; requests: {ended}; {verdict}"]
+    return [*lines, f"{result['faults']} faults in {result['duration_s']:.0f} s; {stopped}requests: {ended}; {verdict}"]

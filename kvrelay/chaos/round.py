@@ -10,18 +10,15 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from kvrelay.chaos.load import Fate, Stream, play
 from kvrelay.chaos.oracle import pick
-from kvrelay.chaos.target import Target
 from kvrelay.chaos.templates import Template
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, KvrelayError
-
-TargetT = TypeVar("TargetT", bound=Target)
 
 POLL_S = 0.02
 STATUS_TIMEOUT_S = 1.0
@@ -43,40 +40,53 @@ class Measured:
     pages_s: float | None = None  # from the fault, or from the last stream's end if that came later
     ended: dict[str, int] = field(default_factory=dict)  # streams, by `done`, `left` or code
     problems: list[str] = field(default_factory=list)
+    is_healed: bool = True  # serves again after it
 
 
-class Round(Generic[TargetT]):
-    def __init__(
-        self,
-        cluster: TargetT,
-        clients: Sequence[AsyncClient],
-        watcher: AsyncClient,
-        templates: Sequence[Template],
-        rng: random.Random,
-        timeout_s: float,
-    ) -> None:
-        self.cluster = cluster
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Where rounds are played: a cluster, its clients, what it is known to answer, and what its bounds are made of."""
+
+    cluster: Any  # a Target; a cell knows of which kind its shape's is
+    players: Sequence[AsyncClient]
+    watcher: AsyncClient
+    templates: Sequence[Template]
+    values: Mapping[str, float]
+
+    async def status(self) -> ClusterStatus | None:
+        """What the router says, if it does."""
+        with contextlib.suppress(KvrelayError):
+            return await self.watcher.status(timeout_s=STATUS_TIMEOUT_S)
+        return None
+
+
+class Round:
+    def __init__(self, table: Table, rng: random.Random, timeout_s: float) -> None:
+        self.cluster = table.cluster
         self.rng = rng
         self.streams: list[Stream] = []
         self.fault_s: list[float] = []  # on the monotonic clock
         self.missed = False
         self.noticed_at_s: float | None = None
-        self._clients = clients
-        self._watcher = watcher
-        self._templates = templates
+        self.status = table.status
+        self._table = table
         self._timeout_s = timeout_s
         self._tasks: list[asyncio.Task[None]] = []
-        self._before: Any = None
 
     # For cells
 
     def start(self, count: int, *, long: bool = True, fate: Fate = "end", **changes: Any) -> list[Stream]:
         """So many streams more, with prompts from the oracle."""
-        templates = pick(self._templates, self.rng, count, long=long)
+        templates = pick(self._table.templates, self.rng, count, long=long)
         return [self.start_one(template, fate=fate, **changes) for template in templates]
 
+    def start_alike(self, count: int, **changes: Any) -> list[Stream]:
+        """Of one template, so that all end at nearly the same time."""
+        template = pick(self._table.templates, self.rng, 1, long=True)[0]
+        return [self.start_one(template, **changes) for _ in range(count)]
+
     def start_one(self, template: Template, *, fate: Fate = "end", **changes: Any) -> Stream:
-        client = self._clients[len(self.streams) % len(self._clients)]
+        client = self._table.players[len(self.streams) % len(self._table.players)]
         salt = str(self.rng.random()) if self.rng.random() < UNCACHED else ""
         settings = {"timeout_s": self._timeout_s, "cache_salt": salt, **changes}
         stream = Stream(template=template, client=client, fate=fate, **settings)
@@ -92,10 +102,19 @@ class Round(Generic[TargetT]):
         """Some stream has brought so many."""
         await self.until(lambda: any(len(stream.tokens) >= count for stream in self.streams), timeout_s)
 
-    async def until(self, holds: Any, timeout_s: float) -> bool:
+    async def until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(POLL_S / 4)
+        return True
+
+    async def until_status(self, holds: Callable[[ClusterStatus], bool], timeout_s: float) -> bool:
+        """The router says so."""
+        deadline = time.monotonic() + timeout_s
+        while (status := await self.status()) is None or not holds(status):
+            if time.monotonic() > deadline or self.is_over:
                 return False
             await asyncio.sleep(POLL_S / 4)
         return True
@@ -109,15 +128,10 @@ class Round(Generic[TargetT]):
 
     async def clients_ready(self, timeout_s: float) -> None:
         """The clients' own connections stand again. Raises KvrelayError."""
-        for client in self._clients:
+        for client in self._table.players:
             await client.wait_ready(timeout_s)
 
     # Measuring
-
-    async def status(self) -> ClusterStatus | None:
-        with contextlib.suppress(KvrelayError):
-            return await self._watcher.status(timeout_s=STATUS_TIMEOUT_S)
-        return None
 
     async def watch(self) -> None:
         """Note when something was first seen of the fault: run beside the cell, until cancelled."""

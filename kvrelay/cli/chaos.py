@@ -3,12 +3,12 @@
 It owns the flags, what is printed and the exit code. The table goes to stdout and the progress bar to stderr; with
 --json stdout is one object.
 
-Exit codes: 0 every bound was kept; 1 one was not; 2 wrong usage; 130 interrupted (the cluster is ended).
+Exit codes: 0 every bound was kept; 1 one was not; 2 wrong usage; 130 interrupted: the cluster is ended, and what was
+found until then is printed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import tempfile
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrelay.cli.console import USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
+from kvrelay.cli.console import INTERRUPTED, USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.progress import progress
 
 if TYPE_CHECKING:
-    from kvrelay.chaos.cells import Cell
+    from kvrelay.chaos.cells.cell import Cell
     from kvrelay.chaos.suite import Wish
 
 HELP = """Put faults into a cluster of real processes, and hold it to its bounds.
@@ -77,6 +77,8 @@ def chaos(
             if keep is None:
                 shutil.rmtree(folder, ignore_errors=True)
     _show(result, as_json)
+    if result["was_interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     if not result["is_ok"]:
         raise typer.Exit(1)
 
@@ -88,7 +90,7 @@ def busy_s_here() -> float:
 
 def chosen(names: list[str] | None) -> list[Cell]:
     """Raises CliError for a name that no cell has or begins with."""
-    from kvrelay.chaos.cells import CELLS
+    from kvrelay.chaos.cells.table import CELLS
 
     for name in names or ():
         if not any(known.startswith(name) for known in CELLS):
@@ -110,12 +112,11 @@ def _list(cells: list[Cell], as_json: bool) -> None:
 
 def _play(wish: Wish, folder: Path, *, show: bool) -> dict[str, Any]:
     from kvrelay.chaos.report import as_object
-    from kvrelay.chaos.suite import run
+    from kvrelay.chaos.suite import play
 
     folder.mkdir(parents=True, exist_ok=True)
     with progress(show=show) as on_progress:
-        played = run(wish, folder, lambda done: on_progress("faults", done, max(done, wish.faults)))
-        return as_object(asyncio.run(played))
+        return as_object(play(wish, folder, lambda found: on_progress("faults", found.num_faults, wish.faults)))
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:

@@ -209,6 +209,7 @@ class WorkerState:
     loop_lag_s: float = 0.0
     circuit: str = ""  # closed, open or half_open: whether requests are sent to it
     pairs: tuple[PairTrouble, ...] = ()
+    num_tasks: int = 0  # of its event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,3 +223,4 @@ class ClusterStatus:
     counters: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)  # that the router's policy keeps
     loop_lag_s: float = 0.0
+    num_tasks: int = 0  # of its event loop

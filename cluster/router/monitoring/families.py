@@ -20,6 +20,7 @@ CIRCUITS = {"": 0.0, "closed": 0.0, "half_open": 0.5, "open": 1.0}
 ROUTER_GAUGES = {
     "num_requests_queued": ("num_queued", "Requests that wait in the router."),
     "num_requests_in_flight": ("num_in_flight", "Requests that workers have."),
+    "router_tasks": ("num_tasks", "Tasks of the router's event loop."),
     "router_loop_lag_seconds": ("loop_lag_s", "By how much the router's event loop was late, the worst of a second."),
 }
 WORKER_GAUGES = {
@@ -32,6 +33,7 @@ WORKER_GAUGES = {
     "kv_pages_fenced": ("fenced_pages", "Of those, waiting for a sender that may still write them."),
     "kv_pages_quarantined": ("quarantined_pages", "Of those, given up: a sender that hangs may still write them."),
     "worker_step_age_seconds": ("step_age_s", "How long its step has been running."),
+    "worker_tasks": ("num_tasks", "Tasks of its event loop."),
     "worker_loop_lag_seconds": ("loop_lag_s", "By how much its event loop was late, the worst of a second."),
     "worker_report_age_seconds": ("report_age_s", "How long ago it was heard of."),
 }

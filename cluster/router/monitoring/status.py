@@ -11,7 +11,7 @@ from kvrelay.v1 import worker_pb2 as pb
 
 REPORTED = (
     *("num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages"),
-    *("leased_pages", "fenced_pages", "quarantined_pages"),
+    *("leased_pages", "fenced_pages", "quarantined_pages", "num_tasks"),
 )
 
 
@@ -26,6 +26,7 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
         counters=router.metrics.counts,
         limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
         loop_lag_s=router.loop_clock.lag_s,
+        num_tasks=router.loop_clock.num_tasks,
     )
 
 

@@ -1,15 +1,48 @@
-"""What `up` takes away when it ends is its own, however early it ends."""
+"""What runs left in the temporary folder is removed, and never what belongs to one that lives, or to others."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from cluster.deploy import local_ray
-from cluster.deploy.local_ray import LocalRay
+from cluster.deploy.local_ray import PREFIX, LocalRay, _locked, _make_folder, _sweep
 
 pytestmark = pytest.mark.unit
+
+NO_PID_HERE = 2**22 + 1  # as another container's processes have none in this one's
+
+
+def test_a_folder_of_one_that_lives_is_kept_whatever_its_process_is_called_here(tmp_path: Path) -> None:
+    folder = tmp_path / f"{PREFIX}{NO_PID_HERE}-abc"
+    folder.mkdir()
+    descriptor = _locked(folder)
+    assert descriptor is not None
+    _sweep(str(tmp_path))
+    assert folder.exists()
+    os.close(descriptor)
+    _sweep(str(tmp_path))
+    assert not folder.exists()
+
+
+def test_a_folder_is_its_makers_until_it_ends(tmp_path: Path) -> None:
+    folder, descriptor = _make_folder(str(tmp_path))
+    (folder / "token").touch()
+    _sweep(str(tmp_path))
+    assert (folder / "token").exists()
+    assert _locked(folder) is None
+    os.close(descriptor)
+    _sweep(str(tmp_path))
+    assert not folder.exists()
+
+
+def test_others_folders_are_left(tmp_path: Path) -> None:
+    (tmp_path / "else").mkdir()
+    (tmp_path / f"{PREFIX}file").touch()
+    _sweep(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", f"{PREFIX}file"]
 
 
 def test_a_ray_that_was_never_started_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.chaos.bounds import bound_of, seconds
-from kvrelay.chaos.cells import CELLS, PHASES
+from kvrelay.chaos.cells.cell import PHASES
+from kvrelay.chaos.cells.table import CELLS
 from kvrelay.cli.chaos import chosen
 from kvrelay.cli.console import CliError
 

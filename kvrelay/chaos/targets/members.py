@@ -7,7 +7,6 @@ tiny model and no more.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -16,7 +15,10 @@ from typing import Any
 from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
 
-PRELOAD = ("engine.engine", "worker.driver", "prefill_worker.driver", "decode_worker.driver", "cluster.front.server")
+PRELOAD = (
+    *("engine.engine", "worker.driver", "prefill_worker.driver", "decode_worker.driver"),
+    "cluster.deploy.router_service",
+)
 LOOPBACK = "127.0.0.1"
 Worker = tuple[str, str, str]  # name, role, address
 
@@ -40,7 +42,12 @@ def run_worker(options: WorkerOptions, engine: Mapping[str, Any], advertised: st
 def run_router(settings: Mapping[str, Any], workers: Sequence[Worker], pipe: Connection, log: str) -> None:
 
     def build(_: str, __: Progress) -> Service:
-        return _Router(settings, workers)
+        from cluster.deploy.router_service import RouterService
+        from cluster.front.server import server_options
+        from cluster.router.links.worker_link import WorkerEndpoint
+
+        known = [WorkerEndpoint(name=name, role=role, address=address) for name, role, address in workers]
+        return RouterService(server_options(**settings), LOOPBACK, known)
 
     _run(settings["name"], build, pipe, log)
 
@@ -57,26 +64,6 @@ class _Behind:
         address = await self._worker.start()
         listens_at, address.address = address.address, self._advertised
         return str(listens_at)
-
-
-class _Router:
-    def __init__(self, settings: Mapping[str, Any], workers: Sequence[Worker]) -> None:
-        from cluster.front.server import RouterServer, server_options
-        from cluster.router.links.worker_link import WorkerEndpoint
-
-        self._server = RouterServer(server_options(**settings))
-        self._workers = [WorkerEndpoint(name=name, role=role, address=address) for name, role, address in workers]
-
-    async def start(self) -> str:
-        port = await self._server.start()
-        self._server.set_workers(self._workers)
-        return f"{LOOPBACK}:{port}"
-
-    async def stop(self, grace_s: float) -> None:
-        await self._server.stop(grace_s)
-
-    async def wait_broken(self) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 def _run(name: str, build: Any, pipe: Connection, log: str) -> None:

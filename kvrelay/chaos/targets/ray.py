@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from kvrelay.chaos.target import ProcessState, Shape, is_there, states_of
+from kvrelay.chaos.targets.base import ProcessState, Shape, is_there, states_of
 
 COMMAND = (sys.executable, "-m", "kvrelay.cli.main")
 START_S, STOP_S, GONE_S = 240.0, 60.0, 5.0

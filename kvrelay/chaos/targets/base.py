@@ -1,5 +1,5 @@
 """Target is a cluster that faults are put into: real processes, by name. ProcessCluster keeps them itself, and more can
-be done to it (cluster.py); RayCluster has `kvrelay up` keep them, as a user would (ray_cluster.py).
+be done to it (processes.py); RayCluster has `kvrelay up` keep them, as a user would (ray.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
+
+ROUTER = "router-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class ProcessState:
 
     descriptors: int
     threads: int
-    memory_bytes: int
+    tasks: int = 0  # of its event loop, where it has one
+    memory_mb: float
 
 
 class Target(Protocol):
@@ -75,7 +78,7 @@ def states_of(processes: Iterable[psutil.Process]) -> dict[int, ProcessState]:
             states[process.pid] = ProcessState(
                 descriptors=process.num_fds(),
                 threads=process.num_threads(),
-                memory_bytes=process.memory_info().rss,
+                memory_mb=process.memory_info().rss / 1e6,
             )
     return states
 

@@ -1,6 +1,6 @@
 """ProcessCluster is a cluster of real processes without Ray: workers and a router, each started again as soon as its
 process ends, with a Proxy on every link between them. What Ray and the controller do is not tried here
-(ray_cluster.py); what the processes do to each other is, and a restart takes a second.
+(ray.py); what the processes do to each other is, and a restart takes a second.
 
     await cluster.start() -> cluster.arm("decode-0", rule) -> await cluster.fired(rule) -> ... -> await cluster.stop()
 """
@@ -25,15 +25,14 @@ from typing import Any
 import psutil
 
 from engine.process import set_thread_counts
-from kvrelay.chaos.members import PRELOAD, run_router, run_worker
-from kvrelay.chaos.proxy import Proxy
-from kvrelay.chaos.target import ProcessState, Shape, is_there, states_of
+from kvrelay.chaos.targets.base import ROUTER, ProcessState, Shape, is_there, states_of
+from kvrelay.chaos.targets.members import PRELOAD, run_router, run_worker
+from kvrelay.chaos.targets.proxy import Proxy
 from worker.options import worker_options
 
 POLL_S = 0.005
 START_S = 120.0
 STOP_S = 3.0
-ROUTER = "router-0"
 CLIENT, WATCHER = "client", "watcher"  # two ways to the router, so that one may be cut
 
 

@@ -1,0 +1,50 @@
+"""RouterService is a router as its process runs it: it serves, and takes the newest word on the workers. It knows no
+Ray; router_actor.py runs it under Ray, the fault suite without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from cluster.deploy.roster import Newest, WorkerEntry
+from cluster.front.memory import put_off_collections
+from cluster.front.server import RouterServer, ServerOptions
+from cluster.router.links.worker_link import WorkerEndpoint
+
+logger = logging.getLogger(__name__)
+
+
+class RouterService:
+    def __init__(self, options: ServerOptions, reached_at: str, workers: Sequence[WorkerEndpoint] = ()) -> None:
+        """`workers`: those that are known before anybody has said a word."""
+        put_off_collections()
+        self._server = RouterServer(options)
+        self._reached_at = reached_at
+        self._workers = workers
+        self._newest = Newest()
+
+    async def start(self) -> str:
+        port = await self._server.start()
+        if self._workers:
+            self._server.set_workers(self._workers)
+        where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
+        return f"{where}:{port}"
+
+    async def wait_serving(self) -> None:
+        await self._server.serving.wait()
+
+    async def wait_broken(self) -> None:
+        """Never: a router has no loop of its own that could break, and whoever keeps its process sees that die."""
+        await asyncio.get_running_loop().create_future()
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+    async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
+        if not self._newest.takes(version):
+            logger.info("a list of workers that came late is dropped: %s", version)
+            return
+        entries = [WorkerEntry(*worker) for worker in workers]
+        self._server.set_workers(WorkerEndpoint(name=e.name, role=e.role, address=e.address) for e in entries)
