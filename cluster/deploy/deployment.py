@@ -17,7 +17,7 @@ from typing import Any
 from cluster.deploy import gpus
 from cluster.deploy.launch import CONTROLLER, end_actors, launch_controller, launch_members, needs_of, wants_of
 from cluster.deploy.local_ray import LOOPBACK, LocalRay
-from cluster.deploy.ray import DeployError, find_actor, join_ray, namespace_of, node_host
+from cluster.deploy.ray import DeployError, answers, find_actor, join_ray, namespace_of, node_host
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
@@ -92,6 +92,8 @@ class Deployment:
                 member["reason"] = self._wants.get(member["name"], "")
         if self._local is not None:
             self._local.remember()
+            if why := self._local.why_lost():
+                raise DeployError(f"{why}; start the cluster again", is_a_crash=True)
         return snapshot
 
     def wait_serving(self, timeout_s: float) -> None:
@@ -112,10 +114,13 @@ class Deployment:
         """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own."""
         import ray
 
-        if ray.is_initialized() and self._controller is not None:
+        is_answering = not ray.is_initialized() or answers()
+        if not is_answering:
+            log.warning("Ray's GCS does not answer: running requests are not waited for")
+        if is_answering and ray.is_initialized() and self._controller is not None:
             end_actors(self._controller)
         if self._local is not None:
-            self._local.stop(keep_logs_in=self._log_dir if has_crashed else "")
+            self._local.stop(is_answering=is_answering, keep_logs_in=self._log_dir if has_crashed else "")
         else:
             ray.shutdown()
 

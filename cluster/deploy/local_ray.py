@@ -6,6 +6,7 @@ shutdown (a worker whose raylet was killed, say) can be ended by its process id.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
@@ -26,6 +27,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever
 REAP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 PREFIX = "kvrelay-ray-"
+KEEPERS = ("gcs_server", "raylet")  # who start what ends; without them nobody does
 MAX_FOLDER_BYTES = 42  # of a path: Ray makes Unix sockets 65 bytes below, and the kernel takes 107
 MAX_KEPT_LOG_BYTES = 8 << 20  # of each of Ray's own logs, after a crash
 
@@ -49,6 +51,7 @@ class LocalRay:
         self._folder: Path | None = None  # until `start` has made it
         self._lock: int | None = None
         self._seen: dict[int, psutil.Process] = {}
+        self._keepers: dict[str, psutil.Process] = {}
 
     def start(self, namespace: str, needs: Mapping[str, float]) -> None:
         """`needs`: what all actors together ask for, by Ray's names. Raises RuntimeError or OSError."""
@@ -79,21 +82,35 @@ class LocalRay:
             _temp_dir=str(folder / "r"),  # which Ray opens to everybody, but not the folder that it is in
         )
         self.remember()
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.Error):
+                if (name := process.name()) in KEEPERS:
+                    self._keepers[name] = process
 
     def remember(self) -> None:
         """Note the processes that run now; call again when actors have been started."""
         for process in psutil.Process().children(recursive=True):
             self._seen[process.pid] = process
 
-    def stop(self, *, keep_logs_in: str = "") -> None:
-        """End Ray and everything under it; returns when all of it is gone. `keep_logs_in`: a folder for Ray's logs."""
+    def why_lost(self) -> str:
+        """One sentence if Ray cannot keep the cluster any more, else nothing. Without its GCS all of Ray's processes,
+        this one among them, would end in the middle of what they do after a minute."""
+        ended = [name for name, process in self._keepers.items() if not _is_there(process)]
+        return f"Ray's {' and '.join(ended)} ended, and nobody is left who restarts what fails" if ended else ""
+
+    def stop(self, *, is_answering: bool = True, keep_logs_in: str = "") -> None:
+        """End Ray and everything under it; returns when all of it is gone. One that does not answer is killed at once.
+        `keep_logs_in`: a folder for Ray's logs."""
         if self._folder is None:
             return
         import ray
 
         self.remember()
-        ray.shutdown()
-        _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S)
+        if is_answering:
+            ray.shutdown()
+        else:
+            atexit.unregister(ray.shutdown)  # it would ask a GCS that is gone, and wait
+        _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S if is_answering else 0)
         for process in alive:
             process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process
         psutil.wait_procs(alive, timeout=REAP_TIMEOUT_S)
@@ -102,6 +119,12 @@ class LocalRay:
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _base() -> str:

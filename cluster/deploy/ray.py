@@ -11,10 +11,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 
 
 class DeployError(Exception):
@@ -78,6 +80,28 @@ def node_host() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def answers() -> bool:
+    """Whether Ray does: where its GCS is stopped or gone, calls wait for it for a minute, or without end."""
+    import ray
+
+    return ends_within(ray.util.list_named_actors, ANSWER_TIMEOUT_S)
+
+
+def ends_within(work: Callable[[], object], timeout_s: float) -> bool:
+    """Whether it ends well in time; a thread that hangs in it is left behind."""
+    ended = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+            ended.set()
+
+    thread = threading.Thread(target=run, name="asks Ray", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return ended.is_set()
 
 
 def find_actor(name: str) -> Any | None:

@@ -229,3 +229,10 @@ def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Cli
     with Client(cluster.endpoint, token=cluster.token) as again:
         again.wait_ready(READY_TIMEOUT_S)
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_stopped_gcs_stops_no_request_and_no_down(cluster: Running, client: Client) -> None:
+    """The last one: the cluster is ended so, and nothing may be left of it."""
+    (gcs,) = (process for process in cluster.processes() if process.name() == "gcs_server")
+    gcs.send_signal(signal.SIGSTOP)
+    assert len(client.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from worker.wire.secrets import Secrets
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-WATCH_S = 30.0  # how long a quiet cluster is left alone: a change wakes us at once
+WATCH_S = 15.0  # how long a quiet cluster is left alone: a change wakes us at once
 SERVING_TIMEOUT_S = 30.0
 
 

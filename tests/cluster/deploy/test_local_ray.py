@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.deploy import local_ray
@@ -62,3 +64,15 @@ def test_nor_does_one_that_found_no_room_for_its_files(tmp_path: Path, monkeypat
     ray.stop()
     assert (tmp_path / "mine").exists()
     assert tmp_path.exists()
+
+
+def test_a_keeper_that_ended_is_told_though_nobody_has_reaped_it() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    ray = LocalRay()
+    ray._keepers["raylet"] = psutil.Process(child.pid)
+    assert ray.why_lost() == ""
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    assert ray.why_lost() == "Ray's raylet ended, and nobody is left who restarts what fails"
+    child.wait()
+    assert ray.why_lost()

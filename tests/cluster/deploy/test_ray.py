@@ -1,0 +1,26 @@
+"""What is asked of a Ray that does not answer ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from cluster.deploy.ray import ends_within
+
+pytestmark = pytest.mark.unit
+
+
+def test_who_hangs_is_left_behind() -> None:
+    began_s = time.monotonic()
+    assert not ends_within(threading.Event().wait, 0.05)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_what_fails_did_not_end_well() -> None:
+    def fail() -> None:
+        raise ConnectionError("the GCS is gone")
+
+    assert not ends_within(fail, 5.0)
+    assert ends_within(lambda: None, 5.0)
