@@ -53,6 +53,10 @@ class DecodeRole:
     def on_reassign(self, reassign: pb.Reassign) -> None:
         log.warning("%s decodes; reassign of %s is for its prefill worker", self._name, reassign.request_id)
 
+    def on_begin(self, request_id: str) -> None:
+        self.policy.on_begin(request_id)
+        self._host.wake()
+
     def on_cancel(self, request_id: str, reason: str) -> None:
         request = self.requests.get(request_id)
         if request is None:

@@ -4,13 +4,18 @@ It never reads a clock, moves a byte or talks to anyone: its driver (driver.py l
 calls it, carries out what it returns and reports what happened. `next_batch` is legal while batches are in flight.
 
     reserve --> [queued] --pages--> [reserved] --commit--> [ready] --> [running] --> gone
-                    \\__________________\\____________________\\____________\\--- on_cancelled, or preempted ---> gone
+                    \\                  \\----> [held] --begin--/ |         |
+                     \\__________________\\_______\\_______________\\________\\--- on_cancelled, or preempted --> gone
 
 Pages. A reservation takes pages for every token that will be handed over. With `watermark` admission a share of the
 pool is left free for running requests to grow into, and when it runs out the youngest request that holds committed KV
 is preempted: its pages go, and the router has it computed again (prompt and tokens so far) by the prefill pool. With
 `worst_case` admission the sum of prompt + max_tokens over all admitted requests stays within the pool, so that nobody
 is ever preempted. Queued reservations are granted first come, first served: nobody overtakes.
+
+Held requests. One that may be what a decode worker died of is reserved and committed as any other, and joins no batch
+before its router says so, who lets them begin one by one: it knows of which this worker dies. Until then it holds its
+pages, and ends as all others do.
 
 The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
 running request that has no token in flight beyond what its pages can hold.
@@ -63,6 +68,7 @@ class DecodeBatch:
 class _Stage(Enum):
     QUEUED = "queued"
     RESERVED = "reserved"
+    HELD = "held"
     READY = "ready"
     RUNNING = "running"
 
@@ -81,6 +87,7 @@ class DecodeRequest:
     computed_len: int = 0
     scheduled_len: int = 0
     published_pages: int = 0
+    is_held: bool = False
     is_over: bool = False
 
     @property
@@ -104,6 +111,7 @@ class DecodePolicy:
         self.name = name
         self._requests: dict[str, DecodeRequest] = {}
         self._queued: dict[str, DecodeRequest] = {}
+        self._held: dict[str, DecodeRequest] = {}
         self._ready: dict[str, DecodeRequest] = {}
         self._running: dict[str, DecodeRequest] = {}
         self._by_age: list[DecodeRequest] = []  # the running, the oldest first
@@ -113,9 +121,16 @@ class DecodePolicy:
         self.num_changes = 0  # of request_ids
 
     def reserve(
-        self, request_id: str, *, num_tokens: int, max_new_tokens: int, hashes: Sequence[PageHash]
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        max_new_tokens: int,
+        hashes: Sequence[PageHash],
+        is_held: bool = False,
     ) -> Granted | Queued | Denied:
-        """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`."""
+        """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
+        `is_held`: it is not computed before on_begin."""
         if request_id in self._requests:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
         if max_new_tokens < 2:  # the first of them was drawn at prefill
@@ -126,6 +141,7 @@ class DecodePolicy:
             prompt_len=num_tokens,
             max_len=num_tokens + max_new_tokens - 1,
             hashes=list(hashes[: num_tokens // self.pool.page_size]),
+            is_held=is_held,
         )
         if (need := self._pages_for(request.max_len)) > self.pool.num_pages:
             return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
@@ -150,10 +166,17 @@ class DecodePolicy:
         """All KV of a reserved request stands in its pages."""
         request = self._requests[request_id]
         assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
-        request.stage = _Stage.READY
         request.computed_len = request.scheduled_len = request.prompt_len
         self._publish(request)
-        self._ready[request_id] = request
+        request.stage = _Stage.HELD if request.is_held else _Stage.READY
+        (self._held if request.is_held else self._ready)[request_id] = request
+
+    def on_begin(self, request_id: str) -> None:
+        """A held request may join the batch. One that is not held, or not here any more: ignored."""
+        request = self._held.pop(request_id, None)
+        if request is not None:
+            request.stage, request.is_held = _Stage.READY, False
+            self._ready[request_id] = request
 
     def next_batch(self) -> DecodeBatch:
         """Who computes a token next; preempts the youngest while pages are short. May be empty."""
@@ -211,6 +234,7 @@ class DecodePolicy:
         request.is_over = True
         if request_id in self._queued:
             self._unqueue(request)
+        self._held.pop(request_id, None)
         self._ready.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             del self._by_age[bisect_left(self._by_age, request.order, key=_order)]
@@ -299,7 +323,8 @@ class DecodePolicy:
         return True
 
     def _youngest_committed(self) -> DecodeRequest | None:
-        candidates = [r for r in (*self._ready.values(), *self._running.values()) if not r.is_in_flight]
+        committed = (*self._held.values(), *self._ready.values(), *self._running.values())
+        candidates = [r for r in committed if not r.is_in_flight]
         return max(candidates, key=_order, default=None)
 
     def _publish(self, request: DecodeRequest) -> None:
@@ -324,9 +349,12 @@ class DecodePolicy:
             assert not (request.is_over and not request.is_in_flight)
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
-        groups = {_Stage.QUEUED: self._queued, _Stage.READY: self._ready, _Stage.RUNNING: self._running}
+        groups = {_Stage.QUEUED: self._queued, _Stage.HELD: self._held}
+        groups |= {_Stage.READY: self._ready, _Stage.RUNNING: self._running}
         for stage, group in groups.items():
             assert all(r.stage is stage and not r.is_over for r in group.values())
+        assert all(r.is_held for r in self._held.values()), "one that may begin waits"
+        assert not any(r.is_held for r in (*self._ready.values(), *self._running.values())), "a held one is computed"
         assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())
         assert len(self._running) <= self.options.max_batch_size
         assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order of age"

@@ -76,7 +76,11 @@ class Reservations:
             hashed_pages=len(hashes),
         )
         answer = self._policy.reserve(
-            held.id, num_tokens=len(tokens), max_new_tokens=held.new_tokens_left, hashes=hashes
+            held.id,
+            num_tokens=len(tokens),
+            max_new_tokens=held.new_tokens_left,
+            hashes=hashes,
+            is_held=request.held,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held

@@ -72,6 +72,9 @@ class PrefillRole:
         else:
             self.handoffs.spawn(self._enqueue_when_connected(request))
 
+    def on_begin(self, request_id: str) -> None:
+        """It holds none."""
+
     def on_cancel(self, request_id: str, reason: str) -> None:
         request = self.requests.get(request_id)
         if request is None or request.is_cancelled:

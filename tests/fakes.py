@@ -139,6 +139,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     self.seqs[router_id] = message.submit.seq
                     self.submits.append(message.submit)
                     self.on_submit(message.submit)
+                case "begin":
+                    self.on_begin(message.begin.request_id)
                 case "cancel":
                     self.cancels.append(message.cancel.request_id)
                     self.on_cancel(message.cancel.request_id)
@@ -170,6 +172,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
 
     def on_submit(self, submit: pb.Submit) -> None: ...
+
+    def on_begin(self, request_id: str) -> None: ...
 
     def on_cancel(self, request_id: str) -> None: ...
 
@@ -212,6 +216,7 @@ class FakeDecodeWorker(FakeWorker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.running: dict[str, tuple[pb.RequestState, SamplingParams, int]] = {}  # next output index
+        self.held: dict[str, pb.RequestState] = {}  # until the router lets them begin
         self.steps = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -231,25 +236,38 @@ class FakeDecodeWorker(FakeWorker):
 
     def drop_all(self) -> None:
         self.running.clear()
+        self.held.clear()
 
     def take(self, state: pb.RequestState, receipt: generate_pb2.HandoffReceipt) -> None:
         """The KV of a request stands here."""
+        self.emit(state.router_id, events=[self.event(state, pb.EVENT_KIND_DECODE_READY, receipt=receipt)])
+        if state.held:
+            self.held[state.request_id] = state
+        else:
+            self._begin(state)
+
+    def _begin(self, state: pb.RequestState) -> None:
         first = len(state.output_ids) + 1
         self.running[state.request_id] = (state, sampling_from_proto(state.sampling), first)
-        ready = self.event(state, pb.EVENT_KIND_DECODE_READY, receipt=receipt)
-        self.emit(state.router_id, events=[ready, self.event(state, pb.EVENT_KIND_DECODE_STARTED)])
+        self.emit(state.router_id, events=[self.event(state, pb.EVENT_KIND_DECODE_STARTED)])
         self._wake.set()
+
+    def on_begin(self, request_id: str) -> None:
+        if state := self.held.pop(request_id, None):
+            self._begin(state)
 
     def preempt(self, request_id: str) -> None:
         state, _, _ = self.running.pop(request_id)
         self.emit(state.router_id, events=[self.event(state, pb.EVENT_KIND_PREEMPTED)])
 
     def on_cancel(self, request_id: str) -> None:
+        self.held.pop(request_id, None)
         if entry := self.running.pop(request_id, None):
             self.emit(entry[0].router_id, events=[self.event(entry[0], pb.EVENT_KIND_CANCELLED)])
 
     def on_router_lost(self, router_id: str) -> None:
         self.running = {i: entry for i, entry in self.running.items() if entry[0].router_id != router_id}
+        self.held = {i: state for i, state in self.held.items() if state.router_id != router_id}
 
     def report(self, router_id: str) -> pb.WorkerReport:
         report = super().report(router_id)

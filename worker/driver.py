@@ -163,6 +163,9 @@ class Worker(Generic[RoleT]):
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         self.role.on_submit(link, submit)
 
+    def on_begin(self, begin: pb.Begin) -> None:
+        self.role.on_begin(begin.request_id)
+
     def on_cancel(self, cancel: pb.Cancel) -> None:
         self.role.on_cancel(cancel.request_id, cancel.reason)
 

@@ -71,6 +71,9 @@ class Role(Protocol[BatchT]):
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         """Raises InvalidRequest for one that no worker could serve; the router is told."""
 
+    def on_begin(self, request_id: str) -> None:
+        """The request was held, and may be computed. It may be over."""
+
     def on_cancel(self, request_id: str, reason: str) -> None:
         """The request is not wanted any more. It may be over, or not have come yet."""
 

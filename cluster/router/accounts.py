@@ -63,7 +63,7 @@ class Past:
     failures: int = 0  # attempts of it that have failed
     losses: int = 0  # workers lost while it was there, computed or not
     deaths: tuple[str, ...] = ()  # WorkerView.life of those that may have died of it
-    died_in: str = ""  # the phase in which the last one did: it is tried there alone first
+    died_in: str = ""  # the phase in which the last one did: it is tried there alone first, until it has passed
     is_retried: bool = False  # one died after its trial, and it may have been another's fault: the next takes longer
 
     def pardoned(self, life: str) -> Past:
@@ -100,6 +100,7 @@ class RoutedRequest:
     is_seen: bool = False  # a report of the prefill worker counts it
     has_first_token: bool = False
     is_handed_off: bool = False
+    is_held: bool = False  # its decode worker computes nothing of it until it is told to begin
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

@@ -20,6 +20,7 @@ class Assigned:
     prefill: str
     decode: str
     reason: str
+    is_held: bool = False  # at the decode worker, until RouterPolicy.next_turn names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

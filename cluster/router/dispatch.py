@@ -6,6 +6,7 @@ decides. It owns the registry of what is under way, and hears of nothing by itse
              Unavailable, Rejected: failed
     retry -> Resend: the same request again, prompt and tokens so far, under a new wire id -> route
              GiveUp: failed
+    pump  -> a request that its decode worker holds is told to begin, when its turn has come
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Dispatcher:
                 self._route(live)
 
     def pump(self) -> None:
-        """Send what the queue may send now."""
+        """Send what the queue may send now, and let begin whose turn has come."""
+        while wire_id := self._policy.next_turn():
+            self._links[self._live[wire_id].decode].begin(wire_id)
         if not self._policy.num_queued:
             return
         while assigned := self._policy.next_assignable(self._clock()):
@@ -162,7 +165,7 @@ class Dispatcher:
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:
         live.prefill, live.decode = assigned.prefill, assigned.decode
         live.timeline.enter("prefill_queue", self._clock())
-        state = live.state(self._router_id)
+        state = live.state(self._router_id, is_held=assigned.is_held)
         seq = self._links[live.prefill].submit(state, self._links[live.decode].address)
         self._policy.on_submitted(live.wire_id, seq)
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)

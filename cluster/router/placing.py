@@ -100,13 +100,12 @@ class Placing:
         return better
 
     def _waits_for_its_turn(self, request: RoutedRequest) -> Unplaced | None:
-        phase = request.past.died_in
-        if not phase:
+        """Of one that is tried at decode only the first step there waits (health/isolation.py)."""
+        if request.past.died_in != PREFILL:
             return None
-        num_workers = len(self._prefill.accounts if phase == PREFILL else self._decode.accounts)
-        if self._health.isolation.num_held(phase) < num_workers:
+        if self._health.isolation.num_tried(PREFILL) < len(self._prefill.accounts):
             return None
-        reason = f"a {phase} worker died while it computed it, and every other is trying such a request now"
+        reason = "a prefill worker died while it computed it, and every other is trying such a request now"
         return Unplaced(reason=reason, lacks_pages=False)
 
     def _backlog(self, prefill: PrefillAccount, shape: RequestShape) -> str:

@@ -6,6 +6,7 @@ The places a request stands in:
     assign -> Rejected | Unavailable                                   (forgotten)
            -> Queued -> next_assignable -> Assigned -> ... -> finished (forgotten)
            -> Assigned(prefill, decode): submitted -> first token -> handed off
+                                         held: its first step there waits for next_turn
     failed, preempted, its worker lost -> Resend | GiveUp              (forgotten)
     queued, and a phase without a worker for too long -> GiveUp        (forgotten)
 
@@ -21,6 +22,7 @@ from dataclasses import replace
 from cluster.router.accounts import Past, Report, RequestShape, RoutedRequest, WorkerView
 from cluster.router.decisions import Assigned, Cause, Decision, GiveUp, Queued, Rejected, Resend, Retry, Unavailable
 from cluster.router.health.health import Health
+from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Unplaced
 from cluster.router.retry import (
@@ -188,7 +190,7 @@ class RouterPolicy:
         if not is_resent and (full := self._queue.why_full(shape)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        self._queue.add(shape, is_resent=is_resent, tried_in=request.past.died_in)
+        self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
         return Queued(reason=why)
 
     def next_assignable(self, now: float) -> Assigned | None:
@@ -207,9 +209,20 @@ class RouterPolicy:
                 return placed
             if placed.lacks_pages and self._queue.passed(request_id) < self.options.max_passes:
                 passed.append(request_id)
-            elif placed.lacks_pages or not request.past.died_in:
+            elif placed.lacks_pages or request.past.died_in != PREFILL:
                 return None
         return None
+
+    def next_turn(self) -> str | None:
+        """A request that its decode worker has held, and computes from now on: tell it to begin. None: nobody's turn
+        has come."""
+        request_id = self.health.isolation.next_turn()
+        if request_id is not None:
+            request = self._requests[request_id]
+            request.is_held = False
+            if not request.past.died_in:  # pardoned while it waited
+                self.health.isolation.release(DECODE, request.decode, request_id)
+        return request_id
 
     def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
         """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
@@ -245,7 +258,7 @@ class RouterPolicy:
         request.has_first_token = True
         self._workers.prefill.drop(request)
         self._queue.on_computed(now, request.work)
-        if request.past.died_in == "prefill":
+        if request.past.died_in == PREFILL:
             self._pass(request)
 
     def on_decoded(self, request_id: str, num_tokens: int) -> bool:
@@ -255,7 +268,7 @@ class RouterPolicy:
         if request is None:
             return False
         is_many = num_tokens >= FORGIVEN_AFTER_TOKENS
-        if request.past.died_in == "decode" and (is_many or not request.past.is_retried):
+        if request.past.died_in == DECODE and (is_many or not request.past.is_retried):
             self._pass(request)
         if not is_many:
             return False
@@ -282,6 +295,9 @@ class RouterPolicy:
             return retry_lost(request_id, request.past, reason, "", "")
         if decode != request.decode:
             self._workers.move(request, holder, now)
+            request.is_held |= request.past.died_in == DECODE
+        if request.is_held:
+            self.health.isolation.await_turn(decode, request_id)
         return None
 
     def on_finished(self, request_id: str) -> None:
@@ -333,8 +349,15 @@ class RouterPolicy:
         request.prefill, request.decode = prefill.view.name, decode.view.name
         request.work = shape.prompt_len - prefill.cached_len(shape)
         request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
+        request.is_held = request.past.died_in == DECODE
         self._workers.take(request, placed, now)
-        return Assigned(request_id=shape.id, prefill=request.prefill, decode=request.decode, reason=reason)
+        return Assigned(
+            request_id=shape.id,
+            prefill=request.prefill,
+            decode=request.decode,
+            reason=reason,
+            is_held=request.is_held,
+        )
 
     def _pardon(self, life: str) -> None:
         """That worker has not died."""
@@ -378,9 +401,9 @@ def _computed_by(request: RoutedRequest, name: str) -> str:
     """The phase of the request that the worker may have been computing; empty if it cannot have. What it has said of
     that may be lost with it: all that was sent to it counts, and is not known to be done there."""
     if request.prefill == name and not request.has_first_token:
-        return "prefill"
-    if request.decode == name and (request.has_first_token or request.is_handed_off):
-        return "decode"
+        return PREFILL
+    if request.decode == name and not request.is_held and (request.has_first_token or request.is_handed_off):
+        return DECODE
     return ""
 
 

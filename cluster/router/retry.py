@@ -49,7 +49,7 @@ def blamed(past: Past, died_in: str, *, is_tried: bool, tries_one: bool, num_dou
     `is_tried`: it was tried there; `tries_one`: somebody was, whose fault it is then, and not that of others who had
     their trial before. Where several had, and nobody is tried, each is tried once more, for longer.
     """
-    if not past.deaths or is_tried or (num_doubted == 1 and not tries_one):
+    if not died_in or not past.deaths or is_tried or (num_doubted == 1 and not tries_one):
         return past, died_in
     return (past, "") if tries_one else (replace(past, deaths=(), is_retried=True), died_in)
 

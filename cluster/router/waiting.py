@@ -3,9 +3,8 @@
     add -> in_order -> drop: assigned, or gone
 
 It places nobody and reads no clock. First come first among those of one client, and clients take turns; but those that
-are sent again go to the front, and those of which a worker may have died stand beside the others, by the phase in which
-it did, and wait for a worker that tries no other. A request for which there are no pages may be passed by smaller ones,
-so many times.
+are sent again go to the front, and those of which a prefill worker may have died stand beside the others and wait for
+one that tries no other. A request for which there are no pages may be passed by smaller ones, so many times.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Waiting:
     prompt_len: int
     owner: str
     place: tuple[int, int]  # turn and number of arrival: lower ones go first
-    tried_in: str  # the phase that it waits to be tried in alone; empty: it stands in line
+    is_tried: bool  # it waits to be tried alone, beside the line
     passed: int = 0  # times that a smaller one went before it
 
     @property
@@ -40,10 +39,8 @@ class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._waiting: dict[str, Waiting] = {}
         self._lines: dict[str, OrderedDict[str, None]] = {}  # by owner, none of them empty: the next to go first
-        self._by_size: dict[
-            tuple[int, str], OrderedDict[str, None]
-        ] = {}  # of those in line, by size and owner, likewise
-        self._tried: dict[str, OrderedDict[str, None]] = {}  # by phase, beside the line
+        self._by_size: dict[tuple[int, str], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
+        self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
         self._requests = Shares(max_requests)
         self._tokens = Shares(max_tokens)
         self._arrivals = 0
@@ -54,8 +51,7 @@ class WaitingQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[str]:
-        for tried in self._tried.values():
-            yield from tried
+        yield from self._tried
         for line in self._lines.values():
             yield from line
 
@@ -75,15 +71,13 @@ class WaitingQueue:
         return min((next(iter(line)) for line in self._lines.values()), key=self._place_of, default="")
 
     def in_order(self) -> Iterator[str]:
-        """Who may go next: of those that are tried alone the first of each phase, then the first in line. Who goes on
-        asking wants smaller ones than that, which may pass it."""
-        yield from self._next_tried()
+        """Who may go next: the first of those that are tried alone, then the first in line. Who goes on asking wants
+        smaller ones than that, which may pass it."""
+        if self._tried:
+            yield next(iter(self._tried))
         if first := self.first:
             yield first
             yield from self._smaller(first)
-
-    def _next_tried(self) -> list[str]:
-        return [next(iter(tried)) for tried in self._tried.values() if tried]
 
     def _smaller(self, request_id: str) -> list[str]:
         """At most one of each size and owner."""
@@ -103,17 +97,17 @@ class WaitingQueue:
 
     # who comes and goes
 
-    def add(self, shape: RequestShape, *, is_resent: bool, tried_in: str = "") -> None:
-        """`tried_in`: the phase in which it is to be tried alone."""
+    def add(self, shape: RequestShape, *, is_resent: bool, is_tried: bool = False) -> None:
+        """`is_tried`: it is to be tried alone."""
         if not self._waiting:
             self._rate.clear()
         self._arrivals += 1
-        waiting = Waiting(shape.prompt_len, shape.owner, (self._turn(shape.owner, is_resent), self._arrivals), tried_in)
+        waiting = Waiting(shape.prompt_len, shape.owner, (self._turn(shape.owner, is_resent), self._arrivals), is_tried)
         self._waiting[shape.id] = waiting
         self._requests.take(shape.owner)
         self._tokens.take(shape.owner, shape.prompt_len)
-        if tried_in:
-            self._tried.setdefault(tried_in, OrderedDict())[shape.id] = None
+        if is_tried:
+            self._tried[shape.id] = None
             return
         size = waiting.size, shape.owner
         for ids in (self._lines.setdefault(shape.owner, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
@@ -137,8 +131,8 @@ class WaitingQueue:
             return False
         self._requests.give(waiting.owner)
         self._tokens.give(waiting.owner, waiting.prompt_len)
-        if waiting.tried_in:
-            _take_out(self._tried, waiting.tried_in, request_id)
+        if waiting.is_tried:
+            del self._tried[request_id]
         else:
             _take_out(self._lines, waiting.owner, request_id)
             _take_out(self._by_size, (waiting.size, waiting.owner), request_id)
@@ -177,8 +171,8 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Assert that each stands where it belongs, the line in the order of its places."""
-        beside = {i for tried in self._tried.values() for i in tried}
-        assert beside == {i for i, waiting in self._waiting.items() if waiting.tried_in}, "beside the line by mistake"
+        beside = self._tried.keys()
+        assert beside == {i for i, waiting in self._waiting.items() if waiting.is_tried}, "beside the line by mistake"
         in_line = {i for line in self._lines.values() for i in line}
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
         for owner, line in self._lines.items():

@@ -49,7 +49,7 @@ class WorkerServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """/ Down: submit, cancel. Up: one message a step with the tokens of all requests of this router, and reports.
+        """/ Down: submit, begin, cancel. Up: one message a step with the tokens of all requests of this router, and reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

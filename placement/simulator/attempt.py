@@ -27,6 +27,7 @@ class Attempt:
         "id",
         "index",
         "is_gone",
+        "is_held",
         "joined_step",
         "left",
         "max_new",
@@ -62,6 +63,7 @@ class Attempt:
         self.decode: Decoder | None = None
         self.seq = 0
         self.is_gone = False
+        self.is_held = False  # by its decode worker, until its router lets it begin
         # the handoff
         self.granted = False
         self.computed = False
@@ -138,6 +140,10 @@ class Decoder(ABC):
     @abstractmethod
     def commit(self, attempt: Attempt) -> None:
         """All its KV stands there."""
+
+    @abstractmethod
+    def begin(self, attempt: Attempt) -> None:
+        """It was held, and may be computed."""
 
     @abstractmethod
     def cancel(self, attempt: Attempt) -> None:

@@ -86,7 +86,11 @@ class DecodeMachine(Decoder):
         self.reporter.touch(now)
         self._advance_to(now)
         answer = self.policy.reserve(
-            attempt.id, num_tokens=attempt.num_tokens, max_new_tokens=attempt.max_new, hashes=attempt.hashes
+            attempt.id,
+            num_tokens=attempt.num_tokens,
+            max_new_tokens=attempt.max_new,
+            hashes=attempt.hashes,
+            is_held=attempt.is_held,
         )
         self._attempts[attempt.id] = attempt
         if isinstance(answer, Granted):
@@ -120,6 +124,16 @@ class DecodeMachine(Decoder):
         router.ledger.enter(attempt.index, DECODE_QUEUE, now)
         router.clock.at(now + router.message_s, router.on_handed_off, attempt)
         self.reporter.mark(now)
+        self._join()
+
+    def begin(self, attempt: Attempt) -> None:
+        if attempt.is_gone or self.is_dead:
+            return
+        self.policy.on_begin(attempt.id)
+        self._join()
+
+    def _join(self) -> None:
+        """Somebody may be ready for the batch."""
         if not self._count:
             self._start()
         elif self._count < self.policy.options.max_batch_size:

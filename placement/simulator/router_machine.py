@@ -114,6 +114,7 @@ class RouterMachine(Dispatcher):
         now = self.clock.now
         prefill = self.prefills[assigned.prefill]
         attempt.prefill, attempt.decode = prefill, self.decodes[assigned.decode]
+        attempt.is_held = assigned.is_held
         prefill.next_seq += 1
         attempt.seq = prefill.next_seq
         self.policy.on_submitted(attempt.id, attempt.seq)
@@ -122,12 +123,19 @@ class RouterMachine(Dispatcher):
 
     def _pump(self) -> None:
         """Send what may go now."""
+        self._let_begin()
         if not self._is_awaited():
             return
         self._take_reports()
         while self.policy.num_queued and (assigned := self.policy.next_assignable(self.clock.now)):
             self._send(self._attempts[assigned.request_id], assigned)
         self._note_decision()
+
+    def _let_begin(self) -> None:
+        while (attempt_id := self.policy.next_turn()) is not None:
+            attempt = self._attempts[attempt_id]
+            assert attempt.decode is not None
+            self.clock.at(self.clock.now + self.message_s, attempt.decode.begin, attempt)
 
     def _retry(self, attempt: Attempt, retry: Retry) -> None:
         """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
@@ -171,6 +179,7 @@ class RouterMachine(Dispatcher):
         attempt.prefill.end(attempt)
         if retry is not None:
             self._retry(attempt, retry)
+        self._let_begin()
 
     def on_finished(self, attempt: Attempt) -> None:
         if attempt.is_gone:

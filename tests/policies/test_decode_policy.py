@@ -56,6 +56,34 @@ def test_nothing_decodes_before_its_commit() -> None:
     assert batch.entries[0].position == 4
 
 
+def test_a_held_request_is_computed_when_it_is_told_to_begin_and_not_before() -> None:
+    policy = make()
+    for name in ("held", "also"):
+        policy.reserve(name, num_tokens=4, max_new_tokens=4, hashes=[], is_held=True)
+        policy.on_committed(name)
+    admit(policy, "bystander", max_new_tokens=9)
+    assert ran(step(policy)) == ["bystander"]
+    policy.on_begin("held")
+    batch = step(policy)
+    assert (ran(batch), batch.joined) == (["held", "bystander"], ("held",))
+    policy.on_begin("held")
+    policy.on_begin("gone")
+    assert ran(step(policy)) == ["held", "bystander"]
+    policy.on_cancelled("also")
+    policy.on_begin("also")
+    assert policy.request_ids == ["held", "bystander"]
+    policy.check_invariants()
+
+
+def test_a_held_request_that_is_the_youngest_makes_way_for_those_that_run() -> None:
+    policy = make(num_pages=4, watermark=0.0)
+    admit(policy, "old", num_tokens=8, max_new_tokens=8)
+    policy.reserve("held", num_tokens=4, max_new_tokens=8, hashes=[], is_held=True)
+    policy.on_committed("held")
+    batches = [step(policy) for _ in range(5)]
+    assert [batch.preempted for batch in batches] == [(), (), (), (), ("held",)]
+
+
 def test_the_first_step_takes_one_page_more_when_the_prompt_fills_its_last() -> None:
     policy = make()
     admit(policy, "r", num_tokens=4)

@@ -207,6 +207,8 @@ class Lockstep:
             assert isinstance(assigned, Assigned)
             del self.queued[assigned.request_id]
             self.send(assigned)
+        while self.both("next_turn") is not None:
+            self.seen["begun"] += 1
 
 
 @pytest.mark.parametrize("seed", range(2))

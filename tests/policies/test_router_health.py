@@ -254,21 +254,6 @@ def test_those_that_may_have_killed_a_worker_are_tried_one_at_a_time_and_others_
     assert order == ["r0#", "r2#", "r4#"]
 
 
-def test_a_decode_worker_tries_one_until_its_next_token() -> None:
-    policy = cluster("p0", "d0", "d1")
-    for i in range(4):
-        assigned(policy.assign(shape(f"r{i}"), 0.0))
-        policy.on_first_token(f"r{i}", 0.0)
-    first, second = lose(policy, "d0")
-    assert again(policy, first) is not None
-    assert again(policy, second) is None
-    policy.on_first_token(f"{first.request_id}#", 0.0)  # of its prompt: that is not where it was
-    assert policy.next_assignable(0.0) is None
-    assert not policy.on_decoded(f"{first.request_id}#", 1)
-    assert assigned_id(policy.next_assignable(0.0)) == f"{second.request_id}#"
-    policy.check_invariants()
-
-
 def test_a_death_is_forgiven_after_many_tokens() -> None:
     policy = cluster("p0", "d0", "d1")
     assigned(policy.assign(shape("a"), 0.0))
@@ -276,6 +261,8 @@ def test_a_death_is_forgiven_after_many_tokens() -> None:
     [retry] = lose(policy, "d0")
     again(policy, retry)
     policy.on_first_token("a#", 0.0)
+    policy.on_handed_off("a#", "d1", 0.0)
+    assert policy.next_turn() == "a#"
     assert policy.on_decoded("a#", FORGIVEN_AFTER_TOKENS)
     [retry] = lose(policy, "d1")
     assert isinstance(retry, Resend)
@@ -358,10 +345,15 @@ def test_a_poison_of_decode_workers_ends_and_costs_nobody_else_the_answer(
         assigned(policy.assign(shape(each), 0.0))
     for _ in range(800):
         name = rng.choice(("d0", "d1", "d2"))
-        there = [i for i, r in policy._requests.items() if r.decode == name]
+        for each, request in policy._requests.items():
+            if request.decode == name:
+                policy.on_first_token(each, 0.0)
+                policy.on_handed_off(each, name, 0.0)
+        while policy.next_turn():
+            pass
+        there = [i for i, r in policy._requests.items() if r.decode == name and not r.is_held]
         is_deadly = any(each.startswith("poison") and decoded.get(each, 0) == lives_for for each in there)
         for each in there:
-            policy.on_first_token(each, 0.0)
             if not is_deadly:
                 decoded[each] = decoded.get(each, 0) + 1
                 policy.on_decoded(each, decoded[each])
@@ -380,23 +372,6 @@ def test_a_poison_of_decode_workers_ends_and_costs_nobody_else_the_answer(
     assert 2 <= deaths <= most_deaths
     assert [each.rstrip("#") for each in given_up] == ["poison"]
     assert not policy.num_queued
-
-
-def test_who_killed_a_worker_that_computed_several_doubtful_ones_is_found_out_by_another_trial() -> None:
-    policy = cluster("p0", "d0", "d1", "d2")
-    for name in ("a", "b"):
-        assigned(policy.assign(shape(name), 0.0))
-        policy.on_first_token(name, 0.0)
-    for retry in [*lose(policy, "d0"), *lose(policy, "d1")]:
-        again(policy, retry)
-    for _ in range(2):
-        [held] = [i for i, r in policy._requests.items() if r.decode and r.past.died_in]
-        policy.on_first_token(held, 0.0)
-        policy.on_decoded(held, 1)
-        policy.next_assignable(0.0)
-    retries = lose(policy, "d2")  # of one of them, or of nothing
-    assert [type(retry) for retry in retries] == [Resend, Resend]
-    assert [again(policy, retry) for retry in retries] == [None, None]
 
 
 # passing

@@ -445,6 +445,8 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
                 policy.on_report(name, report, now)
         while nxt := policy.next_assignable(now):
             submit(nxt)
+        while turn := policy.next_turn():
+            assert policy._requests[turn].is_handed_off
         policy.check_invariants()
         assert set(policy._requests) == known
     for name in sorted(known):

@@ -41,6 +41,8 @@ class WorkerHost(Protocol):
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         """Raises InvalidRequest for one that no worker could serve."""
 
+    def on_begin(self, begin: pb.Begin) -> None: ...
+
     def on_cancel(self, cancel: pb.Cancel) -> None: ...
 
     def on_reassign(self, reassign: pb.Reassign) -> None: ...
@@ -154,6 +156,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         match message.WhichOneof("kind"):
             case "submit":
                 self._on_submit(link, message.submit)
+            case "begin":
+                self._host.on_begin(message.begin)
             case "cancel":
                 self._host.on_cancel(message.cancel)
             case "reassign":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from cluster.router.accounts import Past, PeerTrouble, RoutedRequest
 from cluster.router.health.circuits import Circuits
-from cluster.router.health.isolation import DECODE, Isolation
+from cluster.router.health.isolation import DECODE, PREFILL, Isolation
 from cluster.router.health.shunned import AVOIDED, BARRED, BROKEN, DOUBTED, NOBODY, Grade, Shunned, shun
 
 STEPS_TO_OPEN = 3  # steps that fail one after another, until a worker's circuit opens
@@ -76,8 +76,8 @@ class Health:
             self.steps.begin_trial(worker, request_id, now)
         if (pairs := self._pairs.get(request.prefill)) is not None:
             pairs.begin_trial(request.decode, request_id, now)
-        if request.past.died_in:
-            self.isolation.hold(request.past.died_in, request.at(request.past.died_in), request_id)
+        if request.past.died_in == PREFILL:
+            self.isolation.hold(request.prefill, request_id)
 
     def on_passed(self, request: RoutedRequest) -> None:
         """It is past the place where a worker may have died of it, or is over."""
@@ -86,6 +86,8 @@ class Health:
 
     def on_over(self, request: RoutedRequest) -> None:
         self.on_passed(request)
+        if request.is_held:
+            self.isolation.leave(request.decode, request.shape.id)
         if self.steps:
             self.steps.end_trial(request.shape.id)
         for pairs in self._pairs.values():
@@ -114,8 +116,9 @@ class Health:
 
     def shunned(self, past: Past, phase: str, now: float, prefill: str = "") -> Shunned:
         """For the choice of a worker that computes this phase; for decode `prefill` is who hands over."""
-        held = self.isolation.num_held(phase)
-        is_calm = not (held or self._silent or self._slow or self._pairs or self.steps)
+        is_tried = past.died_in == phase
+        tried = 0 if is_tried and phase == DECODE else self.isolation.num_tried(phase)  # there it waits for its turn
+        is_calm = not (tried or self._silent or self._slow or self._pairs or self.steps)
         if is_calm and not past.avoid:
             return NOBODY
         shunned: dict[str, Grade] = dict.fromkeys(past.avoid, AVOIDED)
@@ -124,16 +127,15 @@ class Health:
         _shun_broken(shunned, self.steps, now)
         if phase == DECODE and (pairs := self._pairs.get(prefill)) is not None:
             _shun_broken(shunned, pairs, now)
-        if held:
-            grade = BARRED if past.died_in == phase else AVOIDED
-            for name in self.isolation.holders(phase):
-                shun(shunned, name, grade)
+        if tried:
+            for name in self.isolation.triers(phase):
+                shun(shunned, name, BARRED if is_tried else AVOIDED)
         return shunned
 
     def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:
         """Assert that whoever is tried alone, or tries a circuit, is one of these and there."""
         self.steps.check_invariants()
-        self.isolation.check_invariants({i: r.at(r.past.died_in) for i, r in requests.items() if r.past.died_in})
+        self.isolation.check_invariants(requests)
         for pairs in self._pairs.values():
             assert len(pairs) > 0, "a prefill worker without trouble is kept"
             pairs.check_invariants()

@@ -146,6 +146,9 @@ class WorkerLink:
     def cancel(self, request_id: str, reason: str) -> None:
         self._put(pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, reason=reason)))
 
+    def begin(self, request_id: str) -> None:
+        self._put(pb.RouterMessage(begin=pb.Begin(request_id=request_id)))
+
     def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
         self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
 

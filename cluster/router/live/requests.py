@@ -138,7 +138,7 @@ class LiveRequest:
         self._early.clear()
         self.timeline.enter("route", now)
 
-    def state(self, router_id: str) -> pb.RequestState:
+    def state(self, router_id: str, *, is_held: bool = False) -> pb.RequestState:
         return pb.RequestState(
             request_id=self.wire_id,
             router_id=router_id,
@@ -147,6 +147,7 @@ class LiveRequest:
             sampling=self.sampling,
             attempt=self.attempt,
             cache_salt=self.hashes.cache_salt,
+            held=is_held,
         )
 
     def timeline_to_proto(self) -> generate_pb2.Timeline:

@@ -125,6 +125,25 @@ async def test_a_killed_decode_worker_costs_no_token_and_repeats_none() -> None:
         assert h.count("retries") == 3
 
 
+async def test_all_of_a_killed_decode_worker_are_handed_over_at_once_and_begin_one_by_one() -> None:
+    async with serving(1, 2, options=QUICK) as h:
+        for decode in (h.decode(0), h.decode(1)):
+            decode.max_steps = 2
+        calls = [h.generate.Generate(request([5, 6, i], max_tokens=12)) for i in range(32)]
+        readers = [asyncio.create_task(collect(call)) for call in calls]
+        await h.until(lambda: [h.decode(0).steps, h.decode(1).steps] == [2, 2])
+        await h.until(lambda: len(h.decode(0).running) + len(h.decode(1).running) == 32)
+        await h.until(lambda: all(live.has_first_token for live in h.router._dispatcher._live.values()))
+        left, begun = h.decode(1), len(h.decode(1).running)
+        await h.decode(0).kill()
+        await h.until(lambda: (len(left.running), len(left.held)) == (begun + 1, 31 - begun))  # one is tried
+        readers[0].cancel()  # wherever it is
+        left.resume()
+        for i, reader in enumerate(readers[1:], 1):
+            assert tokens_of(await reader) == scripted_tokens([5, 6, i], 12)
+        assert not left.held
+
+
 async def test_a_killed_prefill_worker_loses_no_request() -> None:
     async with serving(2, 1, options=QUICK) as h:
         h.prefill(0).is_holding = h.prefill(1).is_holding = True

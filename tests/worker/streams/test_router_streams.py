@@ -40,6 +40,8 @@ class _Host:
             raise InvalidRequest("prompt_ids is empty; give a token or more")
         raise ZeroDivisionError("nobody expected this")
 
+    def on_begin(self, begin: pb.Begin) -> None: ...
+
     def on_cancel(self, cancel: pb.Cancel) -> None:
         if cancel.request_id == "bad":
             raise KeyError("bad")
