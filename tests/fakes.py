@@ -105,12 +105,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         reporter = asyncio.create_task(self._report_forever())
         self.connected.set()
         try:
+            await self._speaks()
             yield pb.WorkerMessage(hello=self.hello())
             yield pb.WorkerMessage(report=self.report(router_id))
             while True:
                 message = await out.get()
-                while self.is_silent:
-                    await asyncio.sleep(0.01)
+                await self._speaks()
                 yield message
         finally:
             reader.cancel()
@@ -120,6 +120,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 self.on_router_lost(router_id)
 
     def on_router_lost(self, router_id: str) -> None: ...
+
+    async def _speaks(self) -> None:
+        while self.is_silent:
+            await asyncio.sleep(0.01)
 
     def hello(self) -> pb.WorkerHello:
         model = generate_pb2.GetModelInfoResponse(
