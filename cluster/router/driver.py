@@ -53,6 +53,7 @@ CAUSES: dict[int, Cause] = {
 }
 
 RETRY_AFTER_S = 1.0
+SETTLE_S = 0.1  # for the end of a worker's own stream to arrive, where another one has seen first that it is gone
 
 
 class Router:
@@ -253,9 +254,17 @@ class Router:
         if outputs.tokens and link.name in self.policy.health.steps:
             self.policy.on_stepped(link.name)
         for event in endings:
-            if live := self._dispatcher.get(event.request_id):
+            if event.cause == pb.FAILURE_CAUSE_PEER:
+                asyncio.get_running_loop().call_later(SETTLE_S, self._on_peer_failed, link, event)
+            elif live := self._dispatcher.get(event.request_id):
                 self._on_ending(link, live, event, now)
         self._dispatcher.pump()
+
+    def _on_peer_failed(self, link: WorkerLink, event: pb.RequestEvent) -> None:
+        """Unless that peer was lost meanwhile, or has the KV: neither is a failure of the request's."""
+        if live := self._dispatcher.get(event.request_id):
+            self._on_ending(link, live, event, self._clock())
+            self._dispatcher.pump()
 
     def _on_suspect_decoded(self, live: LiveRequest) -> None:
         live.num_decoded += 1

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from cluster.front.server import server_options
+from engine.types import SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
@@ -120,6 +121,32 @@ async def test_a_late_failure_of_prefill_does_not_end_a_decode_that_has_the_kv()
         assert responses[-1].timeline.attempts == 1
         h.prefill().release()
         await marker
+
+
+async def test_what_prefill_says_of_a_dead_peer_is_no_failure_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the router hears of that death: it may be the request's doing, and costs it no attempt."""
+    async with serving(1, 2, options=server_options(port=0, max_attempts=1)) as h:
+        monkeypatch.setattr(h.prefill(), "compute", partial(_compute_and_lose_the_peer, h.prefill()))
+        call = asyncio.ensure_future(h.generate.GenerateOnce(request(max_tokens=4)))
+        await h.prefill().wait_for(lambda: bool(h.prefill().submits))
+        monkeypatch.undo()
+        await h.decode(0).kill()
+        answer = await call
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert answer.timeline.attempts == 2
+        assert h.prefill().submits[1].request.held
+
+
+def _compute_and_lose_the_peer(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
+    assert submit.decode.name == "decode-0"
+    state = submit.request
+    events = [
+        prefill.event(state, pb.EVENT_KIND_FIRST_TOKEN),
+        prefill.event(
+            state, pb.EVENT_KIND_FAILED, reason="it hung up", cause=pb.FAILURE_CAUSE_PEER, peer=submit.decode.name
+        ),
+    ]
+    prefill.emit(state.router_id, tokens=[prefill.token(state, SamplingParams(max_tokens=4), 0)], events=events)
 
 
 async def test_the_only_worker_of_its_kind_is_doubted_before_it_is_given_up() -> None:
