@@ -110,7 +110,7 @@ class Process(Worker[Any]):
         self.address = pb.WorkerAddress(name=name, address=f"{name}:{incarnation}", incarnation=incarnation)
         self.counters: Counter[str] = Counter()
         self.streams: Streams = Streams(self)
-        self.clock: Any = SimpleNamespace(lag_s=0.0)
+        self.clock: Any = SimpleNamespace(lag_s=0.0, num_tasks=0)
         self._watched: Any = SimpleNamespace(age_s=0.0)
         self.faults = None
         self.is_draining = False
