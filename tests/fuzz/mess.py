@@ -109,12 +109,12 @@ def document(good: Any, chance: random.Random) -> Any:
             if kind == 0 and isinstance(holder, dict):
                 del holder[key]
             elif kind == 1 and isinstance(holder, dict):
-                holder[chance.choice(TEXTS)] = chance.choice(VALUES)
+                holder[chance.choice(TEXTS)] = copy.deepcopy(chance.choice(VALUES))
             elif kind == 2:
                 other, from_key = chance.choice(places)
                 holder[key] = copy.deepcopy(other[from_key])
             else:
-                holder[key] = chance.choice(VALUES)
+                holder[key] = copy.deepcopy(chance.choice(VALUES))
     return bad
 
 

@@ -25,13 +25,15 @@ from worker.wire.tls import TlsFiles
 SECRET_KEY = "kvrelay-secret"
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 
-# A stopped peer is noticed by our own heartbeat first; the ping timeout bounds what TCP would hide (facts: 60 s).
+# A stopped peer is noticed by our own heartbeat first; the ping timeout bounds what TCP would hide. gRPC pings beside
+# data, too, and knows of no sleep: a machine that stands still for so long would lose every connection at once.
+PING_TIMEOUT_MS = 10_000
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
