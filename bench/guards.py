@@ -1,14 +1,16 @@
 """What tokens and TLS cost a router: four routers, with and without, over the same workers, asked in turns.
 
-    python -m bench.guards [--quick]
+    python -m bench.guards [--quick] [--before CHECKOUT]
 
-Writes bench/results/guards.json. The processes and what they are asked are those of bench/router.py.
+Beside them, with --before, the router and workers of another version, from its folder: "before". Writes
+bench/results/guards.json. The processes and what they are asked are those of bench/router.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -28,12 +30,15 @@ from worker.wire.tls import TlsFiles
 GUARDS = ("none", "token", "TLS", "token and TLS")
 
 
-async def bench_guards(quick: bool) -> dict[str, Any]:
-    """Four routers over the same workers, asked in turns, so that other load hits all."""
+async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
+    """The routers, asked in turns, so that other load hits all."""
     scale = 0.2 if quick else 1.0
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Child("workers", "0.0")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        workers = _workers(stack)
         sides = {name: _guarded(Path(folder), workers, name) for name in GUARDS}
+        if before:
+            others = _workers(stack, before)
+            sides["before"] = Side(Child("router", json.dumps(others.ready["workers"]), checkout=before))
         try:
             for side in sides.values():
                 await many_requests(side.stub, 50, 8)
@@ -41,7 +46,12 @@ async def bench_guards(quick: bool) -> dict[str, Any]:
         finally:
             for side in sides.values():
                 await side.close()
-            workers.stop()
+
+
+def _workers(stack: contextlib.ExitStack, checkout: str = "") -> Child:
+    workers = Child("workers", "0.0", checkout=checkout)
+    stack.callback(workers.stop)
+    return workers
 
 
 def _guarded(folder: Path, workers: Child, name: str) -> Side:
@@ -92,8 +102,9 @@ async def connect_ms(side: Side) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a fifth of the work; writes no file")
+    parser.add_argument("--before", default="", metavar="CHECKOUT", help="a folder with another version, beside these")
     arguments = parser.parse_args()
-    results = asyncio.run(bench_guards(arguments.quick))
+    results = asyncio.run(bench_guards(arguments.quick, arguments.before))
     print(json.dumps(results, indent=2))
     if not arguments.quick:
         write("guards", results)

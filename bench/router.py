@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import resource
 import statistics
 import subprocess
@@ -109,10 +110,12 @@ async def _answer(ready: dict[str, Any]) -> None:
 
 
 class Child:
-    def __init__(self, *arguments: str, module: str = "") -> None:
-        """A role of this program's own, or another module that answers lines with lines."""
+    def __init__(self, *arguments: str, module: str = "", checkout: str = "") -> None:
+        """A role of this program's own, or another module that answers lines with lines. `checkout`: a folder with
+        another version of all this."""
         command = [sys.executable, "-m", *([module] if module else ["bench.router", "--serve"]), *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        others: dict[str, Any] = {"cwd": checkout, "env": os.environ | {"PYTHONPATH": checkout}} if checkout else {}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **others)
         self.ready = self._read()
 
     @property
