@@ -10,7 +10,7 @@ one that tries no other. A request for which there are no pages may be passed by
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,6 +41,8 @@ class WaitingQueue:
         self._lines: dict[str, OrderedDict[str, None]] = {}  # by owner, none of them empty: the next to go first
         self._by_size: dict[tuple[int, str], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
         self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
+        self._first = ""  # in line; empty: to be looked up
+        self._passers: list[str] | None = None  # see `_smaller`; None: likewise
         self._requests = Shares(max_requests)
         self._tokens = Shares(max_tokens)
         self._arrivals = 0
@@ -68,22 +70,36 @@ class WaitingQueue:
     @property
     def first(self) -> str:
         """The id of the next in line; empty if nobody is."""
-        return min((next(iter(line)) for line in self._lines.values()), key=self._place_of, default="")
+        if not self._first:
+            self._first = self._first_of(self._lines.values())
+        return self._first
 
     def in_order(self) -> Iterator[str]:
         """Who may go next: the first of those that are tried alone, then the first in line. Who goes on asking wants
-        smaller ones than that, which may pass it."""
+        one that may pass the last: it is smaller."""
         if self._tried:
             yield next(iter(self._tried))
         if first := self.first:
             yield first
-            yield from self._smaller(first)
+            if self._passers is None:
+                self._passers = self._smaller(first)
+            yield from self._passers
 
     def _smaller(self, request_id: str) -> list[str]:
-        """At most one of each size and owner."""
+        """Each smaller than all before it, whoever's they are: where pages lack for one, they do for all its size."""
+        groups: dict[int, list[OrderedDict[str, None]]] = {}
+        for (of, _), ids in self._by_size.items():
+            groups.setdefault(of, []).append(ids)
         size = self._waiting[request_id].size
-        heads = [next(iter(ids)) for (of, _), ids in self._by_size.items() if of < size]
-        return sorted(heads, key=self._place_of)
+        smaller: list[str] = []
+        for head in sorted([self._first_of(same) for same in groups.values()], key=self._place_of):
+            if self._waiting[head].size < size:
+                size = self._waiting[head].size
+                smaller.append(head)
+        return smaller
+
+    def _first_of(self, lines: Iterable[OrderedDict[str, None]]) -> str:
+        return min([next(iter(line)) for line in lines], key=self._place_of, default="")
 
     def _place_of(self, request_id: str) -> tuple[int, int]:
         return self._waiting[request_id].place
@@ -113,6 +129,9 @@ class WaitingQueue:
         for ids in (self._lines.setdefault(shape.owner, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
             ids.move_to_end(shape.id, last=not is_resent)
+        self._passers = None
+        if is_resent:
+            self._first = shape.id
 
     def _turn(self, owner: str, is_resent: bool) -> int:
         """Owners take turns, so that who has few in line does not wait for all of who has many (fair queueing, by the
@@ -136,6 +155,9 @@ class WaitingQueue:
         else:
             _take_out(self._lines, waiting.owner, request_id)
             _take_out(self._by_size, (waiting.size, waiting.owner), request_id)
+            self._passers = None
+            if request_id == self._first:
+                self._first = ""
         return True
 
     # how much, how long
@@ -175,6 +197,7 @@ class WaitingQueue:
         assert beside == {i for i, waiting in self._waiting.items() if waiting.is_tried}, "beside the line by mistake"
         in_line = {i for line in self._lines.values() for i in line}
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
+        assert self.first == self._first_of(self._lines.values()), "the first in line is another"
         for owner, line in self._lines.items():
             assert line, f"the line of {owner!r} is empty and still there"
             assert list(line) == sorted(line, key=self._place_of), f"the line of {owner!r} is out of order"

@@ -413,11 +413,12 @@ def test_nobody_passes_one_that_waits_for_a_prefill_worker_alone() -> None:
     assert policy.next_assignable(0.0) is None
 
 
-def test_a_queue_of_thousands_costs_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_owners", [1, 1000])
+def test_a_queue_of_thousands_costs_few_looks(num_owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = short_of_pages(max_queued_requests=10_000, max_queued_tokens=10**9)
     rng = random.Random(0)
     for i in range(5000):
-        policy.assign(shape(f"r{i}", rng.randrange(200, 1500)), 1.0)
+        policy.assign(replace(shape(f"r{i}", rng.randrange(200, 1500)), owner=f"{i % num_owners}"), 1.0)
     looks = 0
     choose = policy.workers.placing.choose
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from cluster.router.accounts import RequestShape
@@ -55,6 +57,26 @@ def test_clients_take_turns_in_the_line() -> None:
         queue.add(shape("other", number), is_resent=False)
     queue.add(shape("other", 9), is_resent=True)
     assert in_line(queue)[:6] == ["other-9", "flood-0", "other-0", "flood-1", "other-1", "flood-2"]
+
+
+def test_a_line_of_a_thousand_clients_is_looked_through_only_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = WaitingQueue(10_000, 10**9)
+    looks = Counter[str]()
+    place_of = WaitingQueue._place_of
+
+    def counted(self: WaitingQueue, request_id: str) -> tuple[int, int]:
+        looks["all"] += 1
+        return place_of(self, request_id)
+
+    monkeypatch.setattr(WaitingQueue, "_place_of", counted)
+    for number in range(2000):
+        queue.add(shape(f"owner {number % 1000}", number, 1 + number), is_resent=False)
+        assert queue.first == "owner 0-0"
+    for _ in range(50):
+        [first, *_] = queue.in_order()
+        assert first == "owner 0-0"
+    assert looks["all"] < 10_000
+    queue.check_invariants()
 
 
 def test_the_queue_of_a_router_keeps_room_for_other_clients() -> None:
