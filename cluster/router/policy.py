@@ -400,7 +400,7 @@ class RouterPolicy:
 def _computed_by(request: RoutedRequest, name: str) -> str:
     """The phase of the request that the worker may have been computing; empty if it cannot have. What it has said of
     that may be lost with it: all that was sent to it counts, and is not known to be done there."""
-    if request.prefill == name and not request.has_first_token:
+    if request.prefill == name and not (request.has_first_token or request.is_handed_off):
         return PREFILL
     if request.decode == name and not request.is_held and (request.has_first_token or request.is_handed_off):
         return DECODE

@@ -232,6 +232,19 @@ def test_a_worker_that_ends_in_order_has_died_of_nothing(how: str) -> None:
     assert retry.past.deaths == ()
 
 
+def test_a_prefill_worker_has_not_died_of_a_prompt_whose_kv_a_decode_worker_has() -> None:
+    """Though its first token was on the way, and is made again."""
+    policy = cluster("p0", "p1", "d0", "d1")
+    assigned(policy.assign(shape("a"), 0.0))
+    policy.on_first_token("a", 0.0)
+    sent = again(policy, lose(policy, "d0")[0])
+    assert sent is not None
+    policy.on_handed_off(sent.request_id, "d1", 0.0)
+    [retry] = lose(policy, sent.prefill)
+    assert isinstance(retry, Resend)
+    assert (retry.past.deaths, retry.past.died_in) == (("d0/",), "decode")
+
+
 def test_those_that_may_have_killed_a_worker_are_tried_one_at_a_time_and_others_pass_them() -> None:
     policy = cluster("p0", "p1", "d0")
     for i in range(6):

@@ -149,6 +149,15 @@ def _compute_and_lose_the_peer(prefill: FakePrefillWorker, submit: pb.Submit) ->
     prefill.emit(state.router_id, tokens=[prefill.token(state, SamplingParams(max_tokens=4), 0)], events=events)
 
 
+async def test_a_worker_that_stops_costs_its_requests_no_attempt() -> None:
+    async with serving(1, 2, options=server_options(port=0, max_attempts=1)) as h:
+        state, reader = await _decoding(h)
+        h.decode().on_cancel(state.request_id)
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 6)
+        assert (responses[-1].timeline.decode_worker, responses[-1].timeline.attempts) == ("decode-1", 2)
+
+
 async def test_the_only_worker_of_its_kind_is_doubted_before_it_is_given_up() -> None:
     async with serving(1, 1, options=QUICK) as h:
         _, reader = await _decoding(h)
