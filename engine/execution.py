@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from engine.errors import EngineBroken, in_short, raise_if_broken
@@ -55,7 +54,7 @@ def _isolated(engine: StepRunner, step: Step) -> list[SampledToken]:
             return [_failed(step.chunks[0], error)]
     tokens: list[SampledToken] = []
     for chunk in step.chunks:
-        tokens += _isolated(engine, replace(step, chunks=(chunk,)))
+        tokens += _isolated(engine, step.alone(chunk))
     return tokens
 
 

@@ -19,10 +19,8 @@ from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
-from engine.types import Chunk
+from engine.types import Chunk, OnLayer
 from engine.weights.loader import run_packed
-
-OnLayer = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

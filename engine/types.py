@@ -159,17 +159,27 @@ class Chunk:
     sample: SampleSpec | None = None
 
 
+OnLayer = Callable[[int], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One forward pass over the chunks of many requests.
 
     `on_layer(i)` is called in the engine's thread as soon as the KV of layer i of every chunk stands in its pages,
     in the order of the layers; it must return at once. On a GPU the writing is queued by then, not done: an event
-    recorded on the current stream inside the call marks its end.
+    recorded on the current stream inside the call marks its end. `on_layer_of(request id)` is what is called instead
+    where that request's chunk is run by itself.
     """
 
     chunks: Sequence[Chunk]
-    on_layer: Callable[[int], None] | None = None
+    on_layer: OnLayer | None = None
+    on_layer_of: Callable[[str], OnLayer | None] | None = None
+
+    def alone(self, chunk: Chunk) -> Step:
+        """That chunk by itself: of the others' KV, which does not stand there yet, nothing is told."""
+        on_layer = self.on_layer_of(chunk.request_id) if self.on_layer_of is not None else None
+        return Step(chunks=(chunk,), on_layer=on_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.pages.pool import chain_root, pages_for
-from engine.types import Chunk, InvalidRequest, SampledToken, Step, finish_reason
+from engine.types import Chunk, InvalidRequest, OnLayer, SampledToken, Step, finish_reason
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
@@ -139,16 +139,21 @@ class PrefillRole:
 
     def _prepare(self, plan: PrefillBatch) -> PreparedBatch:
         chunks: list[Chunk] = []
-        segments: list[SegmentPlan] = []
+        segments: dict[str, SegmentPlan] = {}  # by request
         for chunk in plan.chunks:
             request = self.requests[chunk.request_id]
             if chunk.is_first:
                 self._begin(request)
             chunks.append(self._chunk(request, chunk))
             if request.handoff is not None:
-                segments.append(self.handoffs.plan_segment(request, request.handoff, chunk))
+                segments[request.id] = self.handoffs.plan_segment(request, request.handoff, chunk)
         self._host.streams.flush()
-        return PreparedBatch(plan, Step(chunks=chunks, on_layer=self.handoffs.on_layer(segments)))
+
+        def on_layer_of(request_id: str) -> OnLayer | None:
+            return self.handoffs.on_layer([segments[request_id]] if request_id in segments else [])
+
+        on_layer = self.handoffs.on_layer(list(segments.values()))
+        return PreparedBatch(plan, Step(chunks=chunks, on_layer=on_layer, on_layer_of=on_layer_of))
 
     def _begin(self, request: HeldPrompt) -> None:
         cached_tokens = self.policy.cached_len_of(request.id)

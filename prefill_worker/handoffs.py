@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from engine.pages.pool import pages_for
+from engine.types import OnLayer
 from kv_transfer.plan import layer_groups
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed
 from kv_transfer.prefill_side.handoff import Handoff
@@ -188,7 +189,7 @@ class Handoffs:
         pages = list(self._policy.pages_of(request.id)[begin : request.sent_pages])
         return SegmentPlan(handoff, begin, request.sent_pages, pages)
 
-    def on_layer(self, segments: Sequence[SegmentPlan]) -> Callable[[int], None] | None:
+    def on_layer(self, segments: Sequence[SegmentPlan]) -> OnLayer | None:
         """Gives the segments to their handoffs, a group of layers at a time, as the engine's thread computes them."""
         if not segments:
             return None

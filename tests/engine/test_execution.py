@@ -56,6 +56,28 @@ def test_a_good_step_runs_once() -> None:
     assert engine.steps == [["a", "b"]]
 
 
+def test_of_a_chunk_that_is_run_by_itself_no_others_layers_are_told() -> None:
+    """They were handed over again for each chunk of a step that failed, before they were computed."""
+    told: list[str] = []
+    engine = Fussy()
+    run_one = engine.step
+
+    def tell(step: Step) -> list[SampledToken]:
+        if step.on_layer is not None:
+            step.on_layer(0)
+        return run_one(step)
+
+    engine.step = tell  # type: ignore[method-assign]
+    chunks = (chunk("a", 3), chunk("bad", 4), chunk("c", 5))
+    whole = Step(
+        chunks=chunks,
+        on_layer=lambda layer: told.append("all"),
+        on_layer_of=lambda request_id: lambda layer: told.append(request_id),
+    )
+    run_step(engine, whole, max_failed_steps=3)
+    assert told == ["all", "a", "bad", "c"]
+
+
 def test_only_the_bad_request_fails_and_the_others_prove_the_engine() -> None:
     engine = Fussy()
     tokens = run(engine, chunk("a", 3), chunk("bad", 4), chunk("c", 5))
