@@ -41,6 +41,7 @@ DEFAULT_ENDPOINT = "127.0.0.1:50051"
 SERVICE = "kvrelay.v1.Generate"
 _RETRY_WAIT_S = 0.1  # between two Watch calls that ended at once
 _CALL_TIMEOUT_S = 30.0  # of the small questions: tokenize, model_info, status
+_FOREVER_S = 1e9  # what is longer would overflow in gRPC, and be over at once
 
 
 class Client:
@@ -80,7 +81,7 @@ class Client:
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Stream:
         """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
         return Stream(call, self.endpoint, opened_s)
 
     def tokenize(self, text: str, *, model: str = "") -> list[int]:
@@ -106,7 +107,8 @@ class Client:
         stub = _stub(health_pb2_grpc.HealthStub, self._channel)
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=left_s, wait_for_ready=True)
+            request = health_pb2.HealthCheckRequest(service=SERVICE)
+            watch = stub.Watch(request, timeout=_grpc_s(left_s), wait_for_ready=True)
             try:
                 for answer in watch:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -131,7 +133,7 @@ class Client:
 
     def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
+            return method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
 
@@ -168,7 +170,7 @@ class AsyncClient:
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
         """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
         return AsyncStream(call, self.endpoint, opened_s)
 
     async def tokenize(self, text: str, *, model: str = "") -> list[int]:
@@ -191,7 +193,8 @@ class AsyncClient:
         stub = _stub(health_pb2_grpc.HealthStub, self._channel)
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=left_s, wait_for_ready=True)
+            request = health_pb2.HealthCheckRequest(service=SERVICE)
+            watch = stub.Watch(request, timeout=_grpc_s(left_s), wait_for_ready=True)
             try:
                 async for answer in watch:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -218,7 +221,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout_s, metadata=self._metadata)
+            return await method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
 
@@ -249,6 +252,10 @@ def _checked(endpoint: str) -> str:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give host:port, such as {DEFAULT_ENDPOINT}")
     return endpoint
+
+
+def _grpc_s(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None or timeout_s > _FOREVER_S else timeout_s
 
 
 def _may_become_ready(error: grpc.RpcError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -28,6 +29,13 @@ def test_generate_hands_back_the_whole_answer(server: ScriptedServer) -> None:
     assert dict(answer.timeline.phases_s) == {"prefill": 0.25, "decode": 0.75}
     assert answer.receipt is not None
     assert answer.receipt.bytes == 4000
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
+def test_a_deadline_that_never_comes_is_none(server: ScriptedServer, timeout_s: float) -> None:
+    with Client(server.endpoint) as client:
+        client.wait_ready(timeout_s)
+        assert client.generate("hello", max_tokens=3, timeout_s=timeout_s).token_ids == (100, 101, 102)
 
 
 def test_every_option_reaches_the_server(server: ScriptedServer) -> None:
