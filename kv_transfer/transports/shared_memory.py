@@ -24,7 +24,11 @@ class SharedMemorySendEnd(OneSidedSendEnd):
     def __init__(self, memory: KvMemory, params: Mapping[str, str], peer: str) -> None:
         super().__init__("shared_memory", memory, params, peer)
         num_bytes = self._target_layout.total_bytes
-        self._map = map_file(int(params["pid"]), int(params["fd"]), num_bytes, peer, inode=int(params["inode"]))
+        try:
+            self._map = map_file(int(params["pid"]), int(params["fd"]), num_bytes, peer, inode=int(params["inode"]))
+        except BaseException:
+            self._pair_file.close()  # nothing was ever written
+            raise
         self._source = PageRows(memory.layout, memory.bytes.numpy())
         self._target = PageRows(self._target_layout, np.frombuffer(self._map, np.uint8))
 

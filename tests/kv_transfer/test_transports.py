@@ -309,10 +309,13 @@ def test_unusable_parameters_are_refused(name: str) -> None:
 @pytest.mark.parametrize("key", ["nonce", "inode", "bytes", "fd"])
 def test_shared_memory_is_not_taken_for_another(key: str) -> None:
     transport, target = load_transport("shared_memory"), random_memory(9)
-    params = dict(transport.offer(target, peer="prefill-0", wire=wire_for("shared_memory", 1)).params)
+    receiver, source = transport.offer(target, peer="prefill-0", wire=wire_for("shared_memory", 1)), random_memory(5)
+    params = dict(receiver.params)
     params[key] = {"nonce": "00" * 16, "fd": params["fence_fd"]}.get(key, "4096")
+    before = psutil.Process().num_fds()
     with pytest.raises(TransferError):
-        transport.connect(random_memory(5), params, peer="decode-0", wire=wire_for("shared_memory", 1))
+        transport.connect(source, params, peer="decode-0", wire=wire_for("shared_memory", 1))
+    assert psutil.Process().num_fds() == before
 
 
 @ON_CPU
