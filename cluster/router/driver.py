@@ -313,7 +313,7 @@ class Router:
         reason = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
         self._dispatcher.cancel_at_workers(live, reason, but=link.name)
         is_stopping = event.kind == pb.EVENT_KIND_CANCELLED  # whom we cancel is not here any more
-        cause = "room" if is_stopping else CAUSES.get(event.cause, "")
+        cause: Cause = "room" if is_stopping else CAUSES.get(event.cause, "")
         retry = self.policy.on_failed(live.wire_id, reason, now, worker=link.name, cause=cause, peer=event.peer)
         self.metrics.counts["circuits_opened"] = self.policy.health.num_opened
         self._dispatcher.retry(live, retry)

@@ -198,6 +198,7 @@ class WaitingQueue:
         in_line = {i for line in self._lines.values() for i in line}
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
         assert self.first == self._first_of(self._lines.values()), "the first in line is another"
+        assert self._passers is None or self._passers == self._smaller(self.first), "others may pass it"
         for owner, line in self._lines.items():
             assert line, f"the line of {owner!r} is empty and still there"
             assert list(line) == sorted(line, key=self._place_of), f"the line of {owner!r} is out of order"
