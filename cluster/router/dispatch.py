@@ -183,6 +183,8 @@ class Dispatcher:
 
     def move_stalled(self) -> None:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
+        if self._policy.most_free_pages < 1:
+            return
         for wire_id, reason in list(self._stalled.items()):
             live = self._live.get(wire_id)
             if live is None or live.is_handed_off:

@@ -389,6 +389,24 @@ async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() 
         assert (await call).timeline.decode_worker == "decode-1"
 
 
+async def test_no_stalled_handoff_is_looked_at_while_no_worker_has_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report of each decode worker would look at all of them."""
+    async with serving(1, 2, worker={"num_pages": 1}) as h:
+        h.prefill().is_holding = True
+        calls = [h.generate.GenerateOnce(request(max_tokens=4)) for _ in range(2)]
+        await h.prefill().wait_for(lambda: len(h.prefill().held) == 2)
+        submit = h.prefill().held[0]
+        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 1 pages free")
+        h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.until(lambda: bool(h.router._dispatcher._stalled))
+        looked: list[str] = []
+        monkeypatch.setattr(h.router.policy, "reassign", lambda request_id, *_: looked.append(request_id))
+        h.router._dispatcher.move_stalled()
+        assert not looked
+        h.prefill().release()
+        await asyncio.gather(*calls)
+
+
 async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
     async with serving(1, 2) as h:
         h.prefill().is_holding = True
