@@ -149,8 +149,9 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._on_message(link, message)
             except Exception as error:  # of one message; the router's other requests are none the worse for it
                 log.exception("a message of router %s cannot be taken", link.router_id)
-                if message.HasField("submit"):
-                    self._refuse(link, message.submit.request, f"{type(error).__name__}: {error}")
+                if message.HasField("submit"):  # out of memory, say: another worker may take it
+                    reason = f"{type(error).__name__}: {error}"
+                    self._refuse(link, message.submit.request, reason, pb.FAILURE_CAUSE_STEP)
 
     def _on_message(self, link: RouterLink, message: pb.RouterMessage) -> None:
         match message.WhichOneof("kind"):
@@ -177,10 +178,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 raise InvalidRequest(f"router_id is {given!r}; give {link.router_id!r}, as in the hello")
             self._host.on_submit(link, submit)
         except InvalidRequest as error:
-            self._refuse(link, submit.request, str(error))
+            self._refuse(link, submit.request, str(error), pb.FAILURE_CAUSE_REQUEST)
 
-    def _refuse(self, link: RouterLink, request: pb.RequestState, reason: str) -> None:
-        link.event(request, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_REQUEST)
+    def _refuse(self, link: RouterLink, request: pb.RequestState, reason: str, cause: pb.FailureCause) -> None:
+        link.event(request, pb.EVENT_KIND_FAILED, reason=reason, cause=cause)
         link.flush()
 
     async def _report_forever(self) -> None:

@@ -170,21 +170,22 @@ async def test_what_the_worker_slept_itself_is_no_routers_silence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_id", "router_id", "reason"),
+    ("request_id", "router_id", "reason", "cause"),
     [
-        ("bad", "r", "prompt_ids is empty; give a token or more"),
-        ("a", "r", "ZeroDivisionError: nobody expected this"),
-        ("a", "another", "router_id is 'another'; give 'r', as in the hello"),
+        ("bad", "r", "prompt_ids is empty; give a token or more", pb.FAILURE_CAUSE_REQUEST),
+        ("a", "r", "ZeroDivisionError: nobody expected this", pb.FAILURE_CAUSE_STEP),
+        ("a", "another", "router_id is 'another'; give 'r', as in the hello", pb.FAILURE_CAUSE_REQUEST),
     ],
 )
 async def test_a_request_that_cannot_be_taken_is_refused_and_the_stream_goes_on(
-    request_id: str, router_id: str, reason: str
+    request_id: str, router_id: str, reason: str, cause: pb.FailureCause
 ) -> None:
+    """For good only where no worker could serve it."""
     async with served([]) as router:
         state = pb.RequestState(request_id=request_id, router_id=router_id, attempt=2)
         await router.send(submit=pb.Submit(seq=1, request=state))
         [event] = (await router.next_of("outputs")).events
-        assert (event.kind, event.cause) == (pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_REQUEST)
+        assert (event.kind, event.cause) == (pb.EVENT_KIND_FAILED, cause)
         assert (event.request_id, event.attempt, event.reason) == (request_id, 2, reason)
         await router.send(ping=pb.Ping(router_ns=5))
         assert (await router.next_of("pong")).router_ns == 5
