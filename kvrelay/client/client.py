@@ -27,7 +27,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.access import Access, FoundAccess, find_access
-from kvrelay.client.failures import raise_kvrelay
+from kvrelay.client.failures import cancelled_error, raise_kvrelay
 from kvrelay.client.messages import build_request, completion_from, model_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
 from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
@@ -224,6 +224,8 @@ class AsyncClient:
             return await method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
+        except asyncio.CancelledError as error:
+            raise cancelled_error(error, self.endpoint) from None
 
 
 @contextmanager

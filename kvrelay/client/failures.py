@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -24,6 +25,14 @@ _BROKEN = ("socket closed", "recvmsg:", "connection reset", "broken pipe", "ping
 
 def raise_kvrelay(error: grpc.RpcError, endpoint: str) -> NoReturn:
     raise kvrelay_error(error.code(), error.details(), error.trailing_metadata(), endpoint) from None
+
+
+def cancelled_error(error: asyncio.CancelledError, endpoint: str) -> BaseException:
+    """gRPC raises it for a call that was closed with its client, too: nobody has cancelled the task that waits then."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        return error
+    return KvrelayError("CANCELLED", f"the call to {endpoint} was closed here")
 
 
 def kvrelay_error(

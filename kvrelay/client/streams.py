@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from kvrelay.client.failures import kvrelay_error, raise_kvrelay
+from kvrelay.client.failures import cancelled_error, kvrelay_error, raise_kvrelay
 from kvrelay.client.messages import Fold, delta_from
 from kvrelay.client.types import Completion, Delta
 from kvrelay.v1 import generate_pb2
@@ -122,9 +122,9 @@ class AsyncStream(_Timed):
         except grpc.RpcError as error:
             self._ended = True
             raise_kvrelay(error, self._endpoint)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             await self.aclose()
-            raise
+            raise cancelled_error(error, self._endpoint) from None
         if message is grpc.aio.EOF:
             self._ended = True
             await self._raise_status()

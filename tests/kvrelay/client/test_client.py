@@ -221,6 +221,19 @@ async def test_async_leaving_cancels_the_request(server: ScriptedServer, how: st
         assert await asyncio.to_thread(server.cancelled.wait, DEADLINE_S)
 
 
+@pytest.mark.parametrize("once", [False, True])
+async def test_a_client_that_is_closed_cancels_its_requests_and_not_the_tasks_that_wait_for_them(
+    server: ScriptedServer, once: bool
+) -> None:
+    client = AsyncClient(server.endpoint)
+    task = asyncio.create_task(_drain(client, once=once))
+    assert await asyncio.to_thread(server.hanging.wait, DEADLINE_S)
+    await client.close()
+    with pytest.raises(KvrelayError) as caught:
+        await task
+    assert caught.value.code == "CANCELLED"
+
+
 async def _drain(client: AsyncClient, *, once: bool) -> None:
     if once:
         await client.generate("hang")
