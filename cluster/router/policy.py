@@ -322,7 +322,7 @@ class RouterPolicy:
         if cause == "step":
             self.health.on_step_failed(worker, reason, now)
             avoid = {worker}
-        elif cause == "room":
+        elif cause == "room" or self._workers.is_stopping(peer):
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
         elif cause == "peer":
             avoid = {request.decode}

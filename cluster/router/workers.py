@@ -65,6 +65,11 @@ class Workers:
         elif self.absent_s is None:
             self.absent_s = now
 
+    def is_stopping(self, decode: str) -> bool:
+        """It is there, and takes no new requests."""
+        account = self.decode.accounts.get(decode)
+        return account is not None and account.report.draining
+
     # what they say, or do not
 
     def take_report(self, name: str, report: Report, now: float) -> None:

@@ -232,6 +232,16 @@ def test_a_worker_that_ends_in_order_has_died_of_nothing(how: str) -> None:
     assert retry.past.deaths == ()
 
 
+def test_a_handoff_that_a_stopping_worker_ends_is_no_failure_of_the_pair() -> None:
+    policy = cluster("p0", "d0", "d1")
+    assigned(policy.assign(shape("a"), 0.0))
+    policy.on_report("d0", Report(made_s=1.0, available_pages=9, draining=True), 1.0)
+    retry = policy.on_failed("a", "d0 is stopping", 1.0, worker="p0", cause="peer", peer="d0")
+    assert isinstance(retry, Resend)
+    assert retry.past == Past(avoid=frozenset(("d0",)), losses=1)
+    assert not policy.health.pairs("p0")
+
+
 def test_a_prefill_worker_has_not_died_of_a_prompt_whose_kv_a_decode_worker_has() -> None:
     """Though its first token was on the way, and is made again."""
     policy = cluster("p0", "p1", "d0", "d1")
