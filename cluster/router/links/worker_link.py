@@ -274,7 +274,10 @@ class WorkerLink:
         self.state = LinkState.LOST
         self.losses += 1
         log.log(level, "%s is lost: %s", self.name, reason)
-        self._host.on_lost(self, reason, is_death=is_death)
+        try:
+            self._host.on_lost(self, reason, is_death=is_death)
+        except Exception:  # as above
+            log.exception("the loss of %s was not dealt with", self.name)
 
 
 def _sentence(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -199,6 +200,22 @@ async def test_cancel_and_deadline_reach_a_request_that_waits_for_a_worker() -> 
             await h.generate.GenerateOnce(request(), timeout=0.2)
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await h.until(lambda: h.router.num_submissions == 0)
+
+
+async def test_a_router_that_stumbles_over_a_loss_dials_the_worker_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(1, 1, options=QUICK) as h:
+        on_worker_lost = h.router.policy.on_worker_lost
+
+        def stumble(*args: Any, **more: Any) -> None:
+            monkeypatch.undo()
+            on_worker_lost(*args, **more)
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(h.router.policy, "on_worker_lost", stumble)
+        await h.decode().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        await h.decode().start()
+        await h.ready()
 
 
 async def test_a_broken_stream_to_a_worker_that_lives_is_no_death() -> None:
