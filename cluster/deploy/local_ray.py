@@ -112,7 +112,8 @@ class LocalRay:
             atexit.unregister(ray.shutdown)  # it would ask a GCS that is gone, and wait
         _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S if is_answering else 0)
         for process in alive:
-            process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has just died takes others with it
+                process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process
         psutil.wait_procs(alive, timeout=REAP_TIMEOUT_S)
         if keep_logs_in:
             _keep_logs(self._folder / "r" / "session_latest" / "logs", Path(keep_logs_in, "ray"))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -76,3 +80,29 @@ def test_a_keeper_that_ended_is_told_though_nobody_has_reaped_it() -> None:
     assert ray.why_lost() == "Ray's raylet ended, and nobody is left who restarts what fails"
     child.wait()
     assert ray.why_lost()
+
+
+class Process:
+    def __init__(self, is_gone: bool) -> None:
+        self._is_gone = is_gone
+        self.signals: list[int] = []
+
+    def send_signal(self, signum: int) -> None:
+        if self._is_gone:
+            raise psutil.NoSuchProcess(7)
+        self.signals.append(signum)
+
+
+def test_one_that_dies_with_another_keeps_nobody_from_being_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=None))
+    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: ([], list(processes)))
+    ray: Any = LocalRay()
+    ray._folder = tmp_path / "folder"
+    ray._folder.mkdir()
+    gone, there = Process(is_gone=True), Process(is_gone=False)
+    ray._seen = {1: gone, 2: there}
+    ray.stop(is_answering=False)
+    assert there.signals == [signal.SIGKILL]
+    assert not (tmp_path / "folder").exists()
