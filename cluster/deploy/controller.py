@@ -40,12 +40,11 @@ SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as th
 
 
 class Controller:
-    """`roles`: name -> role of every worker and router. `placement_group` is removed with the actors ("": none)."""
+    """`roles`: name -> role of every worker and router."""
 
     def __init__(
         self,
         roles: Mapping[str, str],
-        placement_group: str,
         *,
         drain_s: float,
         liveness_timeout_s: float,
@@ -55,7 +54,6 @@ class Controller:
         log_into(log_dir, "controller")
         self._checkpoint, saved = _restored()
         self._roster = Roster(roles, saved)
-        self._placement_group = placement_group
         self._drain_s = drain_s
         self._probe_timeout_s = liveness_timeout_s
         self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s)
@@ -124,9 +122,6 @@ class Controller:
         workers = self._roster.worker_names()
         workers.sort(key=lambda name: "prefill" not in kind_of(self._roster.member(name).role).phases)
         await self._stop_all(workers, 0.0)
-        if self._placement_group:
-            with contextlib.suppress(ValueError):
-                ray.util.remove_placement_group(ray.util.get_placement_group(self._placement_group))
         self._checkpoint.forget()
 
     async def _stop_all(self, names: Sequence[str], grace_s: float) -> None:

@@ -9,15 +9,33 @@ Everything is a named, detached actor in a namespace of the cluster's own, so th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cluster.deploy import gpus
-from cluster.deploy.launch import CONTROLLER, end_actors, launch_controller, launch_members, needs_of, wants_of
+from cluster.deploy.launch import (
+    CONTROLLER,
+    STOP_TIMEOUT_S,
+    end_actors,
+    launch_controller,
+    launch_members,
+    needs_of,
+    wants_of,
+)
 from cluster.deploy.local_ray import LOOPBACK, LocalRay
-from cluster.deploy.ray import DeployError, answers, find_actor, join_ray, namespace_of, node_host
+from cluster.deploy.ray import (
+    ANSWER_TIMEOUT_S,
+    DeployError,
+    ends_within,
+    find_actor,
+    join_ray,
+    named_actors,
+    namespace_of,
+    node_host,
+)
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
@@ -53,13 +71,13 @@ class Deployment:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
                 self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
-            except (RuntimeError, OSError, ValueError) as error:
+            except Exception as error:  # Ray raises plain Exception, too
                 raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
         else:
             assert self._address is not None
             join_ray(self._address, self.spec.name)
             self.spec = resolve(self._written, None, node_host=node_host())
-            if find_actor(CONTROLLER) is not None:
+            if named_actors():
                 raise DeployError(
                     f"a cluster named {self.spec.name} runs in this Ray already; end it with "
                     f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
@@ -68,33 +86,42 @@ class Deployment:
         self._controller = launch_controller(self.spec, self._log_dir)  # from here on `stop` ends what is there
         launch_members(self.spec, self._log_dir, loopback=self._local is not None)
 
-    def next_snapshot(self, timeout_s: float = POLL_S) -> dict[str, Any]:
+    def next_snapshot(self, timeout_s: float = POLL_S, deadline_s: float = math.inf) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
 
-        A controller that Ray is restarting is waited for. Raises DeployError when it is gone for good.
+        A controller that hangs, or that Ray is starting, is waited for until `deadline_s` (monotonic). Raises
+        DeployError then, and when it is gone for good or Ray is.
         """
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         while True:
             change = self._controller.wait_change.remote(self._version, timeout_s)
             try:
-                snapshot: dict[str, Any] = change.future().result()  # unlike ray.get a signal interrupts this at once
+                # unlike ray.get a signal interrupts this at once
+                snapshot: dict[str, Any] = change.future().result(timeout_s + ANSWER_TIMEOUT_S)
                 if snapshot["wants_secrets"]:
                     self._controller.set_secrets.remote(self._secrets)
                 break
-            except ActorUnavailableError:
+            except (ActorUnavailableError, TimeoutError):
                 time.sleep(CONTROLLER_RETRY_S)
-            except ActorDiedError:
-                raise DeployError("the controller is gone: somebody has ended it, or Ray, from outside") from None
+            except ActorDiedError as error:
+                raise DeployError(_why_gone(error, has_answered=self._version > Version())) from None
+            self._check_ray()
+            if time.monotonic() > deadline_s:
+                raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]
         for member in snapshot["members"]:
             if member["stage"] == "waiting":
                 member["reason"] = self._wants.get(member["name"], "")
+        self._check_ray()
+        return snapshot
+
+    def _check_ray(self) -> None:
+        """Raises DeployError when a Ray of our own cannot keep the cluster any more."""
         if self._local is not None:
             self._local.remember()
             if why := self._local.why_lost():
                 raise DeployError(f"{why}; start the cluster again", is_a_crash=True)
-        return snapshot
 
     def wait_serving(self, timeout_s: float) -> None:
         """Until every router has reached workers of each role: they are told of them when all are ready. Asked by Ray,
@@ -114,15 +141,23 @@ class Deployment:
         """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own."""
         import ray
 
-        is_answering = not ray.is_initialized() or answers()
+        is_answering = not ray.is_initialized() or self._end_actors()
         if not is_answering:
-            log.warning("Ray's GCS does not answer: running requests are not waited for")
-        if is_answering and ray.is_initialized() and self._controller is not None:
-            end_actors(self._controller)
+            log.warning("Ray does not answer: running requests are not waited for")
         if self._local is not None:
             self._local.stop(is_answering=is_answering, keep_logs_in=self._log_dir if has_crashed else "")
         else:
             ray.shutdown()
+
+    def _end_actors(self) -> bool:
+        """Whether Ray has answered all the while. Who ends us may have ended it, too, as a signal to all of a service's
+        processes does."""
+        controller, drain_s = self._controller, self.spec.router.drain_s
+        is_lost: Callable[[], object] = self._local.why_lost if self._local is not None else bool
+        if not ends_within(named_actors, ANSWER_TIMEOUT_S, is_lost):
+            return False
+        timeout_s = drain_s + STOP_TIMEOUT_S
+        return controller is None or ends_within(lambda: end_actors(controller, timeout_s), 2 * timeout_s, is_lost)
 
     def leave(self) -> None:
         """Let go of a joined Ray; the actors stay."""
@@ -152,10 +187,9 @@ def end_joined(address: str, name: str) -> None:
 
     join_ray(address, name)
     try:
-        controller = find_actor(CONTROLLER)
-        if controller is None:
+        if not named_actors():
             raise DeployError(f"no cluster named {name} runs in the Ray at {address}")
-        end_actors(controller)
+        end_actors(find_actor(CONTROLLER))
     finally:
         ray.shutdown()
 
@@ -165,7 +199,7 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
     timeout_s = deployment.spec.ready_timeout_s
     deadline = time.monotonic() + timeout_s
     while True:
-        snapshot = deployment.next_snapshot()
+        snapshot = deployment.next_snapshot(deadline_s=deadline)
         yield snapshot
         if snapshot["failed"]:
             raise DeployError("\n".join(snapshot["failed"]), is_a_crash=snapshot["has_crashed"])
@@ -173,6 +207,12 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
             return
         if time.monotonic() > deadline:
             raise DeployError(_too_slow(snapshot, timeout_s), is_a_crash=True)
+
+
+def _why_gone(error: Exception, *, has_answered: bool) -> str:
+    if has_answered:
+        return "the controller is gone: somebody has ended it, or Ray, from outside"
+    return f"the controller cannot be started: {str(error).strip().splitlines()[-1].strip()}"
 
 
 def _too_slow(snapshot: Mapping[str, Any], timeout_s: float) -> str:

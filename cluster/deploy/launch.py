@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.deploy.ray import find_actor
+from cluster.deploy.ray import find_actor, named_actors
 from cluster.deploy.roster import roles_of
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import WorkerPlan, workers_of
@@ -19,7 +19,7 @@ from worker.membership import Membership
 
 CONTROLLER = "controller"
 PLACEMENT_GROUP = "workers"
-STOP_TIMEOUT_S = 300.0  # the controller bounds what it waits for itself; this is for one that hangs
+STOP_TIMEOUT_S = 300.0  # beyond drain_s: the controller bounds what it waits for itself; this is for one that hangs
 
 
 def bundle_of(plan: WorkerPlan) -> dict[str, float]:
@@ -54,12 +54,10 @@ def launch_controller(spec: ClusterSpec, log_dir: str) -> Any:
     from cluster.deploy.controller import Controller
 
     plans = workers_of(spec)
-    has_group = any(bundle_of(plan) for plan in plans)
     roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
     actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
     return actor.remote(
         roles,
-        PLACEMENT_GROUP if has_group else "",
         drain_s=spec.router.drain_s,
         liveness_timeout_s=spec.liveness_timeout_s,
         load_timeout_s=spec.ready_timeout_s,
@@ -139,15 +137,19 @@ def _launch_router(spec: ClusterSpec, index: int, membership: Membership) -> Non
     ray.remote(RouterActor).options(**options).remote(spec, index, membership)
 
 
-def end_actors(controller: Any) -> None:
-    """End the actors of a cluster, the controller last, whether or not it still answers."""
+def end_actors(controller: Any | None, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """End the actors of a cluster, the controller last, whether or not it is there and answers."""
     import ray
     from ray.exceptions import RayError
 
-    with contextlib.suppress(RayError):  # its own end would be reported so too; what is left is killed below
-        ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
-    for entry in ray.util.list_named_actors():
-        handle = find_actor(entry) if entry != CONTROLLER else None
+    if controller is not None:
+        with contextlib.suppress(RayError):  # its own end would be reported so too; what is left is killed below
+            ray.get(controller.stop.remote(), timeout=timeout_s)
+    for name in named_actors():
+        handle = find_actor(name) if name != CONTROLLER else None
         if handle is not None:
             ray.kill(handle, no_restart=True)
-    ray.kill(controller, no_restart=True)
+    if controller is not None:
+        ray.kill(controller, no_restart=True)
+    with contextlib.suppress(ValueError):  # none was wanted
+        ray.util.remove_placement_group(ray.util.get_placement_group(PLACEMENT_GROUP))

@@ -12,11 +12,13 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
+LOOK_S = 0.1
 
 
 class DeployError(Exception):
@@ -82,15 +84,9 @@ def node_host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def answers() -> bool:
-    """Whether Ray does: where its GCS is stopped or gone, calls wait for it for a minute, or without end."""
-    import ray
-
-    return ends_within(ray.util.list_named_actors, ANSWER_TIMEOUT_S)
-
-
-def ends_within(work: Callable[[], object], timeout_s: float) -> bool:
-    """Whether it ends well in time; a thread that hangs in it is left behind."""
+def ends_within(work: Callable[[], object], timeout_s: float, is_hopeless: Callable[[], object] = bool) -> bool:
+    """Whether what is asked of Ray ends well in time, and before it `is_hopeless`: where Ray's GCS is stopped or gone,
+    calls wait for it for a minute, or without end. A thread that hangs in one is left behind."""
     ended = threading.Event()
 
     def run() -> None:
@@ -100,8 +96,17 @@ def ends_within(work: Callable[[], object], timeout_s: float) -> bool:
 
     thread = threading.Thread(target=run, name="asks Ray", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while thread.is_alive() and not is_hopeless() and (left_s := deadline - time.monotonic()) > 0:
+        thread.join(min(LOOK_S, left_s))
     return ended.is_set()
+
+
+def named_actors() -> list[str]:
+    """Of the cluster whose namespace this is."""
+    import ray
+
+    return list(ray.util.list_named_actors())
 
 
 def find_actor(name: str) -> Any | None:

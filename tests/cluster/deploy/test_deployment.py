@@ -1,0 +1,121 @@
+"""What a Deployment does when Ray, or the controller, does not answer any more. Ray itself is a fake."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.deploy import deployment as deployments
+from cluster.deploy.deployment import Deployment
+from cluster.deploy.ray import DeployError
+from worker.wire.secrets import Secrets
+
+pytestmark = pytest.mark.unit
+
+LOST = "Ray's gcs_server ended, and nobody is left who restarts what fails"
+
+
+class ActorDiedError(Exception):
+    pass
+
+
+class LocalRay:
+    """A Ray of our own, whose GCS is gone or not."""
+
+    def __init__(self, why_lost: str = "") -> None:
+        self.why = why_lost
+        self.stopped: list[bool] = []
+
+    def remember(self) -> None: ...
+
+    def why_lost(self) -> str:
+        return self.why
+
+    def stop(self, *, is_answering: bool, keep_logs_in: str) -> None:
+        self.stopped.append(is_answering)
+
+
+class Controller:
+    """`wait_change` ends as told, or never."""
+
+    def __init__(self, *ends: object) -> None:
+        self._ends = list(ends)
+        self.wait_change = SimpleNamespace(remote=self._wait_change)
+
+    def _wait_change(self, *_: object) -> Any:
+        answer: Future[dict[str, Any]] = Future()
+        end = self._ends.pop(0) if self._ends else None
+        if isinstance(end, Exception):
+            answer.set_exception(end)
+        return SimpleNamespace(future=lambda: answer)
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = ModuleType("ray.exceptions")
+    errors.ActorDiedError, errors.ActorUnavailableError = ActorDiedError, ConnectionError  # type: ignore[attr-defined]
+    fake = ModuleType("ray")
+    fake.is_initialized = lambda: True  # type: ignore[attr-defined]
+    fake.util = SimpleNamespace(list_named_actors=list)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+
+
+def deployment(local: LocalRay, controller: Controller) -> Deployment:
+    spec: Any = SimpleNamespace(router=SimpleNamespace(drain_s=5.0))
+    made = Deployment(spec, address=None, secrets=Secrets(cluster=""), log_dir="")
+    made._local, made._controller = local, controller  # type: ignore[assignment]
+    return made
+
+
+def test_actors_are_not_waited_for_once_rays_own_processes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalRay()
+    hangs = threading.Event()
+
+    def end_actors(*_: object) -> None:
+        local.why = LOST  # as when a signal goes to all processes of a service
+        hangs.wait(20.0)
+
+    monkeypatch.setattr(deployments, "end_actors", end_actors)
+    began_s = time.monotonic()
+    deployment(local, Controller()).stop()
+    hangs.set()
+    assert time.monotonic() - began_s < 5.0
+    assert local.stopped == [False]  # nobody is asked any more, all are killed
+
+
+def test_actors_that_cannot_be_ended_are_killed_with_their_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_actors(*_: object) -> None:
+        raise ValueError("the handle is of another job")
+
+    monkeypatch.setattr(deployments, "end_actors", end_actors)
+    local = LocalRay()
+    deployment(local, Controller()).stop()
+    assert local.stopped == [False]
+
+
+def test_a_controller_that_died_with_its_ray_is_not_waited_for() -> None:
+    with pytest.raises(DeployError, match="gcs_server ended"):
+        deployment(LocalRay(LOST), Controller(ConnectionError())).next_snapshot()
+
+
+def test_a_controller_that_never_answers_is_waited_for_within_the_time_of_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployments, "ANSWER_TIMEOUT_S", 0.05)
+    with pytest.raises(DeployError, match="the controller does not answer") as told:
+        deployment(LocalRay(), Controller()).next_snapshot(0.05, deadline_s=time.monotonic())
+    assert told.value.is_a_crash
+
+
+def test_a_controller_that_cannot_be_started_is_quoted() -> None:
+    why = ActorDiedError("The actor died\n  File 'x'\nModuleNotFoundError: No module named 'cluster'\n")
+    with pytest.raises(DeployError) as told:
+        deployment(LocalRay(), Controller(why)).next_snapshot()
+    assert str(told.value) == "the controller cannot be started: ModuleNotFoundError: No module named 'cluster'"
