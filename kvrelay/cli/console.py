@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -32,8 +32,9 @@ def print_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """For a person, not for a program that reads stdout."""
-    print(text, file=sys.stderr, flush=True)
+    """For a person, not for a program that reads stdout. Nobody has to be there: the terminal may be gone."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def report(error: CliError, as_json: bool) -> int:

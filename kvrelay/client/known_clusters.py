@@ -18,6 +18,8 @@ from typing import Any, Literal
 from worker.wire.private_files import PrivateFileError, read_private
 
 Mode = Literal["foreground", "daemon", "joined"]
+ENDED = ("Z", "X")  # and not reaped yet
+START_FIELD = 22 - 4  # of /proc/PID/stat, behind its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class ClusterState:
     name: str
     mode: Mode  # joined: the actors live in a Ray that goes on without us
     pid: int  # of `kvrelay up`; 0 when joined and detached
-    pid_created_s: float  # so that a pid that was given again is not taken for ours
+    started: str  # of that process (`start_of`), so that a pid that was given again is not taken for ours
     address: str = ""  # joined: of the Ray
     endpoints: tuple[str, ...] = ()  # empty until ready
     model: str = ""
@@ -37,13 +39,20 @@ class ClusterState:
     @property
     def is_alive(self) -> bool:
         """Joined and detached ones are believed: only their Ray could say."""
-        return self.mode == "joined" or is_process(self.pid, self.pid_created_s)
+        return self.mode == "joined" or (bool(self.started) and self.started == start_of(self.pid))
 
 
 def directory() -> Path:
     base = os.environ.get("XDG_STATE_HOME")
-    root = Path(base) / "kvrelay" if base else Path.home() / ".kvrelay"
-    return root / "clusters"
+    return (Path(base) / "kvrelay" if base else _home() / ".kvrelay") / "clusters"
+
+
+def _home() -> Path:
+    """A user without any, as in some containers, has no clusters, and is told when one is to be noted."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
 
 
 def read(name: str) -> ClusterState | None:
@@ -76,12 +85,12 @@ def noted(endpoint: str) -> str:
     return f"127.0.0.1:{port}" if host == "localhost" else endpoint
 
 
-def is_process(pid: int, created_s: float) -> bool:
-    import psutil
-
+def start_of(pid: int) -> str:
+    """Which boot, and when in it: of all processes that ever had the pid, this one's. Empty where there is none. A
+    clock that is set anew changes nothing."""
     try:
-        process = psutil.Process(pid)
-        is_same = abs(process.create_time() - created_s) < 1.0
-        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third, proc(5)
+    except OSError:
+        return ""
+    return "" if state in ENDED else f"{boot_id} {fields[START_FIELD]}"

@@ -4,8 +4,7 @@ named actors in a Ray that was joined. It never stops a Ray that kvrelay did not
 
 from __future__ import annotations
 
-import os
-import signal
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -48,7 +47,7 @@ def down(
 
 
 def _in_ray(name: str | None, address: str) -> known_clusters.ClusterState:
-    return known_clusters.ClusterState(name=name or "kvrelay", mode="joined", pid=0, pid_created_s=0.0, address=address)
+    return known_clusters.ClusterState(name=name or "kvrelay", mode="joined", pid=0, started="", address=address)
 
 
 def _pick(name: str | None) -> known_clusters.ClusterState:
@@ -56,6 +55,8 @@ def _pick(name: str | None) -> known_clusters.ClusterState:
     if name is not None:
         stale = known_clusters.read(name)
         if stale is not None and not stale.is_alive:
+            if stale.address:  # what it left there does not end with it
+                return replace(stale, mode="joined")
             state.remove(name)
             raise CliError(f"{name} was gone already: process {stale.pid} ended without `kvrelay down`")
         if name not in clusters:
@@ -73,10 +74,10 @@ def _end_process(cluster: known_clusters.ClusterState, timeout_s: float) -> None
 
     try:
         process = psutil.Process(cluster.pid)
-        if known_clusters.is_process(cluster.pid, cluster.pid_created_s):
-            os.kill(cluster.pid, signal.SIGTERM)
-        process.wait(timeout_s)
-    except (psutil.NoSuchProcess, ProcessLookupError):
+        if cluster.is_alive:
+            process.terminate()
+            process.wait(timeout_s)
+    except psutil.NoSuchProcess:
         pass
     except psutil.TimeoutExpired:
         raise CliError(f"{cluster.name} (process {cluster.pid}) has not ended after {timeout_s:g} s") from None

@@ -1,7 +1,7 @@
 """One run of `kvrelay up` in this process: start, tell how it goes, serve, and end everything whatever happens.
 
-It owns the signals: the first SIGINT or SIGTERM ends the run in good order wherever it stands; later ones are ignored
-while that goes on, so that nothing is left behind.
+It owns the signals: the first SIGINT, SIGTERM or SIGHUP ends the run in good order wherever it stands; later ones are
+ignored while that goes on, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import time
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvrelay.cli.cluster import state
 from kvrelay.cli.cluster.secrets import noted
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from kvrelay.client.known_clusters import Mode
     from worker.wire.secrets import Secrets
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WATCH_S = 15.0  # how long a quiet cluster is left alone: a change wakes us at once
 SERVING_TIMEOUT_S = 30.0
 
 
 class Stopped(BaseException):
-    """A signal asked us to end. Raised while Ray's own code runs it may come out as another: see `_asked_to_stop`."""
+    """A signal asked us to end. Raised while Ray's own code runs it may come out as another, or not at all: see
+    `_asked_to_stop`."""
 
 
 _asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
@@ -45,10 +46,10 @@ def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, log_dir: st
         return _serve(spec, address, drawn, log_dir, mode, view, began_s)
     except CliError as error:
         return view.failed(error)
-    except BaseException:
-        if not _asked_to_stop:
+    except BaseException as error:
+        if not _asked_to_stop and not isinstance(error, SystemExit):  # Ray's own handler of SIGTERM, while it starts
             raise
-        return INTERRUPTED if _asked_to_stop[0] == signal.SIGINT else 0
+        return INTERRUPTED if signal.SIGINT in _asked_to_stop else 0
 
 
 def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
@@ -80,19 +81,20 @@ def _serve(
     keep = has_crashed = False
     with quiet_stdout():
         try:
-            state.write(own_state)
+            if address is None:  # a Ray that is joined says itself whether the name is free
+                state.write(own_state)
             _start(deployment, view)
+            state.write(own_state)
             snapshot = _until_ready(deployment, view)
             ready_s = time.monotonic() - began_s
             endpoints = tuple(_endpoints(snapshot))
             own_state = replace(own_state, endpoints=endpoints, pid=0 if mode == "joined" else own_state.pid)
             state.write(own_state)
-            view.ready(summary(deployment, snapshot, ready_s) | {"detached": mode == "joined"})
-            if mode == "joined":
-                keep = True
+            keep = mode == "joined"
+            view.ready(summary(deployment, snapshot, ready_s) | {"detached": keep})
+            if keep:
                 return 0
             _watch(deployment, view)
-            return 0
         except SpecError as error:
             raise CliError(str(error), USAGE) from None
         except DeployError as error:
@@ -106,7 +108,7 @@ def _serve(
             else:
                 view.stopping()
                 deployment.stop(has_crashed=has_crashed)
-                state.remove(spec.name)
+                state.remove_own(spec.name)
 
 
 def _start(deployment: Deployment, view: View) -> None:
@@ -121,13 +123,15 @@ def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
     snapshot: dict[str, Any] = {}
     for snapshot in follow(deployment):
         view.progress(snapshot)
+        _check_signals()
     deployment.wait_serving(SERVING_TIMEOUT_S)
     return snapshot
 
 
-def _watch(deployment: Deployment, view: View) -> None:
+def _watch(deployment: Deployment, view: View) -> NoReturn:
     """Until a signal. Ray restarts what ends; here it is only told."""
     while True:
+        _check_signals()
         view.progress(deployment.next_snapshot(WATCH_S))
 
 
@@ -159,7 +163,13 @@ def _raise_on_signals() -> None:
         raise Stopped
 
     for signum in SIGNALS:
-        signal.signal(signum, stop)
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup wants it
+            signal.signal(signum, stop)
+
+
+def _check_signals() -> None:
+    if _asked_to_stop:
+        raise Stopped
 
 
 def _ignore_signals() -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvrelay.cli.console import CliError
-from kvrelay.client.known_clusters import ClusterState, Mode, directory
+from kvrelay.client.known_clusters import ClusterState, Mode, directory, read, start_of
 from worker.wire.private_files import make_private_folder, write_private
 
 
@@ -45,9 +45,7 @@ def log_path(name: str) -> Path:
 
 
 def this_process(name: str, mode: Mode) -> ClusterState:
-    import psutil
-
-    return ClusterState(name=name, mode=mode, pid=os.getpid(), pid_created_s=psutil.Process().create_time())
+    return ClusterState(name=name, mode=mode, pid=os.getpid(), started=start_of(os.getpid()))
 
 
 def write(state: ClusterState) -> None:
@@ -55,6 +53,13 @@ def write(state: ClusterState) -> None:
     make_directory()
     with written_or_told():
         write_private(_path(state.name), json.dumps(asdict(state)))
+
+
+def remove_own(name: str) -> None:
+    """Unless it is another's by now."""
+    noted = read(name)
+    if noted is not None and noted.pid == os.getpid():
+        remove(name)
 
 
 def remove(name: str) -> None:

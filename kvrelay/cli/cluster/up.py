@@ -4,13 +4,12 @@
     --detach     the same in a background process of its own session, whose progress is relayed here until it is ready
     --detach --address   the actors are left in the Ray that was joined; no process of ours stays
 
-Exit codes: 0 stopped when asked (`down`, SIGTERM); 1 it could not start or serve; 2 the spec or a flag is wrong;
-130 Ctrl-C.
+Exit codes: 0 stopped when asked (`down`, SIGTERM, SIGHUP); 1 it could not start or serve; 2 the spec or a flag is
+wrong; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +74,7 @@ def up(
     wanted, drawn = secrets.draw(wanted, must_be_here=address is None)
     if why := secrets.why_overheard(wanted, is_joined=address is not None):
         note(f"note: {why}")
-    check_name(wanted.name)
+    check_name(wanted.name, is_joined=address is not None)
     if detach and address is None and report_fd is None:
         from kvrelay.cli.cluster import daemon
 
@@ -119,12 +118,14 @@ def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
     return spec
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, *, is_joined: bool) -> None:
+    """What was left in a Ray is that Ray's to say, if it is to be joined."""
     from kvrelay.client import known_clusters
 
     running = known_clusters.read(name)
-    if running is not None and running.mode != "joined" and running.is_alive and running.pid != os.getpid():
-        raise CliError(
-            f"a cluster named {name} runs already (process {running.pid}); end it with `kvrelay down {name}`, "
-            "or give another --name"
-        )
+    if running is None or not running.is_alive or (running.mode == "joined" and is_joined):
+        return
+    where = f"in the Ray at {running.address}" if running.mode == "joined" else f"process {running.pid}"
+    raise CliError(
+        f"a cluster named {name} runs already ({where}); end it with `kvrelay down {name}`, or give another --name"
+    )

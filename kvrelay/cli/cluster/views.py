@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from kvrelay.cli.console import CliError, note, report
@@ -54,7 +55,7 @@ class JsonView:
         return
 
     def ready(self, summary: dict[str, Any]) -> None:
-        print(json.dumps(summary), file=sys.__stdout__, flush=True)
+        _answer(json.dumps(summary))
 
     def stopping(self) -> None:
         return
@@ -135,7 +136,8 @@ class BarView(LineView):
     def _end_bars(self) -> None:
         if self._is_live:
             self._is_live = False
-            self._bars.stop()
+            with suppress(OSError):
+                self._bars.stop()
 
 
 class PipeView:
@@ -201,10 +203,16 @@ def line_of(member: dict[str, Any]) -> str:
 def print_ready(summary: dict[str, Any]) -> None:
     """The endpoint alone on stdout, for scripts; how to go on for a person."""
     for endpoint in summary["endpoints"]:
-        print(endpoint, file=sys.__stdout__, flush=True)
+        _answer(endpoint)
     note(f'{summary["served_model_name"]} is served in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
     note(f"logs: {summary['logs']}")
     note(f"end it with: kvrelay down {summary['name']}" if summary.get("detached") else "end it with Ctrl-C")
+
+
+def _answer(line: str) -> None:
+    """On stdout. A cluster serves though who started it has gone away."""
+    with suppress(OSError):
+        print(line, file=sys.__stdout__, flush=True)
 
 
 def _done(member: dict[str, Any]) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvrelay.cli.cluster import daemon, state
+from kvrelay.cli.cluster import daemon, down, state
+from kvrelay.cli.cluster.up import check_name
 from kvrelay.cli.console import CliError
 
 pytestmark = pytest.mark.unit
@@ -31,3 +33,42 @@ def test_so_is_a_log_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.M
     (state.log_path("chat").parent.parent).write_text("a file where a folder is wanted")
     with pytest.raises(CliError, match=r"cannot be written: .*; set XDG_STATE_HOME"):
         daemon.start_and_wait("chat", as_json=False)
+
+
+def test_a_process_is_known_though_the_clock_is_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = state.this_process("chat", "daemon")
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)  # by which alone it would be another's
+    assert ours.is_alive
+    assert not replace(ours, pid=1).is_alive
+
+
+def test_a_number_that_is_anothers_after_a_reboot_is_not_ours() -> None:
+    ours = state.this_process("chat", "daemon")
+    ticks = ours.started.rpartition(" ")[2]
+    assert not replace(ours, started=f"0e0c4c42-0000-4000-8000-000000000000 {ticks}").is_alive
+    assert not replace(ours, started="").is_alive
+
+
+def test_a_name_that_a_ray_elsewhere_has_is_not_taken_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    state.write(replace(state.this_process("chat", "joined"), address="head:6379"))
+    with pytest.raises(CliError, match=r"chat runs already \(in the Ray at head:6379\); end it with"):
+        check_name("chat", is_joined=False)
+    check_name("chat", is_joined=True)
+
+
+def test_what_a_killed_up_left_in_a_ray_is_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    state.write(replace(state.this_process("chat", "foreground"), started="before", address="head:6379"))
+    assert (down._pick("chat").mode, down._pick("chat").address) == ("joined", "head:6379")
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(state, "make_private_folder", _full)
+    with pytest.raises(CliError, match=r"/\.kvrelay/clusters cannot be written: .*; set XDG_STATE_HOME"):
+        state.make_directory()

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 import trustme
 
@@ -17,7 +16,7 @@ from kvrelay.cli.console import CliError
 from kvrelay.client import AsyncClient, Client, KvrelayError
 from kvrelay.client.access import FOUND, Access, find_access
 from kvrelay.client.failures import kvrelay_error
-from kvrelay.client.known_clusters import ClusterState, at, directory, read
+from kvrelay.client.known_clusters import ClusterState, at, directory, read, start_of
 from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError
 
@@ -81,8 +80,7 @@ def test_a_token_goes_to_no_other_address_and_to_nobody_who_took_the_port(home: 
     noted = running()
     assert not find_access("127.0.0.1:50052", FOUND).token
     assert not find_access("10.0.0.1:50051", FOUND).token
-    created_s = psutil.Process().create_time() - 10  # the process of that number is another one now
-    state.write(replace(noted, pid_created_s=created_s))
+    state.write(replace(noted, started=start_of(1)))  # our number was another's then
     assert not find_access(ENDPOINT, FOUND).token
 
 

@@ -1,0 +1,157 @@
+"""One run of `up`, whatever happens to it: a lost terminal, signals, Ray's handlers; the cluster is a fake."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.deploy import deployment
+from cluster.deploy.ray import DeployError
+from kvrelay.cli.cluster import serving, state
+from kvrelay.cli.cluster.up import build_spec
+from kvrelay.cli.cluster.views import LineView
+from kvrelay.cli.console import FAILURE, INTERRUPTED
+from kvrelay.cli.spec_flags import SpecChanges
+from kvrelay.client.known_clusters import Mode, read
+from worker.wire.secrets import Secrets
+
+pytestmark = pytest.mark.unit
+
+READY = {"version": (1, 1), "is_ready": True, "failed": [], "has_crashed": False, "wants_secrets": False, "members": []}
+SECRETS = Secrets(cluster="s" * 16, clients="default:" + "t" * 16)
+
+
+class Cluster:
+    """A Deployment that is ready at once. `then` runs each time that it is watched."""
+
+    logs = ""
+
+    def __init__(self, then: Callable[[], object], start: Callable[[], object] = int) -> None:
+        self._then = then
+        self.num_watched = 0
+        self.start = start
+        self.spec = SPEC
+        self.is_stopped = False
+
+    def next_snapshot(self, *_: object, **__: object) -> dict[str, Any]:
+        self.num_watched += 1
+        assert self.num_watched < 10, "nothing ends it"
+        if self.num_watched > 1:
+            self._then()
+        return READY
+
+    def wait_serving(self, _: float) -> None: ...
+
+    def stop(self, *, has_crashed: bool) -> None:
+        self.is_stopped = True
+
+
+class Gone:
+    """A terminal that was closed."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    flush = isatty = lambda _: False
+
+
+SPEC = build_spec(None, SpecChanges(cluster={"model": "m", "name": "chat"}, router={"port": 0}), 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(serving, "_asked_to_stop", [])
+    handlers = {signum: signal.getsignal(signum) for signum in (*serving.SIGNALS, signal.SIGHUP)}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, address: str | None = None, mode: Mode = "daemon") -> int:
+    monkeypatch.setattr(deployment, "Deployment", lambda *_, **__: cluster)
+    return serving.serve(SPEC, address=address, drawn=SECRETS, log_dir="", mode=mode, view=LineView())
+
+
+def fail() -> None:
+    raise DeployError("the controller is gone")
+
+
+def test_all_is_ended_though_nobody_is_there_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(fail)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "__stdout__", Gone())
+    assert serve(monkeypatch, cluster) == FAILURE
+    assert cluster.is_stopped
+    assert read("chat") is None
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_a_signal_ends_it_in_good_order(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, code: int) -> None:
+    def hear() -> None:
+        assert callable(signal.getsignal(signum))  # else it would end this process
+        signal.raise_signal(signum)
+
+    cluster = Cluster(hear)
+    assert serve(monkeypatch, cluster) == code
+    assert cluster.is_stopped
+
+
+def test_a_hangup_is_not_heard_where_nohup_does_not_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert serve(monkeypatch, Cluster(fail)) == FAILURE
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_signal_that_is_lost_in_rays_code_ends_it_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swallow() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except serving.Stopped:
+            return
+
+    cluster = Cluster(swallow)
+    assert serve(monkeypatch, cluster) == 0
+    assert (cluster.is_stopped, cluster.num_watched) == (True, 2)
+
+
+def test_sigterm_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(fail, start=lambda: sys.exit(signal.SIGTERM))  # as Ray's own handler does
+    assert serve(monkeypatch, cluster) == 0
+    assert cluster.is_stopped
+
+
+def test_a_second_start_in_the_same_ray_leaves_the_first_ones_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = replace(state.this_process("chat", "joined"), pid=0, address="auto", token="first", endpoints=("h:1",))
+    state.write(first)
+    assert serve(monkeypatch, Cluster(fail, start=fail), address="auto", mode="joined") == FAILURE
+    assert read("chat") == first
+
+
+def test_who_took_the_name_meanwhile_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(state.this_process("chat", "daemon"), pid=1)
+
+    def lose_the_race() -> None:
+        state.write(other)
+        fail()
+
+    assert serve(monkeypatch, Cluster(fail, start=lose_the_race)) == FAILURE
+    assert read("chat") == other
+
+
+def test_what_is_left_in_a_ray_is_announced_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(fail)
+    cluster.leave = lambda: None  # type: ignore[attr-defined]
+    assert serve(monkeypatch, cluster, address="auto", mode="joined") == 0
+    noted = read("chat")
+    assert noted is not None
+    assert (noted.pid, noted.address, noted.is_alive, cluster.is_stopped) == (0, "auto", True, False)
