@@ -145,7 +145,7 @@ class Processes:
         ours.settimeout(SEND_TIMEOUT_S)
         with theirs:
             self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "engine.parallel.rank", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "engine.parallel.rank", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(self._options),

@@ -41,7 +41,8 @@ def start_and_wait(name: str, as_json: bool) -> int:
 
 def _spawn(name: str, write_fd: int) -> subprocess.Popen[bytes]:
     arguments = [a for a in sys.argv[1:] if a not in ("--detach", "-d", "--json")]
-    command = [sys.executable, "-m", "kvrelay.cli.main", *arguments, "--report-fd", str(write_fd)]
+    python = [sys.executable, "-P"]  # no package in the folder where one stands hides ours
+    command = [*python, "-m", "kvrelay.cli.main", *arguments, "--report-fd", str(write_fd)]
     state.make_directory()
     log = state.log_path(name)
     with state.written_or_told():

@@ -72,3 +72,16 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "make_private_folder", _full)
     with pytest.raises(CliError, match=r"/\.kvrelay/clusters cannot be written: .*; set XDG_STATE_HOME"):
         state.make_directory()
+
+
+def test_what_stands_in_the_folder_of_the_caller_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit(7)")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(state.__file__).parents[3]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["kvrelay", "up", "--help"])
+    read_fd, write_fd = os.pipe()
+    child = daemon._spawn("chat", write_fd)
+    os.close(read_fd)
+    os.close(write_fd)
+    assert child.wait(60) == 0
