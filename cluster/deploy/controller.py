@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
-from cluster.deploy.roster import Roster, Version, WorkerEntry
+from cluster.deploy.roster import MAX_LOAD_DELAY_S, Roster, Version, WorkerEntry
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -56,7 +56,7 @@ class Controller:
         self._roster = Roster(roles, saved)
         self._drain_s = drain_s
         self._probe_timeout_s = liveness_timeout_s
-        self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s)
+        self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s + MAX_LOAD_DELAY_S)
         self._awake = AwakeClock()
         self._changed = asyncio.Condition()
         self._is_stopping = False
@@ -147,8 +147,8 @@ class Controller:
 
     async def _keep(self, name: str) -> None:
         while not self._is_stopping:
-            if (handle := self._handle(name)) is not None:
-                with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, RayError):  # Ray may be in trouble itself: the watch goes on
+                if (handle := self._handle(name)) is not None:
                     await self._probe(name, handle)
             self._heard[name].set()
             if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
@@ -156,7 +156,7 @@ class Controller:
             await asyncio.sleep(PROBE_S)
 
     async def _probe(self, name: str, handle: Any) -> None:
-        """Raises TimeoutError when nothing is said, neither by the process nor by Ray."""
+        """Raises TimeoutError when nothing is said, neither by the process nor by Ray, and what Ray raises."""
         incarnation = self._roster.member(name).incarnation
         try:
             answer = await _call(handle.describe.remote(), self._probe_timeout_s)
@@ -193,8 +193,9 @@ class Controller:
     def _kill(self, name: str, reason: str, *, no_restart: bool = False) -> None:
         """SIGKILL in the end, by the node's raylet: it reaches a stopped process, too."""
         logger.warning("killing %s%s: %s", name, " for good" if no_restart else "", reason)
-        if (handle := self._handle(name)) is not None:
-            ray.kill(handle, no_restart=no_restart)
+        with contextlib.suppress(RayError):  # it is judged again
+            if (handle := self._handle(name)) is not None:
+                ray.kill(handle, no_restart=no_restart)
 
     # the routers
 
@@ -210,7 +211,7 @@ class Controller:
     async def _tell_router(self, name: str, incarnation: str, version: Version, workers: list[WorkerEntry]) -> None:
         try:
             await _call(self._handles[name].set_workers.remote(version, workers), CALL_TIMEOUT_S)
-        except (RayError, TimeoutError) as error:  # told again when it answers again
+        except (KeyError, RayError, TimeoutError) as error:  # told again when it answers again
             logger.warning("%s was not told of the workers: %s", name, " ".join(str(error).split()))
             self._told.pop(incarnation, None)
 

@@ -84,7 +84,8 @@ class Roster:
             self.version = Version(epoch=saved["epoch"] + 1)
             for kept in saved["members"]:
                 served_as = tuple(kept["served_as"]) if kept["served_as"] else None
-                self._members[kept["name"]] = Member(**{**kept, "served_as": served_as})
+                known = {key: kept[key] for key in Member.__slots__ if key in kept}  # another version may have noted it
+                self._members[kept["name"]] = Member(**{**known, "served_as": served_as})
 
     @property
     def saved(self) -> dict[str, Any]:

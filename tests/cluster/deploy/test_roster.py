@@ -114,6 +114,16 @@ def test_a_restarted_controller_tells_routers_of_workers_that_it_cannot_hear() -
     assert again.member("router-0").served_as == ("h:0", "a")  # a router's port, if it died with the controller
 
 
+def test_what_a_controller_of_another_version_noted_is_read() -> None:
+    cluster = all_ready()
+    saved = cluster.saved
+    for member in saved["members"]:
+        member["mood"] = "good"
+        del member["past"]
+    again = Roster(roles_of([("prefill-0", "prefill"), ("decode-0", "decode")], num_routers=1), saved)
+    assert again.workers() == cluster.workers()
+
+
 def test_a_worker_that_was_restarted_meanwhile_is_heard() -> None:
     again = restarted(all_ready())
     assert tell(again, "decode-0", "weights", life="b")
