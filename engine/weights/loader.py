@@ -124,7 +124,7 @@ def describe(model: PreTrainedModel, name: str, dtype: torch.dtype, max_len: int
     return ModelInfo(
         name=os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
         architecture=type(model).__name__,
-        fingerprint=_fingerprint(model, parameters),
+        fingerprint=_fingerprint(model),
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=int(text.vocab_size),
         max_model_len=max_len,
@@ -148,12 +148,15 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return ids
 
 
-def _fingerprint(model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter]) -> str:
-    """A hash of the config and of each weight's name, shape, dtype and bytes."""
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the config and of the name, shape, dtype and bytes of each weight and of each buffer that a checkpoint
+    holds, such as a router's bias."""
+    kept = model.state_dict()  # references only; a tied weight is there under each of its names
+    weights = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in kept}
     config = {k: v for k, v in model.config.to_dict().items() if k not in VOLATILE_KEYS}
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
-    for name, parameter in sorted(parameters.items()):
-        raw = parameter.detach().contiguous().view(-1).view(torch.uint8)
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+    for name, weight in sorted(weights.items()):
+        raw = weight.detach().contiguous().view(-1).view(torch.uint8)
+        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         digest.update(xxhash.xxh3_128_digest(raw.cpu().numpy().data))
     return digest.hexdigest()
