@@ -21,12 +21,12 @@ class NoCacheFolder(Exception):
 
 def cache_folder() -> Path:
     """Made if need be. Raises NoCacheFolder."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
     try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):
             return path
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home
         pass
     path = Path(tempfile.gettempdir()) / f"kvrelay-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)

@@ -36,8 +36,8 @@ def library() -> ctypes.CDLL:
         raise NativeUnavailable("no C++ compiler was found (looked for $CXX, g++ and c++)")
     try:
         path = built_once(cache_folder() / f"kernels-{_key(compiler)}.so", functools.partial(_build, compiler))
-    except NoCacheFolder as error:
-        raise NativeUnavailable(str(error)) from error
+    except (NoCacheFolder, OSError) as error:
+        raise NativeUnavailable(f"there is no place for the built kernels: {error}") from error
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
