@@ -30,7 +30,8 @@ OUR_PACKAGES = ("engine.", "kv_transfer.", "worker.", "prefill_worker.", "decode
 Progress = Callable[[str, float], None]
 
 BROKEN_EXIT_CODE = 70  # EX_SOFTWARE
-DEAD_LOOP_S = 60.0  # that a loop may stand still; then the process ends, with exit code 1
+DEAD_LOOP_S = 600.0  # that a loop may stand still; then the process ends, with exit code 1. The controller sees it
+# sooner; here one that was stopped itself (Ctrl-Z, a frozen container) counts as hung, and may end when it is woken.
 TURN_S = 0.5  # how often a loop says that it turns
 STDERR = 2
 

@@ -113,7 +113,11 @@ def _serve(
 
 def _start(deployment: Deployment, view: View) -> None:
     view.starting()
-    deployment.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # in all that is started now, too: we end it in order
+    try:
+        deployment.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     _raise_on_signals()  # ray.init has set a handler of its own
 
 

@@ -104,6 +104,20 @@ def test_a_signal_ends_it_in_good_order(monkeypatch: pytest.MonkeyPatch, signum:
     assert cluster.is_stopped
 
 
+def test_a_terminal_that_is_closed_ends_nothing_but_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked: list[set[int]] = []
+
+    def start() -> None:
+        signal.raise_signal(signal.SIGHUP)  # heard when all is there that must be ended
+        blocked.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+    cluster = Cluster(fail, start=start)
+    assert serve(monkeypatch, cluster) == 0
+    assert (cluster.is_stopped, cluster.num_watched) == (True, 0)
+    assert signal.SIGHUP in blocked[0]
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_hangup_is_not_heard_where_nohup_does_not_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert serve(monkeypatch, Cluster(fail)) == FAILURE
