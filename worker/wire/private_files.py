@@ -53,9 +53,13 @@ def _why_open(known: os.stat_result) -> str:
 def write_private(path: Path, content: str) -> None:
     """Whole or not at all; never readable by others."""
     made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-        file.write(content)
-    made.replace(path)
+    try:
+        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(content)
+        made.replace(path)
+    except OSError:  # a full disk
+        made.unlink(missing_ok=True)
+        raise
 
 
 def make_private_folder(path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvrelay.cli.cluster import daemon, down, state
 from kvrelay.cli.cluster.up import check_name
 from kvrelay.cli.console import CliError
+from worker.wire.private_files import write_private
 
 pytestmark = pytest.mark.unit
 
@@ -25,6 +26,13 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(state, "write_private", _full)
     with pytest.raises(CliError, match="cannot be written: no space left on device; set XDG_STATE_HOME"):
         state.write(state.this_process("chat", "foreground"))
+
+
+def test_nothing_stays_of_what_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "chat.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_private(tmp_path / "chat.json", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
 
 
 def test_so_is_a_log_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
