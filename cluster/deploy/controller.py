@@ -90,8 +90,8 @@ class Controller:
         self._liveness.on_answer(event, self._awake.now_s())
         if is_new_stage:
             await self._save()
-            if event["stage"] == "failed" and self._roster.was_ready:
-                await self._replace(event["name"], f"it failed: {event['reason']}")
+        if self._roster.is_to_be_replaced(event):
+            await self._replace(event["name"], f"it failed: {event['reason']}")
         if self._roster.version != version:
             await self._notify()
         self._tell_routers()

@@ -145,6 +145,13 @@ class Roster:
         """It will not come back by itself."""
         self._set(self._members[name], "failed", reason)
 
+    def is_to_be_replaced(self, event: Mapping[str, Any]) -> bool:
+        """Whether who says this has failed and is still there, in a cluster that has served. The controller that heard
+        it first may have died before it did anything."""
+        member = self._members.get(event["name"])
+        has_failed = member is not None and member.stage == "failed" and member.incarnation == event["incarnation"]
+        return has_failed and self.was_ready
+
     def load_delay_s(self, name: str) -> float:
         """How long a process that was just started waits before it loads: longer each time that it died of it."""
         deaths = self._members[name].deaths_in_load

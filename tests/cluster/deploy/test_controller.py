@@ -12,6 +12,7 @@ from ray.exceptions import RpcError
 
 from cluster.deploy import controller as controllers
 from cluster.deploy.controller import Controller
+from cluster.deploy.roster import Roster
 
 pytestmark = pytest.mark.unit
 
@@ -32,8 +33,9 @@ class Member:
 
     def __init__(self, name: str) -> None:
         self.told: list[object] = []
-        event = {"name": name, "incarnation": "a", "stage": "ready", "fraction": 1.0, "address": "h:1", "turns": 0}
-        self.describe = remote(lambda: event | {"pid": 7, "host": "h", "reason": ""})
+        self.event = {"name": name, "incarnation": "a", "stage": "ready", "fraction": 1.0, "address": "h:1"}
+        self.event |= {"pid": 7, "host": "h", "reason": ""}
+        self.describe = remote(lambda: self.event | {"turns": 0})
         self.secrets = remote(lambda: None)
         self.set_workers = remote(lambda _, workers: self.told.append(workers))
 
@@ -57,16 +59,35 @@ def members(monkeypatch: pytest.MonkeyPatch) -> dict[str, Member]:
     return there
 
 
-def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
-    async def main() -> None:
-        roles = {"router-0": "router", "decode-0": "decode"}
-        controller = Controller(roles, drain_s=1.0, liveness_timeout_s=5.0, load_timeout_s=60.0, log_dir="")
-        async with asyncio.timeout(10.0):
-            while not members["router-0"].told:
-                await asyncio.sleep(0.01)
-        assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a")]
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        del controller
+ROLES = {"router-0": "router", "decode-0": "decode"}
 
-    asyncio.run(main())
+
+async def run_until(is_done: Callable[[], object]) -> None:
+    controller = Controller(ROLES, drain_s=1.0, liveness_timeout_s=5.0, load_timeout_s=60.0, log_dir="")
+    async with asyncio.timeout(10.0):
+        while not is_done():
+            await asyncio.sleep(0.01)
+    for task in controller._tasks:
+        task.cancel()
+    await controller._awake.stop()
+
+
+def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
+    asyncio.run(run_until(lambda: members["router-0"].told))
+    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a")]
+
+
+def test_what_failed_is_replaced_by_the_next_controller(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that heard of it had noted it, and died before it could do anything."""
+    last = Roster(ROLES)
+    for name in ROLES:
+        last.on_event(members[name].event)
+    members["decode-0"].event |= {"stage": "failed", "reason": "no memory"}
+    last.on_event(members["decode-0"].event)
+    killed: list[object] = []
+    monkeypatch.setattr(controllers, "_restored", lambda: (Checkpoint(), last.saved))
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append(handle))
+    asyncio.run(run_until(lambda: killed))
+    assert killed == [members["decode-0"]]

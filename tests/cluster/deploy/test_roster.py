@@ -162,6 +162,25 @@ def test_a_killed_process_is_not_believed_any_more() -> None:
     assert ("decode-0", "decode", "h:2", "a") in cluster.workers()
 
 
+def test_one_that_failed_is_replaced_though_the_controller_died_before_it_did_that() -> None:
+    cluster = all_ready()
+    failed = {"name": "decode-0", "incarnation": "b", "stage": "failed", "fraction": 0.0, "address": "", "pid": 7}
+    failed |= {"host": "h", "reason": "no memory"}
+    cluster.on_event(failed)
+    again = restarted(cluster)
+    assert not again.on_event(failed)  # nothing new
+    assert again.is_to_be_replaced(failed)
+    again.on_killed("decode-0", "it failed: no memory")
+    assert not again.is_to_be_replaced(failed)
+
+
+def test_one_that_failed_before_all_were_ready_is_not_replaced() -> None:
+    cluster = roster()
+    tell(cluster, "prefill-0", "failed", reason="the model is odd")
+    assert not cluster.is_to_be_replaced({"name": "prefill-0", "incarnation": "a"})
+    assert not cluster.is_to_be_replaced({"name": "decode-9", "incarnation": "a"})
+
+
 def test_a_cluster_that_has_served_tries_again_ever_more_slowly() -> None:
     cluster = all_ready()
     cluster.on_lost("decode-0", "a", "killed")
