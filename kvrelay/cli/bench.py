@@ -126,10 +126,15 @@ def bench(
     settings = results.settings_object(workload, playing)
     result = {"endpoint": router.endpoint, "model": model.name, "settings": settings}
     result |= metrics.summarise(outcomes, duration_s, *shown)
+    is_lost = False
     if save_result:
-        result["saved"] = str(results.save(result_dir, result, outcomes))
+        try:
+            result["saved"] = str(results.save(result_dir, result, outcomes))
+        except OSError as error:  # a full disk takes the file, not the figures
+            note(f"error: the result cannot be saved in {result_dir}: {(error.strerror or str(error)).lower()}")
+            is_lost = True
     _show(result, as_json)
-    if result["failed"] and not allow_failures:
+    if is_lost or (result["failed"] and not allow_failures):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -129,6 +131,19 @@ def test_a_result_is_kept_with_every_request(server: ScriptedServer, tmp_path: P
     assert len(kept["requests_detail"]) == 6
     assert len(kept["requests_detail"][0]["token_times_s"]) == 3
     assert kept["settings"]["request_rate"] == "inf"
+
+
+def test_the_figures_are_told_though_the_disk_is_full(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvrelay.bench.results.save", full)
+    result = run(server, "--json", *SMALL, "--save-result", "--result-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"error: the result cannot be saved in {tmp_path}: no space left on device\n")
+    assert json.loads(result.stdout)["completed"] == 6
 
 
 @pytest.mark.parametrize(
