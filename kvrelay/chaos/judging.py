@@ -106,7 +106,7 @@ def _conclude(round_: Round, cell: Cell, bound: Bound, measured: Measured, value
     if not cell.is_crowded:
         measured.next_token_s = max((stream.silence_after(fault_s) for stream in round_.streams), default=0.0)
     for stream in round_.streams:
-        if wrong := verdict(stream, cell.allowed | stream.allowed):
+        if wrong := verdict(stream, cell.allowed | stream.allowed, values["busy_s"]):
             measured.problems.append(wrong)
     for what, time_s, promise in (
         ("it was noticed", measured.noticed_s, bound.noticed),
