@@ -482,6 +482,26 @@ def chaos(result: Mapping[str, Any]) -> str:
     )
 
 
+def protocol(result: Mapping[str, Any]) -> str:
+    columns = ("states", "histories", "left", "turns", "walks", "seconds")
+    return table(
+        ["setting", *columns], [[n, *(s.get(c, "broken") for c in columns)] for n, s in result["settings"].items()]
+    )
+
+
+def fuzz(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            door["cases"],
+            ", ".join(f"{count:,} {how}" for how, count in door["outcomes"].items()),
+            len(door["unclear"]),
+        ]
+        for name, door in result["doors"].items()
+    ]
+    return table(["door", "cases", "outcomes", "unclear"], rows)
+
+
 CHAOS_TIMES = ("noticed", "next_token", "pages")
 
 
@@ -498,10 +518,12 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "chaos": chaos,
     "e2e": e2e,
+    "fuzz": fuzz,
     "handoff": handoff,
     "paper_distserve": paper_distserve,
     "paper_splitwise": paper_splitwise,
     "placement_search": placement_search,
+    "protocol": protocol,
     "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,

@@ -69,7 +69,8 @@ SPEC = build_spec(None, SpecChanges(cluster={"model": "m", "name": "chat"}, rout
 def own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(serving, "_asked_to_stop", [])
-    handlers = {signum: signal.getsignal(signum) for signum in (*serving.SIGNALS, signal.SIGHUP)}
+    handlers = {signum: signal.getsignal(signum) for signum in serving.SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have ignored it
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
