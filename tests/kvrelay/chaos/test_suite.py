@@ -53,6 +53,7 @@ def test_what_was_found_until_a_signal_is_kept(number: int, tmp_path: Path, monk
         await asyncio.sleep(ANY_TIME_S)
 
     monkeypatch.setattr(suite, "run", interrupted)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have ignored it
     findings = play(wish_of(["client/cancel"]), tmp_path, lambda _: None)
     assert findings.was_interrupted
     assert findings.problems == ["as an example"]
