@@ -55,6 +55,10 @@ async def code_of(call: Awaitable[Any]) -> str:
     return "OK"
 
 
+async def codes_of(calls: list[Any]) -> list[str]:
+    return await asyncio.gather(*map(code_of, calls))
+
+
 async def end_of(call: Any) -> str:
     try:
         async with asyncio.timeout(READ_S):
@@ -95,7 +99,7 @@ async def watches(target: Target, count: int) -> Counter[str]:
     """Until each has its first answer."""
 
     async def read_all(calls: list[Any]) -> list[str]:
-        return await asyncio.gather(*(code_of(call.read()) for call in calls))
+        return await codes_of([call.read() for call in calls])
 
     watch = health_pb2.HealthCheckRequest()
     return await on_channels(target, count, lambda channel: health_pb2_grpc.HealthStub(channel).Watch(watch), read_all)
@@ -117,13 +121,10 @@ async def unread_streams(target: Target, count: int) -> Counter[str]:
 
 
 async def requests_at_once(target: Target, count: int) -> Counter[str]:
-    async def answers(calls: list[Any]) -> list[str]:
-        return await asyncio.gather(*map(code_of, calls))
-
     def start(channel: grpc.aio.Channel) -> Any:
         return _stub(channel).GenerateOnce(ask(16), metadata=target.metadata)
 
-    return await on_channels(target, count, start, answers)
+    return await on_channels(target, count, start, codes_of)
 
 
 def _stub(channel: grpc.aio.Channel) -> Any:
@@ -138,13 +139,10 @@ async def wrong_tokens(target: Target, count: int) -> Counter[str]:
 async def messages_that_never_come(target: Target, count: int) -> Counter[str]:
     """Calls with a token and no message."""
 
-    async def ends(calls: list[Any]) -> list[str]:
-        return await asyncio.gather(*map(code_of, calls))
-
     def start(channel: grpc.aio.Channel) -> Any:
         return channel.stream_unary("/kvrelay.v1.Generate/GenerateOnce")(metadata=target.metadata)
 
-    return await on_channels(target, count, start, ends)
+    return await on_channels(target, count, start, codes_of)
 
 
 def by_hand(

@@ -116,4 +116,4 @@ async def silent_connections(address: str, count: int) -> Counter[str]:
         finally:
             writer.close()
 
-    return Counter(await asyncio.gather(*map(silent, range(count)), return_exceptions=False))
+    return Counter(await asyncio.gather(*map(silent, range(count))))
