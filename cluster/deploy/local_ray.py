@@ -95,7 +95,7 @@ class LocalRay:
     def why_lost(self) -> str:
         """One sentence if Ray cannot keep the cluster any more, else nothing. Without its GCS all of Ray's processes,
         this one among them, would end in the middle of what they do after a minute."""
-        ended = [name for name, process in self._keepers.items() if not _is_there(process)]
+        ended = [name for name, process in self._keepers.items() if not is_there(process)]
         return f"Ray's {' and '.join(ended)} ended, and nobody is left who restarts what fails" if ended else ""
 
     def stop(self, *, is_answering: bool = True, keep_logs_in: str = "") -> None:
@@ -122,7 +122,8 @@ class LocalRay:
             os.close(self._lock)
 
 
-def _is_there(process: psutil.Process) -> bool:
+def is_there(process: psutil.Process) -> bool:
+    """One that has ended and was not reaped is not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

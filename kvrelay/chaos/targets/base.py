@@ -81,9 +81,3 @@ def states_of(processes: Iterable[psutil.Process]) -> dict[int, ProcessState]:
                 memory_mb=process.memory_info().rss / 1e6,
             )
     return states
-
-
-def is_there(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False

@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 import yaml
 
-from kvrelay.chaos.targets.base import ProcessState, Shape, is_there, states_of
+from cluster.deploy.local_ray import is_there
+from kvrelay.chaos.targets.base import ProcessState, Shape, states_of
 
 COMMAND = (sys.executable, "-m", "kvrelay.cli.main")
 START_S, STOP_S, GONE_S = 240.0, 60.0, 5.0
