@@ -53,6 +53,16 @@ class Cell:
     is_crowded: bool = False  # streams wait for each other's pages, so that no fault bounds their next token
 
 
+def timeout_of(role: str) -> float:
+    """Of a stream while a process of the role is gone."""
+    return ROUTER_TIMEOUT_S if role == "router" else TIMEOUT_S
+
+
+def allowed_of(role: str) -> frozenset[str]:
+    """The codes that it may end with then."""
+    return ROUTER_GONE if role == "router" else NOTHING_LOST
+
+
 async def in_phase(round_: Round, phase: str, victim: str, timeout_s: float = TIMEOUT_S, **rule: Any) -> None:
     """Arm, start the load, and wait until the rule has fired somewhere."""
     cluster = round_.cluster

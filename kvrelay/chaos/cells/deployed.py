@@ -6,16 +6,7 @@ import asyncio
 import time
 from functools import partial
 
-from kvrelay.chaos.cells.cell import (
-    NOTHING_LOST,
-    PAST,
-    ROUTER_GONE,
-    ROUTER_TIMEOUT_S,
-    SIGNALS,
-    STREAMS,
-    TIMEOUT_S,
-    Cell,
-)
+from kvrelay.chaos.cells.cell import PAST, SIGNALS, STREAMS, Cell, allowed_of, timeout_of
 from kvrelay.chaos.round import Round
 
 REPLACED_S = 60.0  # that a stopped process is waited for, until it is called forgotten
@@ -25,7 +16,7 @@ async def deployed(round_: Round, do: str, role: str) -> None:
     """With streams before and meanwhile, until its process has ended."""
     cluster = round_.cluster
     victim = round_.rng.choice(cluster.names(role))
-    timeout_s = ROUTER_TIMEOUT_S if role == "router" else TIMEOUT_S
+    timeout_s = timeout_of(role)
     round_.start(STREAMS, timeout_s=timeout_s)
     await round_.until_tokens(2)
     await round_.until(lambda: cluster.is_ready(victim), REPLACED_S)  # the round before may have ended it
@@ -47,7 +38,7 @@ def _cell(do: str, role: str) -> Cell:
         act=partial(deployed, do=do, role=role),
         share=0.6,
         shape="ray",
-        allowed=ROUTER_GONE if role == "router" else NOTHING_LOST,
+        allowed=allowed_of(role),
     )
 
 

@@ -8,16 +8,15 @@ from functools import partial
 
 from kvrelay.chaos.cells.cell import (
     CROWD,
-    NOTHING_LOST,
     PAST,
     PHASE_S,
-    ROUTER_GONE,
-    ROUTER_TIMEOUT_S,
     SIGNALS,
     STREAMS,
     TIMEOUT_S,
     Cell,
+    allowed_of,
     in_phase,
+    timeout_of,
 )
 from kvrelay.chaos.round import Round
 
@@ -33,9 +32,9 @@ PHASES_OF = {
 SHARES = {"prefill": (6.0, 1.0), "decode": (6.0, 1.0), "router": (3.0, 1.0)}  # of kill and stop
 
 
-async def process(round_: Round, do: str, role: str, phase: str, timeout_s: float = TIMEOUT_S) -> None:
+async def process(round_: Round, do: str, role: str, phase: str) -> None:
     """By itself where it is a worker that reaches the phase, else by who does, or from outside."""
-    cluster = round_.cluster
+    cluster, timeout_s = round_.cluster, timeout_of(role)
     victim = round_.rng.choice(cluster.names(role))
     await _reach(round_, do, victim, phase, timeout_s)
     if not round_.fault_s:
@@ -84,14 +83,12 @@ async def rank(round_: Round, do: str) -> None:
 
 
 def _cell(do: str, role: str, phase: str, share: float) -> Cell:
-    is_router = role == "router"
-    timeout_s = ROUTER_TIMEOUT_S if is_router else TIMEOUT_S
     return Cell(
         name=f"{do}/{role}/{phase}",
-        bound=f"{'router' if is_router else 'worker'}-{PAST[do]}",
-        act=partial(process, do=do, role=role, phase=phase, timeout_s=timeout_s),
+        bound=f"{'router' if role == 'router' else 'worker'}-{PAST[do]}",
+        act=partial(process, do=do, role=role, phase=phase),
         share=share,
-        allowed=ROUTER_GONE if is_router else NOTHING_LOST,
+        allowed=allowed_of(role),
         shape="small" if phase in CROWDED else "pools",
         is_crowded=phase in CROWDED,
     )
