@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from cluster.front.server import server_options
+from cluster.router import driver
 from engine.types import SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -91,9 +92,12 @@ def _fail_to_reach(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> 
     if submit.decode.name != peer:
         FakePrefillWorker.compute(prefill, submit)
         return
-    cause = pb.FAILURE_CAUSE_PEER
-    failed = prefill.event(submit.request, pb.EVENT_KIND_FAILED, reason="no route", cause=cause, peer=peer)
-    prefill.emit(submit.request.router_id, events=[failed])
+    state, cause = submit.request, pb.FAILURE_CAUSE_PEER
+    events = [
+        prefill.event(state, pb.EVENT_KIND_FIRST_TOKEN),
+        prefill.event(state, pb.EVENT_KIND_FAILED, reason="no route", cause=cause, peer=peer),
+    ]
+    prefill.emit(state.router_id, tokens=[prefill.token(state, SamplingParams(max_tokens=4), 0)], events=events)
 
 
 async def _decoding(
@@ -126,28 +130,16 @@ async def test_a_late_failure_of_prefill_does_not_end_a_decode_that_has_the_kv()
 
 async def test_what_prefill_says_of_a_dead_peer_is_no_failure_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the router hears of that death: it may be the request's doing, and costs it no attempt."""
+    monkeypatch.setattr(driver, "SETTLE_S", 3600.0)
     async with serving(1, 2, options=server_options(port=0, max_attempts=1)) as h:
-        monkeypatch.setattr(h.prefill(), "compute", partial(_compute_and_lose_the_peer, h.prefill()))
+        monkeypatch.setattr(h.prefill(), "compute", partial(_fail_to_reach, h.prefill(), "decode-0"))
         call = asyncio.ensure_future(h.generate.GenerateOnce(request(max_tokens=4)))
-        await h.prefill().wait_for(lambda: bool(h.prefill().submits))
-        monkeypatch.undo()
+        await h.until(lambda: any(live.has_first_token for live in h.router._dispatcher._live.values()))
         await h.decode(0).kill()
         answer = await call
         assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
         assert answer.timeline.attempts == 2
         assert h.prefill().submits[1].request.held
-
-
-def _compute_and_lose_the_peer(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
-    assert submit.decode.name == "decode-0"
-    state = submit.request
-    events = [
-        prefill.event(state, pb.EVENT_KIND_FIRST_TOKEN),
-        prefill.event(
-            state, pb.EVENT_KIND_FAILED, reason="it hung up", cause=pb.FAILURE_CAUSE_PEER, peer=submit.decode.name
-        ),
-    ]
-    prefill.emit(state.router_id, tokens=[prefill.token(state, SamplingParams(max_tokens=4), 0)], events=events)
 
 
 async def test_a_worker_that_stops_costs_its_requests_no_attempt() -> None:
