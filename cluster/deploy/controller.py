@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
-from cluster.deploy.roster import MAX_LOAD_DELAY_S, Roster, Version, WorkerEntry
+from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Roster, Version, WorkerEntry
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -87,7 +87,9 @@ class Controller:
     async def on_event(self, event: dict[str, Any]) -> None:
         """A ServiceEvent of a worker or router, sent or asked for."""
         version, is_new_stage = self._roster.version, self._roster.on_event(event)
-        self._liveness.on_answer(event, self._awake.now_s())
+        self._liveness.on_answer(event, now := self._awake.now_s())
+        if self._liveness.ready_for_s(event["name"], now) >= SERVED_WELL_S:
+            self._roster.on_served_well(event["name"])
         if is_new_stage:
             await self._save()
         if self._roster.is_to_be_replaced(event):

@@ -46,6 +46,11 @@ class Liveness:
         self._signs.pop(name, None)
         self._of(name, now)
 
+    def ready_for_s(self, name: str, now: float) -> float:
+        """For how long it has been ready, as far as is known; 0 if it is not."""
+        signs = self._of(name, now)
+        return now - signs.moved_s if "ready" in signs.life[1:2] else 0.0
+
     def why_hung(self, name: str, stage: str, now: float) -> str:
         """One sentence if its process must be killed, else nothing. Once said, it is given its time anew."""
         signs = self._of(name, now)

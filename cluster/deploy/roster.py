@@ -4,8 +4,10 @@ It decides and remembers; the controller (cluster/deploy/controller.py) carries 
 reads no clock. What an earlier incarnation says is dropped: a restarted process is another one.
 
     waiting -> started -> weights -> ... -> ready -> lost -> started ...
-                  \\-> failed: it said so, or died MAX_LOAD_DEATHS times before the cluster was ever ready. Later it is
-                     started again, after `load_delay_s`
+                  \\-> failed: it said so, or died MAX_LOAD_DEATHS times before the cluster was ever ready
+
+Who dies again and again, loading or as soon as it serves, is started ever later (`load_delay_s`), until it has served
+well.
 
 `saved` is all it knows, as plain data: the next controller restores it, so that what routers are told never shrinks
 because a controller was restarted. Each restart begins a new epoch, and a version of it is newer than all before.
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 MAX_LOAD_DEATHS = 3
 MAX_LOAD_DELAY_S = 60.0
+SERVED_WELL_S = 10.0
 MAX_PAST = 16  # earlier incarnations of a member that are remembered; none of them lives on for so many starts
 ROUTER = "router"
 SAID = ("incarnation", "stage", "fraction", "address", "pid", "host", "reason")  # of a ServiceEvent
@@ -36,6 +39,7 @@ class WorkerEntry(NamedTuple):
     role: str
     address: str
     incarnation: str
+    trouble: str = ""  # that it died of late, how often and of what
 
 
 class Newest:
@@ -64,7 +68,8 @@ class Member:
     host: str = ""
     reason: str = ""
     starts: int = 0
-    deaths_in_load: int = 0  # since it was last ready
+    deaths: int = 0  # since it last served well
+    last_death: str = ""  # the reason of the newest of them
     served_as: tuple[str, str] | None = None  # address and incarnation when it was last ready
     past: list[str] = field(default_factory=list)  # its earlier incarnations
 
@@ -104,13 +109,13 @@ class Roster:
         if said == before:
             return False
         if said["incarnation"] != before["incarnation"]:
-            member.deaths_in_load += bool(member.starts) and member.stage not in ("ready", "lost")
+            if member.starts and member.stage != "lost":
+                _note_death(member, "its process ended")
             member.starts += 1
             _end_life(member)
         for key, value in said.items():
             setattr(member, key, value)
         if member.is_ready:
-            member.deaths_in_load = 0
             member.served_as = (member.address, member.incarnation)
             self.was_ready = self.was_ready or all(other.is_ready for other in self._members.values())
         self._note_change()
@@ -122,24 +127,30 @@ class Roster:
         member = self._members[name]
         if member.incarnation != incarnation or member.stage in ("failed", "ended", "lost"):
             return
-        if not member.is_ready:
-            member.deaths_in_load += 1
+        _note_death(member, reason)
         self._set(member, "lost", f"{reason} (it was {_doing(member)})")
         self._give_up_if_hopeless(member, reason)
 
     def on_killed(self, name: str, reason: str) -> None:
         """It is sent a SIGKILL: whatever its process says from now on is not believed. Another one is started."""
         member = self._members[name]
-        if not member.is_ready and member.stage != "lost":
-            member.deaths_in_load += 1
+        if member.stage != "lost":
+            _note_death(member, reason)
         _end_life(member)
         self._set(member, "lost", f"killed: {reason} (it was {_doing(member)})")
         self._give_up_if_hopeless(member, reason)
 
     def _give_up_if_hopeless(self, member: Member, reason: str) -> None:
         """Whoever waits for the first start is told soon; a cluster that has served goes on trying."""
-        if member.deaths_in_load >= MAX_LOAD_DEATHS and not self.was_ready:
-            self._set(member, "failed", f"it died {member.deaths_in_load} times while loading: {reason}")
+        if member.deaths >= MAX_LOAD_DEATHS and member.served_as is None and not self.was_ready:
+            self._set(member, "failed", f"it died {member.deaths} times while loading: {reason}")
+
+    def on_served_well(self, name: str) -> None:
+        """It has been ready for SERVED_WELL_S: what it died of before is forgotten."""
+        member = self._members[name]
+        if member.deaths:
+            member.deaths, member.last_death = 0, ""
+            self._note_change()
 
     def on_failed(self, name: str, reason: str) -> None:
         """It will not come back by itself."""
@@ -153,15 +164,16 @@ class Roster:
         return has_failed and self.was_ready
 
     def load_delay_s(self, name: str) -> float:
-        """How long a process that was just started waits before it loads: longer each time that it died of it."""
-        deaths = self._members[name].deaths_in_load
-        return min(MAX_LOAD_DELAY_S, 2.0 ** (deaths - 1)) if deaths else 0.0
+        """How long a process that was just started waits before it loads: after the second death twice as long each
+        time."""
+        deaths = self._members[name].deaths
+        return min(MAX_LOAD_DELAY_S, 2.0 ** (deaths - 2)) if deaths > 1 else 0.0
 
     def workers(self) -> list[WorkerEntry]:
         """Every worker that has been ready, lost ones included: a router knows better and sooner than this roster
         whether it can reach one."""
         return [
-            WorkerEntry(m.name, m.role, *m.served_as)
+            WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m))
             for m in self._members.values()
             if m.role != ROUTER and m.served_as is not None
         ]
@@ -181,10 +193,18 @@ class Roster:
         return {
             "version": self.version,
             "is_ready": all(member.is_ready for member in members),
-            "has_crashed": any(member.stage == "failed" and member.deaths_in_load > 0 for member in members),
+            "has_crashed": any(member.stage == "failed" and member.deaths > 0 for member in members),
             "failed": [f"{member.name}: {member.reason}" for member in members if member.stage == "failed"],
             "members": [asdict(member) for member in members],
         }
+
+    def _trouble(self, member: Member) -> str:
+        if not member.deaths:
+            return ""
+        delay_s = self.load_delay_s(member.name)
+        times = "once" if member.deaths == 1 else f"{member.deaths} times one after another"
+        wait = f", so that it waits {delay_s:g} s before it loads" if delay_s and not member.is_ready else ""
+        return f"it died {times}{wait}; the last time: {member.last_death}"
 
     def _set(self, member: Member, stage: str, reason: str) -> None:
         member.stage, member.fraction, member.reason = stage, 0.0, reason
@@ -197,6 +217,11 @@ class Roster:
 def _end_life(member: Member) -> None:
     if member.incarnation and member.incarnation not in member.past:
         member.past = [*member.past, member.incarnation][-MAX_PAST:]
+
+
+def _note_death(member: Member, reason: str) -> None:
+    member.deaths += 1
+    member.last_death = f"{reason} (it was {_doing(member)})"
 
 
 def _doing(member: Member) -> str:

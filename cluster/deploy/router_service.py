@@ -47,4 +47,6 @@ class RouterService:
             logger.info("a list of workers that came late is dropped: %s", version)
             return
         entries = [WorkerEntry(*worker) for worker in workers]
-        self._server.set_workers(WorkerEndpoint(name=e.name, role=e.role, address=e.address) for e in entries)
+        self._server.set_workers(
+            WorkerEndpoint(name=e.name, role=e.role, address=e.address, trouble=e.trouble) for e in entries
+        )

@@ -102,11 +102,15 @@ class RouterPolicy:
             return []
         reason = f"{name} is lost: {reason}"
         is_death = is_death and not account.report.draining
+        if is_death:
+            self.health.on_failed(name, reason, now)
+        else:
+            self.health.steps.on_success(name)
         hit = [r for r in self._requests.values() if self._is_hit(r, name)]
         retries: list[Retry] = []
         for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
-            retries.append(retry_lost(request.shape.id, past, reason, account.view.life, died_in))
+            retries.append(retry_lost(request.shape.id, past, reason, account.view, died_in))
         retries += self._give_up_misfits(f"{reason}, and ")
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             retries += [self._give_up(i, _not_ready(phase)) for i in self.queued]
@@ -292,7 +296,7 @@ class RouterPolicy:
         if holder is None:
             self._forget(request_id)
             reason = f"{decode} was lost after it had taken the KV"
-            return retry_lost(request_id, request.past, reason, "", "")
+            return retry_lost(request_id, request.past, reason)
         if decode != request.decode:
             self._workers.move(request, holder, now)
             request.is_held |= request.past.died_in == DECODE
@@ -320,7 +324,7 @@ class RouterPolicy:
             return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
         if cause == "step":
-            self.health.on_step_failed(worker, reason, now)
+            self.health.on_failed(worker, reason, now)
             avoid = {worker}
         elif cause == "room" or self._workers.is_stopping(peer):
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))

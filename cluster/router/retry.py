@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.router.accounts import Past
+from cluster.router.accounts import Past, WorkerView
 from cluster.router.decisions import GiveUp, Resend, Retry
 
 BACKOFF_S = (0.0, 0.1, 0.4)  # after the first failure of a request, the second, every later one
@@ -54,11 +54,13 @@ def blamed(past: Past, died_in: str, *, is_tried: bool, tries_one: bool, num_dou
     return (past, "") if tries_one else (replace(past, deaths=(), is_retried=True), died_in)
 
 
-def retry_lost(request_id: str, past: Past, reason: str, life: str, died_in: str) -> Retry:
-    """A worker is lost that it was with. `died_in`: the phase in which that may have died of it; empty: it cannot."""
+def retry_lost(request_id: str, past: Past, reason: str, worker: WorkerView | None = None, died_in: str = "") -> Retry:
+    """A worker is lost that it was with. `died_in`: the phase in which that may have died of it; empty: it cannot. Its
+    successor would not tell whose fault it was: it may die of itself again."""
     past = replace(past, losses=past.losses + 1)
-    if died_in:
-        past = replace(past, deaths=(*past.deaths, life), died_in=died_in)
+    if worker is not None and died_in:
+        avoid = past.avoid | {worker.name}
+        past = replace(past, deaths=(*past.deaths, worker.life), died_in=died_in, avoid=avoid)
     if len(past.deaths) >= MAX_DEATHS:
         names = ", ".join(each.partition("/")[0] for each in past.deaths)
         died = f"{len(past.deaths)} workers died while they computed it ({names}); do not send it again"

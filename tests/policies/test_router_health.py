@@ -83,7 +83,7 @@ def test_where_all_circuits_are_open_the_one_that_opens_soonest_is_tried() -> No
     policy = cluster("p0", "p1", "d0")
     for name, at_s in (("p0", 5.0), ("p1", 4.0)):
         for i in range(3):
-            policy.health.on_step_failed(name, "no", at_s + i / 10)
+            policy.health.on_failed(name, "no", at_s + i / 10)
     assert prefill_of(policy, "a", 5.3) == "p1"
 
 
@@ -219,6 +219,39 @@ def test_after_the_second_death_a_request_is_given_up_and_never_sent_to_a_third(
     assert isinstance(given_up, GiveUp)
     assert given_up.code == "FAILED_PRECONDITION"
     assert given_up.reason.startswith("2 workers died while they computed it (p0, p1); do not send it again")
+
+
+def test_what_a_worker_may_have_died_of_is_not_sent_to_its_successor() -> None:
+    """Which may be the one that is to blame: a second death there would convict the request."""
+    policy = cluster("p0", "p1", "d0")
+    assigned(policy.assign(shape("a"), 0.0))
+    [retry] = lose(policy, "p0")
+    policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE, incarnation="2"), 0.0)
+    sent = again(policy, retry)
+    assert sent is not None
+    assert sent.prefill == "p1"
+
+
+def test_a_worker_that_dies_again_and_again_is_tried_by_one_request_at_a_time() -> None:
+    policy = cluster("p0", "p1", "d0")
+    for life in range(3):
+        lose(policy, "p0", float(life))
+        policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE), float(life))
+    assert policy.health.circuit("p0", 2.5) == "open"
+    assert prefill_of(policy, "meanwhile", 2.5) == "p1"
+    assert assigned(policy.assign(shape("tries it"), 3.5)).prefill == "p0"
+    assert prefill_of(policy, "beside it", 3.5) == "p1"
+    policy.on_stepped("p0")
+    assert policy.health.circuit("p0", 3.5) == "closed"
+    policy.check_invariants()
+
+
+def test_a_worker_that_stopped_in_order_comes_back_with_nothing_against_it() -> None:
+    policy = cluster("p0", "p1", "d0")
+    for life in range(4):
+        policy.on_worker_lost("p0", "it is no member", float(life), is_death=False)
+        policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE), float(life))
+    assert prefill_of(policy, "a", 4.0) == "p0"
 
 
 @pytest.mark.parametrize("how", ["it drains", "it is sent away"])

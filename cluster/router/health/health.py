@@ -14,13 +14,13 @@ from cluster.router.health.circuits import Circuits
 from cluster.router.health.isolation import DECODE, PREFILL, Isolation
 from cluster.router.health.shunned import AVOIDED, BARRED, BROKEN, DOUBTED, NOBODY, Grade, Shunned, shun
 
-STEPS_TO_OPEN = 3  # steps that fail one after another, until a worker's circuit opens
+FAILURES_TO_OPEN = 3  # steps or processes of a worker that end badly, one after another, until its circuit opens
 HANDOFFS_TO_OPEN = 1  # each costs a request seconds
 
 
 class Health:
     def __init__(self) -> None:
-        self.steps = Circuits(STEPS_TO_OPEN)  # by worker
+        self.steps = Circuits(FAILURES_TO_OPEN)  # by worker
         self.isolation = Isolation()
         self._pairs: dict[str, Circuits] = {}  # by prefill worker: its decode workers
         self._silent: dict[str, str] = {}  # by worker: one sentence
@@ -41,7 +41,8 @@ class Health:
         else:
             self._slow.pop(worker, None)
 
-    def on_step_failed(self, worker: str, reason: str, now: float) -> None:
+    def on_failed(self, worker: str, reason: str, now: float) -> None:
+        """A step of its engine, or its process: the successor, under the same name, has shown nothing yet."""
         self.num_opened += self.steps.on_failure(worker, reason, now)
 
     def on_pair_failed(self, prefill: str, decode: str, reason: str, now: float) -> None:
@@ -60,8 +61,7 @@ class Health:
                 del self._pairs[prefill]
 
     def forget(self, worker: str) -> None:
-        """It is lost: whoever comes back under its name is another."""
-        self.steps.on_success(worker)
+        """It is lost: of whoever comes back under its name only its failures are known."""
         self._silent.pop(worker, None)
         self._slow.pop(worker, None)
         self._pairs.pop(worker, None)

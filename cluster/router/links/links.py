@@ -41,6 +41,7 @@ class WorkerLinks:
         for name, worker in wanted.items():
             if name not in self._links:
                 self._links[name] = self._open(worker)
+            self._links[name].worker = worker
 
     async def close(self) -> None:
         for link in list(self._links.values()):

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -43,6 +43,7 @@ class WorkerEndpoint:
     name: str
     role: str
     address: str  # host:port
+    trouble: str = field(default="", compare=False)  # what whoever deploys has against it
 
     @property
     def phases(self) -> tuple[Phase, ...]:

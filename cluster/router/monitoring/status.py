@@ -42,6 +42,8 @@ def _worker_status(
         reason=link.reason,
     )
     _note_health(status, router, link)
+    if link.worker.trouble:
+        status.reason = "; ".join(filter(None, (status.reason, link.worker.trouble)))
     if link.hello is not None:
         status.page_size = link.hello.page_size
         status.limits.update(link.hello.limits)
@@ -70,4 +72,4 @@ def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerL
     if why := health.doubt(link.name):
         status.state, status.reason = "suspect", why
     elif (circuit := health.steps.get(link.name)) is not None:
-        status.reason = f"{circuit.failures} steps failed one after another, the last: {circuit.reason}"
+        status.reason = f"it failed {circuit.failures} times one after another, the last: {circuit.reason}"

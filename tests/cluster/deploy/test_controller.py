@@ -74,7 +74,7 @@ async def run_until(is_done: Callable[[], object]) -> None:
 
 def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
     asyncio.run(run_until(lambda: members["router-0"].told))
-    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a")]
+    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "")]
 
 
 def test_what_failed_is_replaced_by_the_next_controller(

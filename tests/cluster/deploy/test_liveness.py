@@ -93,3 +93,14 @@ def test_one_that_does_not_come_back_is_killed_again_and_again() -> None:
 
 def test_one_that_was_known_before_the_controller_was_restarted_is_judged_too() -> None:
     assert Watch().hung_after("ready", at_most_s=11)
+
+
+def test_for_how_long_one_is_ready_counts_from_the_last_start() -> None:
+    watch = Watch()
+    for stage, life, ready_for_s in (("ready", "a", 7.0), ("weights", "b", 0.0), ("ready", "b", 7.0)):
+        watch.says(stage, life=life)
+        watch.now_s += 7.0
+        watch.says(stage, life=life, turns=1)
+        assert watch.liveness.ready_for_s("decode-0", watch.now_s) == ready_for_s
+    watch.liveness.on_lost("decode-0", watch.now_s)
+    assert watch.liveness.ready_for_s("decode-0", watch.now_s + 7.0) == 0.0

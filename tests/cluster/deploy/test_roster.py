@@ -26,6 +26,10 @@ def make_ready(roster: Roster, name: str, *, life: str = "a", address: str = "h:
     return tell(roster, name, "ready", life=life, address=address)
 
 
+def addresses(roster: Roster) -> list[tuple[str, ...]]:
+    return [worker[:4] for worker in roster.workers()]
+
+
 def test_all_are_ready_when_each_has_said_so() -> None:
     cluster = roster()
     for name in ("router-0", "prefill-0"):
@@ -42,7 +46,7 @@ def test_routers_are_told_of_workers_that_are_ready_only() -> None:
     tell(cluster, "prefill-0", "weights")
     assert cluster.workers() == []
     assert tell(cluster, "prefill-0", "ready", address="h:2")
-    assert cluster.workers() == [("prefill-0", "prefill", "h:2", "a")]
+    assert addresses(cluster) == [("prefill-0", "prefill", "h:2", "a")]
 
 
 def test_a_lost_worker_stays_known_until_the_next_one_is_ready() -> None:
@@ -50,9 +54,9 @@ def test_a_lost_worker_stays_known_until_the_next_one_is_ready() -> None:
     make_ready(cluster, "decode-0", address="h:3")
     cluster.on_lost("decode-0", "a", "killed")
     tell(cluster, "decode-0", "started", life="b")
-    assert cluster.workers() == [("decode-0", "decode", "h:3", "a")]
+    assert addresses(cluster) == [("decode-0", "decode", "h:3", "a")]
     tell(cluster, "decode-0", "ready", life="b", address="h:4")
-    assert cluster.workers() == [("decode-0", "decode", "h:4", "b")]
+    assert addresses(cluster) == [("decode-0", "decode", "h:4", "b")]
 
 
 def test_an_earlier_life_is_not_listened_to() -> None:
@@ -62,7 +66,7 @@ def test_an_earlier_life_is_not_listened_to() -> None:
     assert not tell(cluster, "decode-0", "ready", life="a", address="h:3")
     cluster.on_lost("decode-0", "a", "killed")
     assert cluster.member("decode-0").stage == "ready"
-    assert cluster.workers() == [("decode-0", "decode", "h:4", "b")]
+    assert addresses(cluster) == [("decode-0", "decode", "h:4", "b")]
 
 
 def test_one_that_says_why_it_failed_is_quoted() -> None:
@@ -127,9 +131,9 @@ def test_what_a_controller_of_another_version_noted_is_read() -> None:
 def test_a_worker_that_was_restarted_meanwhile_is_heard() -> None:
     again = restarted(all_ready())
     assert tell(again, "decode-0", "weights", life="b")
-    assert again.workers()[1] == ("decode-0", "decode", "h:2", "a")
+    assert addresses(again)[1] == ("decode-0", "decode", "h:2", "a")
     assert tell(again, "decode-0", "ready", life="b", address="h:9")
-    assert again.workers()[1] == ("decode-0", "decode", "h:9", "b")
+    assert addresses(again)[1] == ("decode-0", "decode", "h:9", "b")
     assert not tell(again, "decode-0", "ready", life="a", address="h:2")
 
 
@@ -159,7 +163,7 @@ def test_a_killed_process_is_not_believed_any_more() -> None:
     assert not tell(cluster, "decode-0", "ready", address="h:2")
     assert cluster.member("decode-0").stage == "lost"
     assert cluster.member("decode-0").reason == "killed: it gave no sign of life for 10 s (it was ready)"
-    assert ("decode-0", "decode", "h:2", "a") in cluster.workers()
+    assert ("decode-0", "decode", "h:2", "a") in addresses(cluster)
 
 
 def test_one_that_failed_is_replaced_though_the_controller_died_before_it_did_that() -> None:
@@ -196,8 +200,40 @@ def test_a_cluster_that_has_served_tries_again_ever_more_slowly() -> None:
     assert cluster.snapshot()["failed"] == []
     assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
     assert restarted(cluster).load_delay_s("decode-0") <= MAX_LOAD_DELAY_S
+
+
+def test_one_that_dies_as_soon_as_it_is_ready_is_started_ever_later_until_it_has_served_well() -> None:
+    cluster = all_ready()
+    delays = []
+    for life in "abcde":
+        make_ready(cluster, "decode-0", life=life)
+        cluster.on_lost("decode-0", life, "SIGSEGV")
+        delays.append(cluster.load_delay_s("decode-0"))
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0]
     make_ready(cluster, "decode-0", life="z")
+    assert cluster.load_delay_s("decode-0") == 8.0
+    cluster.on_served_well("decode-0")
     assert cluster.load_delay_s("decode-0") == 0.0
+
+
+def test_routers_are_told_why_a_worker_does_not_come_back() -> None:
+    cluster = all_ready()
+    cluster.on_lost("decode-0", "a", "killed")
+    tell(cluster, "decode-0", "started", life="b")
+    tell(cluster, "decode-0", "failed", life="b", reason="no model there")
+    cluster.on_killed("decode-0", "it failed: no model there")
+    tell(cluster, "decode-0", "started", life="c")
+    told = {worker.name: worker.trouble for worker in cluster.workers()}
+    assert told["prefill-0"] == ""
+    assert told["decode-0"] == (
+        "it died 2 times one after another, so that it waits 1 s before it loads; "
+        "the last time: it failed: no model there (it was at failed)"
+    )
+    make_ready(cluster, "decode-0", life="c")
+    version = cluster.version
+    cluster.on_served_well("decode-0")
+    assert cluster.version > version
+    assert not any(worker.trouble for worker in cluster.workers())
 
 
 def test_one_that_was_ready_may_be_lost_as_often_as_it_likes() -> None:

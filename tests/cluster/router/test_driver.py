@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -502,6 +503,15 @@ async def test_a_removed_worker_is_not_used_any_more_and_an_added_one_is() -> No
         assert answer.timeline.decode_worker == "decode-1"
         assert [w.name for w in (await h.status()).workers] == ["prefill-0", "decode-1"]
         await other.kill()
+
+
+async def test_the_status_tells_what_the_deployment_has_against_a_worker() -> None:
+    async with serving(1, 1) as h:
+        troubled = replace(h.decode().endpoint, trouble="it died once; the last time: no memory")
+        h.server.set_workers([h.prefill().endpoint, troubled])
+        [status] = [w for w in (await h.status()).workers if w.name == "decode-0"]
+        assert (status.state, status.losses) == ("ready", 0)
+        assert status.reason == "it died once; the last time: no memory"
 
 
 async def test_a_worker_with_another_model_is_refused_with_both_named() -> None:
