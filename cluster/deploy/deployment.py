@@ -131,11 +131,11 @@ class Deployment:
         for index in range(self.spec.router.replicas):
             router = find_actor(f"router-{index}")
             try:
-                if router is not None:
-                    router.wait_serving.remote(timeout_s).future().result()
+                why = router.wait_serving.remote(timeout_s).future().result() if router is not None else ""
             except (RayError, TimeoutError) as error:
                 why = " ".join(str(error).split())
-                raise DeployError(f"router-{index} has not reached the workers within {timeout_s:g} s: {why}") from None
+            if why:
+                raise DeployError(f"router-{index} has not reached the workers within {timeout_s:g} s: {why}")
 
     def stop(self, *, has_crashed: bool = False) -> None:
         """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own."""

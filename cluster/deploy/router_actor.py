@@ -4,8 +4,8 @@ gRPC, tells the controller how that goes, and hands the router the newest word o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -41,9 +41,10 @@ class RouterActor(MemberActor):
         """Roster.workers, and the Roster's version then."""
         self._thread.call(self._thread.service.set_workers(version, workers), CALL_TIMEOUT_S)
 
-    def wait_serving(self, timeout_s: float) -> None:
-        """Raises TimeoutError."""
-        self._thread.call(self._thread.service.wait_serving(), timeout_s)
+    def wait_serving(self, timeout_s: float) -> str:
+        """Why it does not serve by then; empty if it does. Raises TimeoutError if it says nothing."""
+        serves: Coroutine[Any, Any, str] = self._thread.service.wait_serving(timeout_s)
+        return self._thread.call(serves, timeout_s + CALL_TIMEOUT_S)
 
 
 def _options(spec: ClusterSpec, index: int, greeting: Greeting) -> ServerOptions:

@@ -5,6 +5,7 @@ Ray; router_actor.py runs it under Ray, the fault suite without.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -32,8 +33,13 @@ class RouterService:
         where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
         return f"{where}:{port}"
 
-    async def wait_serving(self) -> None:
-        await self._server.serving.wait()
+    async def wait_serving(self, timeout_s: float) -> str:
+        """Why it does not serve by then; empty if it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._server.serving.wait()
+            return ""
+        return "; ".join(f"{link.name}: {link.reason}" for link, _, _ in self._server.router.workers() if link.reason)
 
     async def wait_broken(self) -> None:
         """Never: a router has no loop of its own that could break, and whoever keeps its process sees that die."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,19 @@ from worker.wire.tls import TlsFiles
 
 
 def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Without `ca`: gRPC's own list of public authorities. Raises TlsError."""
+    """Of the files as they are now, or were when they could last be used. Raises TlsError."""
+    followed = _follow_channel_files(tls)
+    followed.renew()
+    return followed.value
+
+
+@cache
+def _follow_channel_files(tls: TlsFiles) -> Followed[grpc.ChannelCredentials]:
+    return Followed(_paths(tls), lambda: _channel_credentials(tls), f"the files to call with, {_paths(tls)},")
+
+
+def _channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    """Without `ca`: gRPC's own list of public authorities."""
     tls.client_context()  # what is wrong with the files is told here; gRPC would only say that a handshake failed
     return grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
 
@@ -26,13 +39,16 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
 def follow_server_files(tls: TlsFiles) -> Followed[grpc.ServerCertificateConfiguration]:
     """Raises TlsError."""
-    paths = [path for path in (tls.cert, tls.key, tls.ca) if path]
-    return Followed(paths, lambda: _server_configuration(tls), f"the certificate {tls.cert} and its files")
+    return Followed(_paths(tls), lambda: _server_configuration(tls), f"the certificate {tls.cert} and its files")
 
 
 def _server_configuration(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
     tls.server_context()
     return grpc.ssl_server_certificate_configuration([(_read(tls.key), _read(tls.cert))], _read(tls.ca))
+
+
+def _paths(tls: TlsFiles) -> list[str]:
+    return [path for path in (tls.cert, tls.key, tls.ca) if path]
 
 
 def _read(path: str) -> bytes | None:

@@ -38,6 +38,7 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(context)
         context.verify_mode = ssl.CERT_REQUIRED if self.ca else ssl.CERT_NONE
+        self._check_believed(context)
         return context
 
     def client_context(self) -> ssl.SSLContext:
@@ -46,6 +47,29 @@ class TlsFiles:
         self._load(context)
         if not self.ca:
             context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+        return context
+
+    def _check_believed(self, listener: ssl.SSLContext) -> None:
+        """By a member, which has these files, too; where clients call only the dates are known. Raises TlsError."""
+        to_dialler, to_listener = ssl.MemoryBIO(), ssl.MemoryBIO()
+        dials = self._dialler().wrap_bio(to_dialler, to_listener, server_hostname=self.server_name or None)
+        listens = listener.wrap_bio(to_listener, to_dialler, server_side=True)
+        for side in (dials, listens, dials):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError as error:
+                why = getattr(error, "verify_message", "") or _why(error)
+                raise TlsError(f"nobody would believe the certificate {self.cert!r}: {why}; give another") from None
+
+    def _dialler(self) -> ssl.SSLContext:
+        if self.server_name:
+            return self.client_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        _loaded(f"certificate {self.cert!r}", context.load_verify_locations, self.cert)
         return context
 
     def _load(self, context: ssl.SSLContext) -> None:

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tests.certificates import write_tls
 from worker.wire import rpc
 from worker.wire.credentials import follow_server_files
-from worker.wire.tls import TlsError, TlsFiles, why_open
+from worker.wire.tls import MEMBER_NAME, TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +66,7 @@ async def test_a_member_calls_nobody_who_only_says_to_be_one(tmp_path: Path) -> 
     """Neither a stranger, nor a client of the cluster, whose certificate is of the same authority."""
     member = write_tls(tmp_path, AUTHORITY)
     impostors = (
-        write_tls(tmp_path, STRANGER, ca=AUTHORITY, stem="stranger"),
+        replace(write_tls(tmp_path, STRANGER, ca=AUTHORITY, stem="stranger"), server_name=""),
         write_tls(tmp_path, AUTHORITY, "some-client", stem="client"),
         None,
     )
@@ -84,6 +85,41 @@ async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_pa
         renewed = write_tls(tmp_path, STRANGER)
         assert await answer(address, renewed) is grpc.StatusCode.OK
         assert await answer(address, replace(renewed, ca=str(tmp_path / "other-ca.pem"))) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_calls_goes_on_with_what_it_had_while_its_files_are_of_no_use(tmp_path: Path) -> None:
+    member = write_tls(tmp_path, AUTHORITY)
+    async with listening(write_tls(tmp_path, AUTHORITY, stem="other")) as address:
+        assert await answer(address, member) is grpc.StatusCode.OK
+        (tmp_path / "member.pem").write_text("half written")
+        assert await answer(address, member) is grpc.StatusCode.OK
+        write_tls(tmp_path, STRANGER)
+        assert await answer(address, member) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+@pytest.mark.parametrize(("days", "why"), [((-3, -1), "certificate has expired"), ((1, 3), "not yet valid")])
+def test_a_certificate_out_of_its_dates_is_refused_and_does_not_replace_a_good_one(
+    tmp_path: Path, is_member: bool, days: tuple[int, int], why: str
+) -> None:
+    good = write_tls(tmp_path, AUTHORITY)
+    files = good if is_member else replace(good, ca="", server_name="")
+    followed = follow_server_files(files)
+    now = datetime.now(UTC)
+    begins, ends = (now + timedelta(days=day) for day in days)
+    leaf = AUTHORITY.issue_cert(MEMBER_NAME, not_before=begins, not_after=ends)
+    Path(good.cert).write_bytes(leaf.cert_chain_pems[0].bytes())
+    Path(good.key).write_bytes(leaf.private_key_pem.bytes())
+    assert not followed.renew()
+    with pytest.raises(TlsError, match=f"nobody would believe the certificate .*{why}; give another"):
+        files.server_context()
+
+
+def test_a_member_with_a_certificate_that_no_member_would_believe_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match="issuer"):
+        write_tls(tmp_path, STRANGER, ca=AUTHORITY).server_context()
+    with pytest.raises(TlsError, match="not valid for 'kvrelay'"):
+        replace(write_tls(tmp_path, AUTHORITY, "somebody"), server_name=MEMBER_NAME).server_context()
 
 
 def test_files_that_cannot_be_used_are_told_in_a_sentence(tmp_path: Path) -> None:
