@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from cluster.front.endings import Ending, Endings
 from cluster.front.limits import refuse, retry_after
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
+from cluster.front.stalls import Stalls
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed, Submission
@@ -47,6 +48,7 @@ class GenerateService:
         self._codec = codec
         self._model_name = model_name
         self._options = options
+        self._stalls = Stalls(options.max_stall_s)
         self._endings = Endings(router.metrics, options.log_requests)
         self._clock = clock
         self.is_draining = False
@@ -78,18 +80,17 @@ class GenerateService:
                 parts = self._responses(request, context, ending)
                 del request
                 async with aclosing(parts) as responses:
-                    async for response in responses:
-                        await self._write(context, response)
+                    await self._write(context, responses)
         except (RequestFailed, InvalidRequest) as error:
             await _refuse(context, error)
 
-    async def _write(self, context: Any, response: generate_pb2.GenerateResponse) -> None:
-        stall_s = self._options.max_stall_s
+    async def _write(self, context: Any, responses: AsyncIterator[generate_pb2.GenerateResponse]) -> None:
         try:
-            async with asyncio.timeout(stall_s):
-                await context.write(response)
+            async with asyncio.timeout(None) as limit:
+                async for response in responses:
+                    await self._stalls.bounded(limit, context.write(response))
         except TimeoutError:
-            reason = f"its client took nothing for {stall_s:g} s"
+            reason = f"its client took nothing for {self._stalls.bound_s:g} s"
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=1.0) from None
 
     async def generate_once(
@@ -175,18 +176,14 @@ class GenerateService:
         model = self._open_model(request)
         assert request is not None, "an unreadable request was refused"
         limits = self._limits(arrived_s, context.time_remaining())
-        try:
-            async with asyncio.timeout(limits.deadline_s - arrived_s):  # tokenising takes time
-                return await check_request(
-                    request,
-                    model=model,
-                    served_name=self.model_name,
-                    codec=self._codec,
-                    admit=self._router.admit,
-                    limits=limits,
-                )
-        except TimeoutError:
-            raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
+        return await check_request(
+            request,
+            model=model,
+            served_name=self.model_name,
+            codec=self._codec,
+            admit=self._router.admit,
+            limits=limits,
+        )
 
     def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
         """The client's deadline, or the router's own where that is earlier."""

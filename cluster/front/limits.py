@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from cluster.front.options import FrontOptions
+from cluster.front.stalls import Stalls
 from cluster.router.shares import Shares
 from worker.wire.door import CALLER, FIRST_MESSAGE_S
 
@@ -53,7 +54,8 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def __init__(self, max_calls: int, max_stall_s: float) -> None:
         self._calls = Shares(max_calls)
-        self._max_stall_s = max_stall_s
+        self._messages = Stalls(max_stall_s)
+        self._strangers = Stalls(min(FIRST_MESSAGE_S, max_stall_s))
 
     async def intercept_service(
         self,
@@ -103,11 +105,11 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _heard(self, handler: grpc.RpcMethodHandler, is_health: bool) -> grpc.RpcMethodHandler:
         """Reads the one message of a call itself: as a stream, which looks the same to the client."""
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        within_s = min(FIRST_MESSAGE_S, self._max_stall_s) if is_health else self._max_stall_s
+        stalls = self._strangers if is_health else self._messages
 
         async def call(_: AsyncIterator[object], context: Any) -> None:
             with nullcontext() if is_health else self._count():
-                response = await behaviour(await _message(context, within_s), context)
+                response = await behaviour(await _message(context, stalls), context)
                 if not handler.response_streaming:
                     await context.write(response)
 
@@ -123,13 +125,13 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._calls.give(caller)
 
 
-async def _message(context: Any, within_s: float) -> Any:
+async def _message(context: Any, stalls: Stalls) -> Any:
     """The one message of a call."""
     try:
-        async with asyncio.timeout(within_s):
-            message = await context.read()
+        async with asyncio.timeout(None) as limit:
+            message = await stalls.bounded(limit, context.read())
     except TimeoutError:
-        reason = f"the call's message did not come within {within_s:g} s"
+        reason = f"the call's message did not come within {stalls.bound_s:g} s"
         await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
     except DecodeError:
         await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)

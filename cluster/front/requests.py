@@ -6,6 +6,7 @@ Everything that a client can get wrong is refused here, before it costs a worker
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +62,7 @@ async def check_request(
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
     admit(request_id, CALLER.get())
-    prompt_ids = await _prompt_ids(request, model, codec)
+    prompt_ids = await _prompt_ids(request, model, codec, limits)
     room = model.max_model_len - len(prompt_ids)
     params = replace(
         params,
@@ -108,12 +109,21 @@ def _cache_salt(given: str, caller: str) -> str:
 
 
 async def _prompt_ids(
-    request: generate_pb2.GenerateRequest, model: generate_pb2.GetModelInfoResponse, codec: TextCodec | None
+    request: generate_pb2.GenerateRequest,
+    model: generate_pb2.GetModelInfoResponse,
+    codec: TextCodec | None,
+    limits: TimeLimits,
 ) -> Sequence[int]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the prompt is missing; give text or token_ids")
-    ids = await encode(request.text, model, codec) if kind == "text" else request.token_ids.ids
+    ids: Sequence[int] = request.token_ids.ids
+    if kind == "text":
+        try:
+            async with asyncio.timeout(limits.deadline_s - limits.arrived_s):  # tokenising takes time
+                ids = await encode(request.text, model, codec)
+        except TimeoutError:
+            raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
     if not ids:
         raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
     if len(ids) >= model.max_model_len:

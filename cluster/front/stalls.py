@@ -1,0 +1,41 @@
+"""Stalls bounds waits for clients, each for its message or until it takes what was sent: a wait costs a note, and one
+timer serves all, where asyncio.timeout makes and cancels one for each token. It reads and writes nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Stalls:
+    def __init__(self, bound_s: float) -> None:
+        self.bound_s = bound_s
+        self._ends_s: dict[asyncio.Timeout, float] = {}  # of each wait, on the loop's clock: the next to end first
+        self._timer: asyncio.TimerHandle | None = None  # None: no wait has begun since the last look
+
+    async def bounded(self, limit: asyncio.Timeout, wait: Awaitable[T]) -> T:
+        """`limit` is the caller's, entered without an end, for one wait after another: it raises TimeoutError when one
+        takes longer than the bound."""
+        loop = asyncio.get_running_loop()
+        self._ends_s[limit] = loop.time() + self.bound_s
+        if self._timer is None:
+            self._timer = loop.call_later(self.bound_s, self._look)
+        try:
+            return await wait
+        finally:
+            self._ends_s.pop(limit, None)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._ends_s:
+            limit, end_s = next(iter(self._ends_s.items()))
+            if end_s > loop.time():
+                self._timer = loop.call_at(end_s, self._look)
+                return
+            del self._ends_s[limit]
+            limit.reschedule(loop.time())
