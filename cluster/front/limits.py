@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -89,16 +89,23 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def running(self) -> int:
         return self._calls.total
 
+    def _count(self) -> None:
+        """From now to the end of the call's task, in which gRPC sends the last byte, too."""
+        task, caller = asyncio.current_task(), CALLER.get()
+        assert task is not None, "a call has a task"
+        self._calls.take(caller)
+        task.add_done_callback(lambda _: self._calls.give(caller))
+
     def _counted(self, behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Any]:
         """Of reflection, which gRPC brings."""
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
-            with self._count():
-                try:
-                    async for response in behaviour(requests, context):
-                        yield response
-                except DecodeError:
-                    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
+            self._count()
+            try:
+                async for response in behaviour(requests, context):
+                    yield response
+            except DecodeError:
+                await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
 
         return stream
 
@@ -107,22 +114,14 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         stalls = self._strangers if is_health else self._messages
 
-        async def call(_: AsyncIterator[object], context: Any) -> None:
-            with nullcontext() if is_health else self._count():
-                response = await behaviour(await _message(context, stalls), context)
-                if not handler.response_streaming:
-                    await context.write(response)
+        async def call(_: AsyncIterator[object], context: Any) -> Any:
+            if not is_health:
+                self._count()
+            return await behaviour(await _message(context, stalls), context)
 
-        return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
-
-    @contextmanager
-    def _count(self) -> Iterator[None]:
-        caller = CALLER.get()
-        self._calls.take(caller)
-        try:
-            yield
-        finally:
-            self._calls.give(caller)
+        streams = handler.response_streaming
+        made = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        return made(call, handler.request_deserializer, handler.response_serializer)
 
 
 async def _message(context: Any, stalls: Stalls) -> Any:
