@@ -107,8 +107,13 @@ class TextCodec:
         """A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any more."""
         await self._slots.acquire()
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(lambda _: self._slots.release())
+        future.add_done_callback(self._on_done)
         return await asyncio.shield(future)
+
+    def _on_done(self, future: asyncio.Future[T]) -> None:
+        self._slots.release()
+        if not future.cancelled():
+            future.exception()  # is heard by now: who has left does not ask
 
     def _encode(self, text: str, max_model_len: int) -> list[int]:
         encoding = self._tokenise(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -122,6 +123,24 @@ async def test_texts_that_wait_are_bounded_in_bytes_and_leave_with_their_client(
     assert len(await waiting[0]) == 30_000
     assert len(backend.texts) < 3, "a text whose client had left was tokenised"
     assert codec.waiting_bytes == 0
+
+
+async def test_a_text_that_is_refused_after_its_client_has_left_fills_no_log() -> None:
+    backend, codec = stuck_codec()
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, trouble: unheard.append(trouble["message"]))
+    encoding = asyncio.ensure_future(codec.encode("x" * 2000, 2000))
+    while not backend.texts:
+        await asyncio.sleep(0.001)
+    encoding.cancel()
+    await asyncio.wait([encoding])
+    backend.go_on.set()
+    assert len(await codec.encode("x" * 1999, 2000)) == 1999
+    codec.close()
+    await asyncio.sleep(0.01)
+    del encoding
+    gc.collect()
+    assert not unheard
 
 
 async def test_a_text_that_is_far_too_long_is_never_tokenised_whole() -> None:
