@@ -9,6 +9,7 @@ It ends no request and knows no client.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.router.live.requests import ChoiceUpdate, Submission
 
@@ -16,36 +17,46 @@ TOKEN_BYTES = 256  # that a token takes while it waits, measured
 LOGPROB_BYTES = 160  # and each log-probability that comes with it
 
 
+@dataclass(slots=True)
+class _Unread:
+    token_bytes: int
+    num_bytes: int = 0
+
+
 class Unread:
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
         self.total_bytes = 0
         self._max_bytes = max_bytes
         self._max_total_bytes = max_total_bytes
-        self._bytes: dict[Submission, int] = {}
+        self._of: dict[Submission, _Unread] = {}
 
     def put(self, submission: Submission, num_tokens: int) -> tuple[Submission, str] | None:
         """More tokens wait. Returns whose request ends for it, and why."""
-        num_bytes = num_tokens * token_bytes(submission)
-        unread = self._bytes[submission] = self._bytes.get(submission, 0) + num_bytes
+        unread = self._of.get(submission)
+        if unread is None:
+            unread = self._of[submission] = _Unread(token_bytes(submission))
+        num_bytes = num_tokens * unread.token_bytes
+        unread.num_bytes += num_bytes
         self.total_bytes += num_bytes
-        if unread > self._max_bytes:
-            return submission, f"{unread} bytes of its tokens were not read, of {self._max_bytes}"
+        if unread.num_bytes > self._max_bytes:
+            return submission, f"{unread.num_bytes} bytes of its tokens were not read, of {self._max_bytes}"
         if self.total_bytes > self._max_total_bytes:
-            most = max(self._bytes, key=self._bytes.__getitem__)
+            most = max(self._of, key=lambda each: self._of[each].num_bytes)
             all_of = f"{self.total_bytes} bytes of all requests' tokens were not read, of {self._max_total_bytes}"
-            return most, f"{all_of}; most of them, {self._bytes[most]}, were its own"
+            return most, f"{all_of}; most of them, {self._of[most].num_bytes}, were its own"
         return None
 
     def release(self, submission: Submission, updates: Sequence[ChoiceUpdate]) -> None:
         """These were read."""
-        num_bytes = sum(len(update.tokens) for update in updates) * token_bytes(submission)
-        if submission in self._bytes:
-            self._bytes[submission] -= num_bytes
+        if (unread := self._of.get(submission)) is not None:
+            num_bytes = sum([len(update.tokens) for update in updates]) * unread.token_bytes
+            unread.num_bytes -= num_bytes
             self.total_bytes -= num_bytes
 
     def forget(self, submission: Submission) -> None:
         """Nobody will read the rest."""
-        self.total_bytes -= self._bytes.pop(submission, 0)
+        if (unread := self._of.pop(submission, None)) is not None:
+            self.total_bytes -= unread.num_bytes
 
 
 def token_bytes(submission: Submission) -> int:
