@@ -70,12 +70,12 @@ class PairListener:
             selector.register(self._socket, selectors.EVENT_READ)
             try:
                 while (now_s := time.monotonic()) < deadline_s:
-                    self._drop_slow(selector, now_s)
                     for key, _ in selector.select(min(deadline_s - now_s, CALLER_S / 4)):
                         if key.fileobj is self._socket:
                             self._hear(selector)
                         elif key.fd in self._callers and self._has_proven(selector, key.fd):
                             return self._taken(selector, key.fd, timeout_s)
+                    self._drop_slow(selector, now_s)  # what was said while we stood still has been heard
             finally:
                 for fd in list(self._callers):
                     self._drop(selector, fd, "the pair was opened, or is closed")

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def segment(seq: int = 0, after: object | None = None, src: int = 1, dst: int = 
 class Ipc:
     """A cuda_ipc pair in this process."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 20.0) -> None:
         self.gpu = FakeGpu()
         self.source, self.target = random_memory(9, seed=1), random_memory(11, seed=2)
         transport = CudaIpcTransport(lambda device: self.gpu)
@@ -75,7 +76,7 @@ def test_cuda_ipc_reads_a_layer_only_once_it_was_computed(pool: ThreadPoolExecut
     pair.assert_moved([], [])
     overwrite(pair.source, 1)  # what the engine's kernels do
     computed.happen()
-    sending.result(5)
+    sending.result(20)
     pair.assert_moved([1], [2])
 
 
@@ -100,9 +101,9 @@ def test_a_receiver_does_not_wait_for_what_the_sender_does_next(pool: ThreadPool
     later = pool.submit(pair.sender.send, segment(1, after=computed, src=3, dst=4))  # a layer that is still computed
     while ("record", None) not in pair.gpu.log[3:]:
         threading.Event().wait(0.001)
-    pool.submit(pair.receiver.receive, segment()).result(1)
+    pool.submit(pair.receiver.receive, segment()).result(20)
     computed.happen()
-    later.result(5)
+    later.result(20)
     pair.receiver.receive(segment(1))
     pair.assert_moved([1, 3], [2, 4])
 
@@ -192,7 +193,7 @@ def test_a_worker_offers_only_what_moves_its_memory(device: str, wanted: list[st
 
 
 class NcclPair:
-    def __init__(self, timeout_s: float = 5.0, target: KvMemory | None = None) -> None:
+    def __init__(self, timeout_s: float = 20.0, target: KvMemory | None = None) -> None:
         self.fake = FakeNccl()
         self.source, self.target = random_memory(9, seed=1), target or random_memory(11, seed=2)
         self.queues = FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1")
@@ -204,7 +205,7 @@ class NcclPair:
             sender = joining.connect(
                 self.source, receiver.params, peer="decode-0", wire=Wire(host=HOST, timeout_s=timeout_s)
             )
-            opened.result(10)
+            opened.result(20)
         assert isinstance(receiver, ProcessGroupReceiveEnd)
         assert isinstance(sender, ProcessGroupSendEnd)
         self.receiver, self.sender = receiver, sender
@@ -235,7 +236,7 @@ def test_nccl_gathers_a_layer_only_once_it_was_computed(pool: ThreadPoolExecutor
         sending.result(0.05)
     overwrite(pair.source, 1)
     computed.happen()
-    sending.result(5)
+    sending.result(20)
     pair.take(segment())
     pair.assert_moved([1], [2])
     pair.close()
@@ -253,8 +254,8 @@ def test_when_a_send_returns_the_source_pages_may_be_used_again() -> None:
 
 
 def test_a_lost_pair_aborts_its_own_group_and_no_other() -> None:
-    lost, other = NcclPair(timeout_s=0.2), NcclPair()
-    with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 0\.2 s"):
+    lost, other = NcclPair(timeout_s=1.0), NcclPair()
+    with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 1 s"):
         lost.take(segment())
     lost.receiver._group.join()
     assert lost.group(1).is_aborted
@@ -290,13 +291,13 @@ def test_buffers_are_kept_until_the_group_was_aborted() -> None:
 def test_a_peer_that_never_comes_to_the_group_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "MEETING_S", 0.1)
     forever = threading.Event()
-    kind = nccl.Nccl(FakeGpu(), lambda store, rank, device: forever.wait(5) and FakeGroup(FakeNccl(), store, rank))
+    kind = nccl.Nccl(FakeGpu(), lambda store, rank, device: forever.wait(30) and FakeGroup(FakeNccl(), store, rank))
     wire = Wire(host=HOST, timeout_s=0.1)
     receiver = ProcessGroupTransport(lambda memory, host: kind).offer(random_memory(3), peer="prefill-0", wire=wire)
     with ThreadPoolExecutor(1) as pool:
-        dialled = pool.submit(dial, receiver.params, wire, "decode-0")
+        dialled = pool.submit(dial, receiver.params, replace(wire, timeout_s=20.0), "decode-0")
         with pytest.raises(TransferError, match=r"prefill-0 did not come to the process group within 0\.1 s"):
-            receiver.open(0.1)
+            receiver.open(20.0)
         dialled.result().close()
     forever.set()
     receiver.close()

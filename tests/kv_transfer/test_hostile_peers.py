@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -164,7 +164,9 @@ def make_servicer(options: TransferOptions = OPTIONS) -> tuple[HandoffServicer, 
     return servicer, host
 
 
-async def converse(messages: Sequence[Message]) -> tuple[FakeContext, PageHost]:
+async def converse(
+    messages: Sequence[Message], is_done: Callable[[PageHost], bool] = lambda _: True
+) -> tuple[FakeContext, PageHost]:
     servicer, host = make_servicer()
     context: Any = FakeContext()
 
@@ -175,6 +177,9 @@ async def converse(messages: Sequence[Message]) -> tuple[FakeContext, PageHost]:
             servicer.check_invariants()
         for _ in range(20):  # the thread verifies what was announced
             await asyncio.sleep(0.0005)
+        async with asyncio.timeout(20):
+            while not is_done(host):
+                await asyncio.sleep(0.001)
 
     with suppress(Aborted):
         await servicer.Connect(stream(), context)
@@ -205,7 +210,8 @@ def test_any_conversation_ends_with_a_sentence_and_every_page(messages: list[Mes
 
 def test_the_good_part_of_it_is_good() -> None:
     """Else the conversations above would all end at their first message."""
-    context, host = asyncio.run(converse([hello(), *good_handoff(1, 0), *good_handoff(2, LAYERS)]))
+    both = [hello(), *good_handoff(1, 0), *good_handoff(2, LAYERS)]
+    context, host = asyncio.run(converse(both, lambda host: len(host.committed) == 2))
     assert (context.code, set(host.committed)) == (None, {"r1", "r2"})
 
 

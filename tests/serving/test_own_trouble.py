@@ -107,7 +107,7 @@ async def test_a_step_that_hangs_is_told_while_it_hangs_and_ends_its_worker(mode
         answers = await asyncio.gather(*asking)  # though the thread still hangs
         assert [len(answer.token_ids) for answer in answers] == [4] * 8
         gate.open()
-        assert re.match(r"a step of \d+ requests, .* has not ended after 1\.\d s; step_timeout_s is 1", await keeping)
+        assert re.match(r"a step of \d+ requests, .* has not ended after \d+\.\d s; step_timeout_s is 1", await keeping)
         await cluster.settled()
 
 

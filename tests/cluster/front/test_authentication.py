@@ -63,7 +63,7 @@ async def test_a_scrape_wants_a_token_too() -> None:
 
 def scrape(h: Harness, **headers: str) -> bytes:
     asked = urllib.request.Request(f"http://127.0.0.1:{h.server.metrics_port}/metrics", headers=headers)
-    with urllib.request.urlopen(asked, timeout=5) as answer:
+    with urllib.request.urlopen(asked, timeout=30) as answer:
         text: bytes = answer.read()
         return text
 

@@ -458,6 +458,6 @@ async def test_a_closed_port_after_stop() -> None:
     async with serving() as h:
         await h.server.stop()
         channel = open_channel(f"127.0.0.1:{h.server.port}")
-        code, _ = await refusal(channel.unary_unary("/kvrelay.v1.Generate/GetModelInfo")(b"", timeout=5))
+        code, _ = await refusal(channel.unary_unary("/kvrelay.v1.Generate/GetModelInfo")(b"", timeout=30))
         assert code is grpc.StatusCode.UNAVAILABLE
         await channel.close()

@@ -77,7 +77,7 @@ async def test_choices_draw_with_seeds_of_their_own() -> None:
     async with serving() as h:
         responses = await collect(h.generate.Generate(request(max_tokens=5, n=3, seed=2**63 - 2)))
         assert [tokens_of(responses, i) for i in range(3)] == [scripted_tokens([5, 6, 7], 5)] * 3
-        assert [r.index for r in responses if r.finish_reason] == [0, 1, 2]
+        assert sorted(r.index for r in responses if r.finish_reason) == [0, 1, 2]
         assert [r.HasField("usage") for r in responses].count(True) == 1
         assert responses[-1].usage.completion_tokens == 15
         states = [submit.request for submit in h.prefill().submits]

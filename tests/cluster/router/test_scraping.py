@@ -45,7 +45,7 @@ def start() -> Iterator[Start]:
 def scrape(server: ScrapeServer, *, scheme: str = "http", context: ssl.SSLContext | None = None, **headers: str) -> int:
     asked = urllib.request.Request(f"{scheme}://127.0.0.1:{server.server_port}/metrics", headers=headers)
     try:
-        with urllib.request.urlopen(asked, timeout=5, context=context) as answer:
+        with urllib.request.urlopen(asked, timeout=30, context=context) as answer:
             assert answer.read() == b"up 1\n"
             return int(answer.status)
     except urllib.error.HTTPError as error:

@@ -47,7 +47,7 @@ class Called:
     async def answer(self, *metadata: tuple[str, str | bytes], method: str = "/t.Test/WhoAmI") -> Any:
         """The method's, or the status."""
         try:
-            return await self.channel.unary_unary(method)(b"", metadata=metadata, timeout=5)
+            return await self.channel.unary_unary(method)(b"", metadata=metadata, timeout=30)
         except grpc.aio.AioRpcError as error:
             return error.code()
 
@@ -134,7 +134,7 @@ async def test_who_says_nothing_is_refused_soon(monkeypatch: pytest.MonkeyPatch,
     """A unary call, too, may be left open without a message."""
     monkeypatch.setattr(door, "FIRST_MESSAGE_S", 0.05)
     async with serving(public()) as h:
-        silent = h.channel.stream_stream(f"/t.Test/{method}")(metadata=(("authorization", "Bearer no"),), timeout=5)
+        silent = h.channel.stream_stream(f"/t.Test/{method}")(metadata=(("authorization", "Bearer no"),), timeout=30)
         assert await silent.code() is UNAUTHENTICATED
 
 
@@ -143,7 +143,7 @@ async def test_only_so_many_strangers_are_heard_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(door, "FIRST_MESSAGE_S", 60.0)
     monkeypatch.setattr(door, "MAX_HEARD", 2)
     async with serving(public()) as h:
-        silent = [h.channel.stream_stream("/t.Test/Echo")(timeout=5) for _ in range(3)]
+        silent = [h.channel.stream_stream("/t.Test/Echo")(timeout=30) for _ in range(3)]
         done, heard = await asyncio.wait(
             [asyncio.ensure_future(call.code()) for call in silent], return_when=asyncio.FIRST_COMPLETED
         )

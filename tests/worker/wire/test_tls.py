@@ -43,7 +43,7 @@ async def answer(address: str, tls: TlsFiles | None) -> grpc.StatusCode:
     stub: Any = health_pb2_grpc.HealthStub  # grpc generates no types
     async with rpc.open_channel(address, tls) as channel:
         try:
-            await stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            await stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         except grpc.aio.AioRpcError as error:
             return error.code()
     return grpc.StatusCode.OK
