@@ -52,6 +52,7 @@ class Report:
     draining: bool = False
     request_ids: frozenset[str] = frozenset()  # decode: those that hold pages or a lease
     step_age_s: float = 0.0  # how long its step has been running
+    loop_lag_s: float = 0.0  # by how much its event loop was late, at worst, of late
     peers: tuple[PeerTrouble, ...] = ()  # prefill
 
 

@@ -193,6 +193,7 @@ class Router:
                 draining=report.draining,
                 request_ids=frozenset(report.request_ids) if decodes else frozenset(),
                 step_age_s=report.step_age_ms / 1e3,
+                loop_lag_s=report.loop_lag_ms / 1e3,
                 peers=self._troubles(report, now),
             ),
             now,

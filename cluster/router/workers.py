@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
-from cluster.router.health.health import Health
+from cluster.router.health.health import LATE_LOOP_S, Health
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Placed, Placing
 from worker.roles import kind_of
@@ -80,10 +80,20 @@ class Workers:
         if decode := self.decode.accounts.get(name):
             self.decode.take_report(decode, report)
         self.health.on_step_age(name, report.step_age_s, self._options.slow_step_s)
+        self.health.on_loop_lag(name, report.loop_lag_s, self._peers_lag_s(name, report.loop_lag_s), now)
         for peer in report.peers:
             if peer.name in self.decode.accounts:
                 self.health.on_pair_told(name, peer)
         self._note_absence(now)
+
+    def _peers_lag_s(self, name: str, own_s: float) -> float:
+        """The middle one of its peers'; its own, if that is nothing to speak of, or if there are none."""
+        if own_s <= LATE_LOOP_S:
+            return own_s
+        prefill, decode = self.prefill.accounts, self.decode.accounts
+        peers = prefill.values() if name in prefill else decode.values()
+        lags_s = sorted(account.report.loop_lag_s for account in peers if account.view.name != name)
+        return lags_s[len(lags_s) // 2] if lags_s else own_s
 
     def why_lost(self, name: str, silent_s: float) -> str:
         """Why one that says nothing is to be given up; empty: not yet."""
@@ -98,7 +108,7 @@ class Workers:
     def _has_stand_in(self, name: str) -> bool:
         """For every phase of the worker there is another one that takes new requests, and speaks."""
         for names in (self.prefill.open_names, self.decode.open_names):
-            if name in names and all(each == name or self.health.doubt(each) for each in names):
+            if name in names and all(each == name or self.health.is_stuck(each) for each in names):
                 return False
         return True
 

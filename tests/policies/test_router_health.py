@@ -175,6 +175,50 @@ def test_a_worker_whose_step_takes_long_gets_nothing_new_while_there_is_another(
     assert prefill_of(policy, "b", 2.0) == "p0"
 
 
+def late(policy: RouterPolicy, lags_s: dict[str, float], now: float) -> None:
+    for name, lag_s in lags_s.items():
+        policy.on_report(name, Report(made_s=now, available_pages=100, loop_lag_s=lag_s), now)
+
+
+def test_a_worker_that_starves_beside_its_peers_gets_nothing_new_until_it_has_run_well_for_a_while() -> None:
+    policy = cluster("p0", "p1", "d0", "d1")
+    late(policy, {"p1": 0.02, "p0": 0.8}, 0.0)
+    assert prefill_of(policy, "a stall", 0.0) == "p0"
+    late(policy, {"p1": 0.02, "p0": 0.8}, 1.5)
+    assert policy.health.doubt("p0") == (
+        "it gets little processor time: its event loop is 0.8 s late, its peers' 0.02 s"
+    )
+    assert prefill_of(policy, "a", 1.5) == "p1"
+    late(policy, {"p1": 0.02, "p0": 0.02}, 3.0)
+    assert prefill_of(policy, "b", 3.0) == "p1"
+    late(policy, {"p0": 0.02}, 6.5)
+    assert prefill_of(policy, "c", 6.5) == "p0"
+
+
+@pytest.mark.parametrize("lags_s", [{"d1": 0.1, "d0": 0.9}, {"d1": 0.0, "d0": 0.25}, {"d1": 0.8, "d0": 0.8}])
+def test_a_worker_is_not_doubted_for_what_all_suffer_from_or_is_too_little(lags_s: dict[str, float]) -> None:
+    policy = cluster("p0", "d0", "d1")
+    late(policy, lags_s, 1.0)
+    late(policy, lags_s, 9.0)
+    assert not policy.health.doubt("d0")
+
+
+def test_of_four_workers_the_one_that_runs_well_does_not_get_everything() -> None:
+    policy = cluster("p0", "d0", "d1", "d2", "d3")
+    for now in (1.0, 9.0):
+        late(policy, {"d0": 0.01, "d1": 0.5, "d2": 0.5, "d3": 0.5}, now)
+    assert not any(policy.health.doubt(f"d{i}") for i in range(4))
+
+
+def test_one_that_starves_stands_in_for_one_that_is_silent() -> None:
+    """Slow is better than to wait for `lost_after_s`."""
+    policy = cluster("p0", "d0", "d1", options=RouterOptions(dead_after_s=2.0, lost_after_s=10.0))
+    for now in (1.0, 9.0):
+        late(policy, {"d0": 0.0, "d1": 0.9}, now)
+    assert policy.health.doubt("d1")
+    assert policy.on_silent("d0", 2.1) == "it said nothing for 2 s"
+
+
 # deaths
 
 

@@ -16,6 +16,10 @@ from cluster.router.health.shunned import AVOIDED, BARRED, BROKEN, DOUBTED, NOBO
 
 FAILURES_TO_OPEN = 3  # steps or processes of a worker that end badly, one after another, until its circuit opens
 HANDOFFS_TO_OPEN = 1  # each costs a request seconds
+LATE_LOOP_S = 0.25  # a worker whose event loop is so late, and LATE_TIMES as late as its peers', gets no processor time
+LATE_TIMES = 10
+LATE_FOR_S = 1.5  # that it must be so late: one stall is told for a second
+LATE_HOLD_S = 5.0  # after it was last so late: what starves a process comes and goes
 
 
 class Health:
@@ -25,6 +29,8 @@ class Health:
         self._pairs: dict[str, Circuits] = {}  # by prefill worker: its decode workers
         self._silent: dict[str, str] = {}  # by worker: one sentence
         self._slow: dict[str, str] = {}
+        self._late_since: dict[str, float] = {}
+        self._late: dict[str, tuple[float, str]] = {}  # doubted until when, and why
         self.num_opened = 0  # circuits, of workers and of pairs
 
     # what is heard
@@ -40,6 +46,19 @@ class Health:
             self._slow[worker] = f"its step has been running for {age_s:.1f} s"
         else:
             self._slow.pop(worker, None)
+
+    def on_loop_lag(self, worker: str, lag_s: float, peers_lag_s: float, now: float) -> None:
+        """`peers_lag_s`: as others of its role have it."""
+        if lag_s > max(LATE_LOOP_S, LATE_TIMES * peers_lag_s):
+            why = f"it gets little processor time: its event loop is {lag_s:.1f} s late, its peers' {peers_lag_s:.2f} s"
+            if now - self._late_since.setdefault(worker, now) >= LATE_FOR_S:
+                self._late[worker] = now + LATE_HOLD_S, why
+        elif now >= self._late.get(worker, (0.0, ""))[0]:
+            self._forget_lag(worker)
+
+    def _forget_lag(self, worker: str) -> None:
+        self._late_since.pop(worker, None)
+        self._late.pop(worker, None)
 
     def on_failed(self, worker: str, reason: str, now: float) -> None:
         """A step of its engine, or its process: the successor, under the same name, has shown nothing yet."""
@@ -64,6 +83,7 @@ class Health:
         """It is lost: of whoever comes back under its name only its failures are known."""
         self._silent.pop(worker, None)
         self._slow.pop(worker, None)
+        self._forget_lag(worker)
         self._pairs.pop(worker, None)
         for prefill in list(self._pairs):
             self.on_pair_works(prefill, worker)
@@ -97,7 +117,11 @@ class Health:
 
     def doubt(self, worker: str) -> str:
         """Why it is suspect; empty if it is not."""
-        return self._silent.get(worker) or self._slow.get(worker, "")
+        return self._silent.get(worker) or self._slow.get(worker) or self._late.get(worker, (0.0, ""))[1]
+
+    def is_stuck(self, worker: str) -> bool:
+        """It may do nothing at all."""
+        return worker in self._silent or worker in self._slow
 
     def circuit(self, worker: str, now: float) -> str:
         return self.steps.state(worker, now)
@@ -118,11 +142,11 @@ class Health:
         """For the choice of a worker that computes this phase; for decode `prefill` is who hands over."""
         is_tried = past.died_in == phase
         tried = 0 if is_tried and phase == DECODE else self.isolation.num_tried(phase)  # there it waits for its turn
-        is_calm = not (tried or self._silent or self._slow or self._pairs or self.steps)
+        is_calm = not (tried or self._silent or self._slow or self._late or self._pairs or self.steps)
         if is_calm and not past.avoid:
             return NOBODY
         shunned: dict[str, Grade] = dict.fromkeys(past.avoid, AVOIDED)
-        for name in (*self._silent, *self._slow):
+        for name in (*self._silent, *self._slow, *self._late):
             shun(shunned, name, DOUBTED)
         _shun_broken(shunned, self.steps, now)
         if phase == DECODE and (pairs := self._pairs.get(prefill)) is not None:

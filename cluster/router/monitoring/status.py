@@ -72,4 +72,4 @@ def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerL
     if why := health.doubt(link.name):
         status.state, status.reason = "suspect", why
     elif (circuit := health.steps.get(link.name)) is not None:
-        status.reason = f"it failed {circuit.failures} times one after another, the last: {circuit.reason}"
+        status.reason = f"failures in a row: {circuit.failures}, the last: {circuit.reason}"
