@@ -51,6 +51,7 @@ class GenerateService:
         self._stalls = Stalls(options.max_stall_s)
         self._endings = Endings(router.metrics, options.log_requests)
         self._clock = clock
+        self._too_old = f"the request has lived {options.max_request_s:g} s, the most that this router allows"
         self.is_draining = False
 
     @property
@@ -187,8 +188,7 @@ class GenerateService:
 
     def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
         """The client's deadline, or the router's own where that is earlier."""
-        longest_s = self._options.max_request_s
-        reason = f"the request has lived {longest_s:g} s, the most that this router allows"
+        longest_s, reason = self._options.max_request_s, self._too_old
         if left_s is not None and left_s < longest_s:
             longest_s, reason = left_s, "the request's deadline is over"
         return TimeLimits(

@@ -56,6 +56,8 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._calls = Shares(max_calls)
         self._messages = Stalls(max_stall_s)
         self._strangers = Stalls(min(FIRST_MESSAGE_S, max_stall_s))
+        self._limited: dict[str, grpc.RpcMethodHandler] = {}  # by method: handlers as they are answered with here
+        self._full = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
         self,
@@ -65,9 +67,15 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        is_health = handler_call_details.method.startswith(HEALTH)
+        method = handler_call_details.method
+        is_health = method.startswith(HEALTH)
         if not is_health and self._why_full(CALLER.get()):
-            return grpc.stream_stream_rpc_method_handler(self._refuse)
+            return self._full
+        if method not in self._limited:
+            self._limited[method] = self._limit(handler, is_health)
+        return self._limited[method]
+
+    def _limit(self, handler: grpc.RpcMethodHandler, is_health: bool) -> grpc.RpcMethodHandler:
         if handler.request_streaming:
             return handler._replace(stream_stream=self._counted(handler.stream_stream))
         return self._heard(handler, is_health)

@@ -147,5 +147,7 @@ async def encode(text: str, model: generate_pb2.GetModelInfoResponse, codec: Tex
 
 def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:
     """What the workers get for choice `index`: one choice, with a seed of its own. Stop strings stay at the front."""
-    seed = (params.seed + index) % 2**SEED_BITS
-    return sampling_to_proto(replace(params, seed=seed, n=1, stop=()))
+    message = sampling_to_proto(params)
+    message.seed, message.n = (params.seed + index) % 2**SEED_BITS, 1
+    message.ClearField("stop")
+    return message

@@ -126,8 +126,7 @@ class Router:
             raise submission.error
         if request.deadline_s is not None:
             self._refuse_late(submission, request.deadline_s - self._clock())
-            over = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, request.deadline_reason)
-            self._call_at(request.deadline_s, submission, partial(self._dispatcher.fail, submission, over))
+            self._call_at(request.deadline_s, submission, partial(self._on_deadline, submission, request))
         if request.queue_deadline_s is not None and _is_waiting(submission):
             self._call_at(request.queue_deadline_s, submission, partial(self._on_waited, submission, request))
         return submission
@@ -141,6 +140,10 @@ class Router:
     def _call_at(self, at_s: float, submission: Submission, call: Callable[[], None]) -> None:
         wait_s = max(0.0, at_s - self._clock())
         submission.timers.append(asyncio.get_running_loop().call_later(wait_s, call))
+
+    def _on_deadline(self, submission: Submission, request: NewRequest) -> None:
+        over = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, request.deadline_reason)
+        self._dispatcher.fail(submission, over)
 
     def _on_waited(self, submission: Submission, request: NewRequest) -> None:
         if _is_waiting(submission):

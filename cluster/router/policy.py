@@ -155,7 +155,7 @@ class RouterPolicy:
         """Why no new request is taken now, whatever its shape, so that nothing is spent on it; None if one may be."""
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             return Unavailable(reason=f"no {phase} worker is ready")
-        full = self._queue.why_full(RequestShape(id="", prompt_len=0, max_tokens=0, owner=owner))
+        full = self._queue.why_full(owner, 0)
         return Rejected(reason=full, retry_after_s=self._queue.retry_after_s()) if full else None
 
     def why_late(self, request_id: str, left_s: float) -> str:
@@ -191,7 +191,7 @@ class RouterPolicy:
             why = placed.reason
         else:
             why = f"{len(self._queue)} requests wait before it"
-        if not is_resent and (full := self._queue.why_full(shape)):
+        if not is_resent and (full := self._queue.why_full(shape.owner, shape.prompt_len)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
         self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)

@@ -162,17 +162,17 @@ class WaitingQueue:
 
     # how much, how long
 
-    def why_full(self, shape: RequestShape) -> str:
-        """Why the request may not wait; empty if it may. One of any length may wait alone."""
+    def why_full(self, owner: str, prompt_len: int) -> str:
+        """Why a request may not wait; empty if it may. One of any length may wait alone."""
         requests, tokens = self._requests, self._tokens
         if requests.total >= requests.limit:
             return f"the router's queue is full: {requests.total} requests of {requests.limit}"
-        if self._waiting and tokens.total + shape.prompt_len > tokens.limit:
+        if self._waiting and tokens.total + prompt_len > tokens.limit:
             return f"the router's queue is full: {tokens.total} prompt tokens of {tokens.limit}"
-        if not requests.has_share(shape.owner):
-            return f"{requests.of(shape.owner)} of {requests.total} requests that wait are this client's: its share"
-        if not tokens.has_share(shape.owner):
-            return f"{tokens.of(shape.owner)} of {tokens.total} prompt tokens that wait are this client's: its share"
+        if not requests.has_share(owner):
+            return f"{requests.of(owner)} of {requests.total} requests that wait are this client's: its share"
+        if not tokens.has_share(owner):
+            return f"{tokens.of(owner)} of {tokens.total} prompt tokens that wait are this client's: its share"
         return ""
 
     def on_computed(self, now: float, prompt_tokens: int) -> None:

@@ -94,8 +94,8 @@ def test_the_queue_of_a_router_keeps_room_for_other_clients() -> None:
 def test_the_prompts_that_wait_keep_room_for_other_clients() -> None:
     queue = WaitingQueue(1000, 6400)
     for number in range(56):
-        assert not queue.why_full(shape("flood", number, 100))
+        assert not queue.why_full("flood", 100)
         queue.add(shape("flood", number, 100), is_resent=False)
     full = "5600 of 5600 prompt tokens that wait are this client's: its share"
-    assert queue.why_full(shape("flood", 99, 100)) == full
-    assert not queue.why_full(shape("other", 0, 100))
+    assert queue.why_full("flood", 100) == full
+    assert not queue.why_full("other", 100)

@@ -17,7 +17,7 @@ _ORDER = {name: i for i, name in enumerate(PHASES)}
 
 
 class Timeline:
-    __slots__ = ("_attempt_begins", "_marks", "arrived_s", "finished_s", "first_token_s")
+    __slots__ = ("_attempt_begins", "_marks", "_phases", "arrived_s", "finished_s", "first_token_s")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
@@ -25,6 +25,7 @@ class Timeline:
         self.finished_s: float | None = None
         self._marks: list[tuple[int, float]] = [(0, arrived_s)]  # (phase, when it began)
         self._attempt_begins = 0  # index of this attempt's route mark
+        self._phases: dict[str, float] = {}  # once they were asked for
 
     def enter(self, phase: str, at_s: float) -> None:
         """The phase began at `at_s`. `route` begins a new attempt; in one attempt a phase's first mark holds."""
@@ -68,7 +69,13 @@ class Timeline:
         return (self.e2e_s - self.ttft_s) / (num_tokens - 1)
 
     def phases(self) -> dict[str, float]:
-        """Seconds in each phase that was entered, in the order of the request's life."""
+        """Seconds in each phase that was entered, in the order of the request's life. Not to be changed; what is
+        entered after they were asked for changes nothing."""
+        if not self._phases:
+            self._phases = self._summed()
+        return self._phases
+
+    def _summed(self) -> dict[str, float]:
         assert self.finished_s is not None, "the request has not finished"
         seconds: dict[str, float] = {}
         began, current = self.arrived_s, 0
