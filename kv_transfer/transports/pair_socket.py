@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 CALLER_S = 2.0  # that a caller may take to show the token
+LOOK_S = 0.5  # at most, between two looks at who is slow
 MAX_CALLERS = 16  # heard at once
 BACKLOG = 256  # that wait to be heard
 
@@ -53,6 +54,7 @@ class PairListener:
         family = socket.AF_INET6 if ":" in wire.host else socket.AF_INET
         self._socket = socket.create_server((wire.host, 0), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)
+        self._listened_s = 0.0  # what this process itself stood still is no caller's silence
         self._callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
         self._last_refused = ""
         self.params: Mapping[str, str] = {
@@ -70,12 +72,14 @@ class PairListener:
             selector.register(self._socket, selectors.EVENT_READ)
             try:
                 while (now_s := time.monotonic()) < deadline_s:
-                    for key, _ in selector.select(min(deadline_s - now_s, CALLER_S / 4)):
+                    self._drop_slow(selector)
+                    ready = selector.select(min(deadline_s - now_s, LOOK_S))
+                    self._listened_s += min(time.monotonic() - now_s, LOOK_S)
+                    for key, _ in ready:
                         if key.fileobj is self._socket:
                             self._hear(selector)
                         elif key.fd in self._callers and self._has_proven(selector, key.fd):
                             return self._taken(selector, key.fd, timeout_s)
-                    self._drop_slow(selector, now_s)  # what was said while we stood still has been heard
             finally:
                 for fd in list(self._callers):
                     self._drop(selector, fd, "the pair was opened, or is closed")
@@ -104,7 +108,7 @@ class PairListener:
             return
         if len(self._callers) >= MAX_CALLERS:
             self._drop(selector, next(iter(self._callers)), "too many callers at once")
-        self._callers[sock.fileno()] = _Caller(sock, address[0], _proof(sock, self._token), time.monotonic())
+        self._callers[sock.fileno()] = _Caller(sock, address[0], _proof(sock, self._token), self._listened_s)
         selector.register(sock, selectors.EVENT_READ)
 
     def _has_proven(self, selector: selectors.BaseSelector, fd: int) -> bool:
@@ -124,9 +128,9 @@ class PairListener:
         sock.sendall(self._answer)
         return sock
 
-    def _drop_slow(self, selector: selectors.BaseSelector, now_s: float) -> None:
+    def _drop_slow(self, selector: selectors.BaseSelector) -> None:
         for fd, caller in list(self._callers.items()):
-            if now_s - caller.since_s > CALLER_S:
+            if self._listened_s - caller.since_s > CALLER_S:
                 self._drop(selector, fd, f"it showed no token for {CALLER_S:g} s")
 
     def _drop(self, selector: selectors.BaseSelector, fd: int, reason: str) -> None:

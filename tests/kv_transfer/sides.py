@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import torch
@@ -176,7 +176,7 @@ async def connect(
         model_fingerprint=fingerprint,
         memory=memory,
         dial=handoff_dial(secret, silent_s=options.peer_silent_s),
-        options=options,
+        options=replace(options, connect_timeout_s=30.0),
         host="127.0.0.1",
         tls=tls,
         faults=faults,

@@ -49,7 +49,7 @@ async def _hold_in_send(address: bytes, transport: str, pipe: Connection) -> Non
         model_fingerprint="m",
         memory=random_memory(50, seed=1),
         dial=handoff_dial(SECRET, silent_s=5.0),
-        options=TransferOptions(transports=(transport,)),
+        options=TransferOptions(transports=(transport,), connect_timeout_s=30.0),
         host="127.0.0.1",
         faults=Faults(before_send=hold),
     )

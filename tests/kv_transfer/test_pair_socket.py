@@ -108,12 +108,18 @@ def test_callers_who_say_nothing_make_way_for_the_sender(wire: Wire, pool: Threa
 
 
 def test_a_caller_is_not_slow_because_we_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process gets no core between any two looks at the clock."""
-    ticks = itertools.count(step=2 * pair_socket.CALLER_S)
-    monkeypatch.setattr(pair_socket, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    """The process gets no core between any two looks at the clock; the caller goes on meanwhile."""
     listener = PairListener(WIRE)
+    token = bytes.fromhex(listener.params["token"])
+    now_s = itertools.count(step=2 * pair_socket.CALLER_S)
+    parts = iter([token[at : at + 7] for at in range(0, len(token), 7)])
     with call(listener) as sender:
-        sender.sendall(bytes.fromhex(listener.params["token"]))
+
+        def monotonic() -> float:
+            sender.sendall(next(parts, b""))
+            return next(now_s)
+
+        monkeypatch.setattr(pair_socket, "time", SimpleNamespace(monotonic=monotonic))
         with listener.accept("prefill-0", 60.0):
             assert sender.recv(100).hex() == listener.params["answer"]
 

@@ -27,7 +27,7 @@ FIRST_ID = 5  # below are the special tokens
 ENGINE = EngineOptions(
     model="", dtype="float32", page_size=PAGE_SIZE, num_pages=96, max_model_len=512, threads=1, parity_check=False
 )
-WORKER: dict[str, object] = {"max_batch_tokens": 48, "short_prompt_tokens": 32}
+WORKER: dict[str, object] = {"max_batch_tokens": 48, "short_prompt_tokens": 32, "connect_timeout_s": WAIT_S}
 ROUTER = server_options(dead_after_s=20.0)  # a machine that stands still for a while loses no worker
 
 

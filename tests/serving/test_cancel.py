@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from cluster.router.live.requests import Submission
 from kv_transfer.base import Segment
 from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
@@ -33,8 +34,7 @@ from tests.serving.harness import (
     worker_with,
 )
 
-SOON_S = 2.0
-DEADLINE_S = 3.0  # by then a busy machine, too, has computed the prompt
+SOON_S = 10.0  # a third of lease_ttl_s, which would bring them back too
 PROMPT = random_prompt(100, seed=1)
 NEW_TOKENS = 30
 ENDINGS = ("the client closes", "the connection breaks", "the deadline passes")
@@ -43,16 +43,21 @@ Running = Callable[[str], Awaitable[None]]
 
 
 class Request:
-    """One request on a connection of its own, and the way it ends."""
+    """One request on a connection of its own, and the way it ends. Its deadline passes when the test says so."""
 
-    def __init__(self, endpoint: str, ending: str, prompt: list[int] = PROMPT) -> None:
-        self._client = AsyncClient(endpoint)
+    def __init__(self, cluster: LocalCluster, ending: str, prompt: list[int] = PROMPT) -> None:
+        assert cluster.server is not None
+        self._client = AsyncClient(cluster.endpoint)
         self._ending = ending
-        timeout_s = DEADLINE_S if ending == "the deadline passes" else WAIT_S
+        self._timers: list[Callable[[], None]] = []
+        cluster.server.router._call_at = self._keep  # type: ignore[method-assign]
         self._stream = self._client.stream(
-            prompt, timeout_s=timeout_s, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True
+            prompt, timeout_s=WAIT_S, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True
         )
         self._reader = asyncio.create_task(self._read())
+
+    def _keep(self, at_s: float, submission: Submission, call: Callable[[], None]) -> None:
+        self._timers.append(call)
 
     async def _read(self) -> Completion:
         async for _ in self._stream:
@@ -64,6 +69,8 @@ class Request:
             self._reader.cancel()
         elif self._ending == "the connection breaks":
             await self._client.close()
+        else:
+            self._timers[0]()
         answer = (await asyncio.gather(self._reader, return_exceptions=True))[0]
         await self._client.close()
         assert isinstance(answer, asyncio.CancelledError | KvrelayError), f"it was answered: {answer}"
@@ -108,7 +115,7 @@ async def test_while_it_waits_in_the_router(ending: str, model_dir: ModelDir) ->
         gate = Gate(cluster.decode[0].engine)
         first = asyncio.create_task(client.generate(PROMPT, max_tokens=NEW_TOKENS, ignore_eos=True, timeout_s=WAIT_S))
         await gate.reached()
-        request = Request(cluster.endpoint, ending)
+        request = Request(cluster, ending)
         await until(lambda: policy.num_queued == 1, "the second request waits in the router")
         await request.end()
         await until(lambda: policy.num_queued == 0, "it has left the queue")
@@ -123,7 +130,7 @@ async def test_while_its_prompt_is_computed(ending: str, model_dir: ModelDir) ->
     async with _serving(cluster):
         prefill, decode = cluster.prefill[0], cluster.decode[0]
         gate = Gate(prefill.engine, at=2)  # the second of three chunks
-        request = Request(cluster.endpoint, ending)
+        request = Request(cluster, ending)
         await gate.reached()
         await until(lambda: decode.role.reservations.handoffs.leases.leased_pages == 7, "decode has granted a lease")
         await request.end()
@@ -155,7 +162,7 @@ async def test_while_its_kv_is_handed_over(ending: str, transport: str, model_di
     )
     async with _serving(cluster):
         prefill, decode = cluster.prefill[0], cluster.decode[0]
-        request = Request(cluster.endpoint, ending)
+        request = Request(cluster, ending)
         await until(stands.is_set, "the first segment is about to be sent")
         await until(lambda: prefill.counters["generated_tokens"] == 1, "prefill has its token")
         await request.end()
@@ -183,7 +190,7 @@ async def test_while_it_waits_for_decode_pages(ending: str, model_dir: ModelDir)
         gate = Gate(decode.engine)
         first = asyncio.create_task(client.generate(PROMPT, max_tokens=NEW_TOKENS, ignore_eos=True, timeout_s=WAIT_S))
         await gate.reached()
-        request = Request(cluster.endpoint, ending, prompt=random_prompt(100, seed=2))
+        request = Request(cluster, ending, prompt=random_prompt(100, seed=2))
         await until(lambda: prefill.counters["handoffs_stalled"] == 1, "the handoff stalls")
         await until(lambda: prefill.counters["generated_tokens"] == 2, "prefill has its token")
         assert prefill.pool.usage.held == 7
@@ -200,7 +207,7 @@ async def test_while_it_is_decoded(ending: str, model_dir: ModelDir) -> None:
     async with _serving(cluster):
         decode = cluster.decode[0]
         gate = Gate(decode.engine, at=5)
-        request = Request(cluster.endpoint, ending)
+        request = Request(cluster, ending)
         await gate.reached()
         await request.end()
         await until(lambda: decode.counters["cancelled"] == 1, "decode has heard of it")

@@ -17,13 +17,21 @@ from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import (
+    WAIT_S,
+    counters,
+    engine_with,
+    random_prompt,
+    router_with,
+    transformers_tokens,
+    worker_with,
+)
 
 TRANSPORTS = ("loopback", "shared_memory", "process_group", "tcp")
 PROMPT = random_prompt(100, seed=1)  # three chunks, seven pages
 OTHER = random_prompt(60, seed=2)
 NEW_TOKENS = 12
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 2
 
 _known: dict[str, list[list[int]]] = {}
 
@@ -35,9 +43,10 @@ def _expected(directory: Path) -> list[list[int]]:
     return _known[str(directory)]
 
 
-def _cluster(directory: Path, transport: str, faults: Faults | None = None) -> LocalCluster:
-    worker = worker_with(transports=(transport,), timeout_s=1.0)
-    return LocalCluster(str(directory), engine=engine_with(), worker=worker, router=ROUTER, faults=faults)
+def _cluster(directory: Path, transport: str, faults: Faults | None = None, timeout_s: float = WAIT_S) -> LocalCluster:
+    worker = worker_with(transports=(transport,), timeout_s=timeout_s)
+    router = router_with(max_attempts=MAX_ATTEMPTS)
+    return LocalCluster(str(directory), engine=engine_with(), worker=worker, router=router, faults=faults)
 
 
 async def _generate(client: AsyncClient, prompt: list[int]) -> Completion:
@@ -184,7 +193,10 @@ async def test_a_cluster_whose_transfer_is_dead_fails_the_request_and_says_so(
 ) -> None:
     directory = model_dir("llama")
     faults = Faults(drop_all=True)
-    async with _cluster(directory, transport, faults) as cluster, AsyncClient(cluster.endpoint) as client:
+    async with (
+        _cluster(directory, transport, faults, timeout_s=1.0) as cluster,
+        AsyncClient(cluster.endpoint) as client,
+    ):
         with pytest.raises(KvrelayError) as failed:
             await _generate(client, PROMPT)
         assert failed.value.code == "UNAVAILABLE"

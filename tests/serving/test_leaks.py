@@ -14,7 +14,7 @@ from cluster.deploy.local import LocalCluster
 from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import counters, engine_with, router_with, worker_with
+from tests.serving.harness import WAIT_S, counters, engine_with, router_with, worker_with
 from tests.serving.soak import TIMEOUT_S, Soak, learn
 
 CONCURRENCY = 80
@@ -30,7 +30,7 @@ def soak_cluster(directory: str, transport: str, faults: Faults | None) -> Local
         decode=2,
         engine=engine_with(num_pages=PREFILL_PAGES),
         decode_engine=engine_with(num_pages=DECODE_PAGES),
-        worker=worker_with(max_batch_tokens=64, max_batch_size=12, transports=(transport,), timeout_s=2.0),
+        worker=worker_with(max_batch_tokens=64, max_batch_size=12, transports=(transport,), timeout_s=WAIT_S),
         router=router_with(max_queued_requests=QUEUE, overcommit=0.5),
         faults=faults,
     )
