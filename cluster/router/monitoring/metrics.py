@@ -122,10 +122,15 @@ class _Exposed:
             name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        self._labelled: dict[tuple[str, str], Any] = {}  # histogram and model: to look it up costs more than to observe
         self.registry.register(self)
 
     def observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(self._model()).observe(value)
+        key = name, self._model()
+        histogram = self._labelled.get(key)
+        if histogram is None:
+            histogram = self._labelled[key] = self._histograms[name].labels(key[1])
+        histogram.observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Called at a scrape, in the metrics server's thread."""
