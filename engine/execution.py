@@ -41,7 +41,7 @@ def run_step(engine: StepRunner, step: Step, *, max_failed_steps: int) -> list[S
 
 def has_failed(step: Step, tokens: Sequence[SampledToken]) -> bool:
     """Whether no chunk of the step could be computed."""
-    return bool(step.chunks) and sum(bool(token.error) for token in tokens) == len(step.chunks)
+    return bool(step.chunks) and len(tokens) == len(step.chunks) and all(token.error for token in tokens)
 
 
 def _isolated(engine: StepRunner, step: Step) -> list[SampledToken]:
