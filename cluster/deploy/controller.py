@@ -172,11 +172,10 @@ class Controller:
     async def _on_gone(self, name: str, incarnation: str, error: RayActorError) -> None:
         if self._is_stopping or self._roster.member(name).stage == "failed":
             return
-        reason = f"its process ended: {' '.join(str(error).split())}"
         if isinstance(error, ActorDiedError):
-            self._roster.on_failed(name, reason)
-        else:
-            self._roster.on_lost(name, incarnation, reason)
+            self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")
+        else:  # Ray knows no more by now than that it restarts it
+            self._roster.on_lost(name, incarnation, "its process ended; its log may say why")
             self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
 

@@ -64,6 +64,7 @@ class Past:
     failures: int = 0  # attempts of it that have failed
     losses: int = 0  # workers lost while it was there, computed or not
     deaths: tuple[str, ...] = ()  # WorkerView.life of those that may have died of it
+    died_s: float = 0.0  # when the last of them was heard of
     died_in: str = ""  # the phase in which the last one did: it is tried there alone first, until it has passed
     is_retried: bool = False  # one died after its trial, and it may have been another's fault: the next takes longer
 

@@ -7,14 +7,15 @@ worker is taken, if there is one for which nothing stands against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape, RoutedRequest
+from cluster.router.accounts import DecodeAccount, Past, PrefillAccount, RequestShape, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
-from cluster.router.health.shunned import BROKEN
+from cluster.router.health.shunned import BARRED, BROKEN
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -38,7 +39,7 @@ class Unplaced:
     """`lacks_pages`: a smaller request may find a place where this one finds none."""
 
     reason: str
-    lacks_pages: bool
+    lacks_pages: bool = False
 
 
 class Placing:
@@ -64,10 +65,11 @@ class Placing:
         return ""
 
     def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
-        if (waits := self._waits_for_its_turn(request)) is not None:
-            return waits
         shape, past = request.shape, request.past
-        shunned = self._health.shunned(past, PREFILL, now)
+        unheard = self._unheard_since(past.died_s) if past.deaths else []
+        if why := self._waits_for_its_turn(past, unheard):
+            return Unplaced(reason=why)
+        shunned = {**self._health.shunned(past, PREFILL, now), **dict.fromkeys(unheard, BARRED)}
         first: Placed | None = None
         for _ in range(MAX_TRIES):
             prefill = self._prefill.best(shape, shunned)
@@ -79,7 +81,7 @@ class Placing:
             if first is not None and name in shunned:
                 break  # something stands against all that are left
             if why := self._backlog(prefill, shape):
-                return Unplaced(reason=why, lacks_pages=False)
+                return Unplaced(reason=why)
             decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name))
             if isinstance(decode, str):
                 return first or Unplaced(reason=decode, lacks_pages=True)
@@ -99,14 +101,16 @@ class Placing:
             return None
         return better
 
-    def _waits_for_its_turn(self, request: RoutedRequest) -> Unplaced | None:
-        """Of one that is tried at decode only the first step there waits (health/isolation.py)."""
-        if request.past.died_in != PREFILL:
-            return None
-        if self._health.isolation.num_tried(PREFILL) < len(self._prefill.accounts):
-            return None
-        reason = "a prefill worker died while it computed it, and every other is trying such a request now"
-        return Unplaced(reason=reason, lacks_pages=False)
+    def _unheard_since(self, died_s: float) -> list[str]:
+        """Prefill workers that may have died in the same moment, of what ended the other: it would be blamed twice."""
+        return [name for name, account in self._prefill.accounts.items() if account.report.made_s < died_s]
+
+    def _waits_for_its_turn(self, past: Past, unheard: Sequence[str]) -> str:
+        """Why. Of one that is tried at decode only the first step there waits for others (health/isolation.py)."""
+        barred = {*unheard, *(self._health.isolation.triers(PREFILL) if past.died_in == PREFILL else ())}
+        if not barred or len(barred) < len(self._prefill.accounts):
+            return ""
+        return "a worker died while it computed it, and every other is trying such a request, or is not heard of since"
 
     def _backlog(self, prefill: PrefillAccount, shape: RequestShape) -> str:
         """Why it may not have the prompt yet."""

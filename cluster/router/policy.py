@@ -110,7 +110,7 @@ class RouterPolicy:
         retries: list[Retry] = []
         for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
-            retries.append(retry_lost(request.shape.id, past, reason, account.view, died_in))
+            retries.append(retry_lost(request.shape.id, past, reason, now, account.view, died_in))
         retries += self._give_up_misfits(f"{reason}, and ")
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             retries += [self._give_up(i, _not_ready(phase)) for i in self.queued]
@@ -296,7 +296,7 @@ class RouterPolicy:
         if holder is None:
             self._forget(request_id)
             reason = f"{decode} was lost after it had taken the KV"
-            return retry_lost(request_id, request.past, reason)
+            return retry_lost(request_id, request.past, reason, now)
         if decode != request.decode:
             self._workers.move(request, holder, now)
             request.is_held |= request.past.died_in == DECODE
@@ -326,7 +326,7 @@ class RouterPolicy:
         if cause == "step":
             self.health.on_failed(worker, reason, now)
             avoid = {worker}
-        elif cause == "room" or self._workers.is_stopping(peer):
+        elif cause == "room" or self._workers.is_stopping(peer) or self.health.is_stuck(peer):
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
         elif cause == "peer":
             avoid = {request.decode}

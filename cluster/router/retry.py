@@ -33,7 +33,8 @@ def retry_failed(request_id: str, past: Past, reason: str, avoid: frozenset[str]
 
 
 def retry_for_room(request_id: str, past: Past, reason: str, avoid: frozenset[str]) -> Retry:
-    """A worker had no pages for too long, or is about to stop: nobody's fault, and there may be room elsewhere."""
+    """A worker had no pages for too long, is about to stop, or is suspect: nobody's fault, and there may be room
+    elsewhere."""
     past = replace(past, avoid=avoid, losses=past.losses + 1)
     return _unless_lost_too_often(request_id, past, reason, ROOM_AFTER_S)
 
@@ -54,13 +55,15 @@ def blamed(past: Past, died_in: str, *, is_tried: bool, tries_one: bool, num_dou
     return (past, "") if tries_one else (replace(past, deaths=(), is_retried=True), died_in)
 
 
-def retry_lost(request_id: str, past: Past, reason: str, worker: WorkerView | None = None, died_in: str = "") -> Retry:
+def retry_lost(
+    request_id: str, past: Past, reason: str, now: float, worker: WorkerView | None = None, died_in: str = ""
+) -> Retry:
     """A worker is lost that it was with. `died_in`: the phase in which that may have died of it; empty: it cannot. Its
     successor would not tell whose fault it was: it may die of itself again."""
     past = replace(past, losses=past.losses + 1)
     if worker is not None and died_in:
-        avoid = past.avoid | {worker.name}
-        past = replace(past, deaths=(*past.deaths, worker.life), died_in=died_in, avoid=avoid)
+        deaths, avoid = (*past.deaths, worker.life), past.avoid | {worker.name}
+        past = replace(past, deaths=deaths, died_s=now, died_in=died_in, avoid=avoid)
     if len(past.deaths) >= MAX_DEATHS:
         names = ", ".join(each.partition("/")[0] for each in past.deaths)
         died = f"{len(past.deaths)} workers died while they computed it ({names}); do not send it again"

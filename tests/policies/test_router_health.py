@@ -166,6 +166,20 @@ def test_a_silent_worker_is_suspect_alone_and_lost_beside_another() -> None:
     assert prefill_of(policy, "b", 0.0) == "p0"
 
 
+def test_handoffs_to_a_suspect_worker_cost_no_attempt() -> None:
+    """All of a kind stopped for some seconds: what cannot be handed over meanwhile is not given up before they are."""
+    policy = cluster("p0", "d0", options=RouterOptions(max_attempts=4))
+    policy.on_silent("d0", 2.1)
+    request = shape("a")
+    for _ in range(10):
+        assigned(policy.assign(request, 0.0, is_resent=True))
+        retry = policy.on_failed(request.id, "it did not answer", 0.0, worker="p0", cause="peer", peer="d0")
+        assert isinstance(retry, Resend)
+        assert (retry.past.failures, retry.after_s) == (0, 0.1)
+        request = resent(retry)
+    assert not policy.health.pairs("p0")
+
+
 def test_a_worker_whose_step_takes_long_gets_nothing_new_while_there_is_another() -> None:
     policy = cluster("p0", "p1", "d0", options=RouterOptions(slow_step_s=5.0))
     policy.on_report("p0", Report(made_s=1.0, available_pages=100, step_age_s=6.2), 1.0)
@@ -274,6 +288,41 @@ def test_what_a_worker_may_have_died_of_is_not_sent_to_its_successor() -> None:
     sent = again(policy, retry)
     assert sent is not None
     assert sent.prefill == "p1"
+
+
+def died_in(policy: RouterPolicy, phase: str, now: float) -> Retry:
+    """A request of which p0, or d0, may have died."""
+    assigned(policy.assign(shape("a"), now))
+    if phase == "decode":
+        policy.on_first_token("a", now)
+        policy.on_handed_off("a", "d0", now)
+    [retry] = lose(policy, "d0" if phase == "decode" else "p0", now)
+    return retry
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_workers_that_die_in_one_moment_convict_nobody(phase: str) -> None:
+    """A host without memory, or one that goes down: the second is heard of when the first request was sent again."""
+    policy = cluster("p0", "p1", "d0", "d1")
+    assert again(policy, died_in(policy, phase, 5.0), 5.0) is None
+    assert lose(policy, "p1", 5.1) == []
+    if phase == "decode":
+        lose(policy, "p0", 5.1)
+    policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE, incarnation="2"), 7.0)
+    assert assigned_id(policy.next_assignable(7.0)) == "a#"
+    policy.check_invariants()
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_a_worker_may_have_died_of_goes_to_one_that_is_heard_of_since(phase: str) -> None:
+    policy = cluster("p0", "p1", "p2", "d0", "d1")
+    assert again(policy, died_in(policy, phase, 5.0), 5.0) is None
+    policy.on_report("p1", Report(made_s=4.9, available_pages=100), 5.1)
+    assert policy.next_assignable(5.1) is None
+    policy.on_report("p2", Report(made_s=5.1, available_pages=100), 5.2)
+    sent = policy.next_assignable(5.2)
+    assert sent is not None
+    assert sent.prefill == "p2"
 
 
 def test_a_worker_that_dies_again_and_again_is_tried_by_one_request_at_a_time() -> None:
