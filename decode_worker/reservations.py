@@ -22,6 +22,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.requests import HeldRequest, read_request
 from worker.role import RoleHost
+from worker.wire.credentials import FollowedTls
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Reservations:
             vocab_size=host.engine.info.vocab_size,
             options=host.options.transfer,
             address_host=host.options.host,
-            tls=host.options.tls,
+            tls=FollowedTls(host.options.tls) if host.options.tls else None,
         )
 
     # What prefill workers bring: ReservationHost

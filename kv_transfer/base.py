@@ -38,7 +38,7 @@ class Segment:
 
 
 class Tls(Protocol):
-    """Certificates (worker/wire/tls.py), read anew for every pair. Both raise ValueError for files of no use."""
+    """Certificates as they are now, for every pair. Both raise ValueError for files of no use."""
 
     @property
     def server_name(self) -> str:

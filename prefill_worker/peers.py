@@ -16,6 +16,7 @@ from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.pair_health import PairHealth, PeerKey
 from worker.role import RoleHost
+from worker.wire.credentials import FollowedTls
 from worker.wire.rpc import handoff_dial
 from worker.wire.tls import TlsError
 
@@ -33,6 +34,7 @@ class Peers:
         self._connections: dict[PeerKey, Connection] = {}
         self._wanted_s: dict[PeerKey, float] = {}  # when a request last named it; of those that are tried
         self.health = PairHealth()
+        self._tls = FollowedTls(host.options.tls) if host.options.tls else None
         self._is_closed = False
 
     def open_pair(self, decode: pb.WorkerAddress) -> PrefillPair | None:
@@ -100,7 +102,7 @@ class Peers:
             dial=handoff_dial(host.options.secret, host.options.tls, silent_s=host.options.transfer.peer_silent_s),
             options=host.options.transfer,
             host=host.options.host,
-            tls=host.options.tls,
+            tls=self._tls,
             faults=host.faults,
         )
 

@@ -1,7 +1,10 @@
-"""gRPC's own credentials, made from TlsFiles (tls.py): of a channel, and of a server that follows its files."""
+"""What TlsFiles (tls.py) are made into for connections: gRPC's own credentials, and contexts for sockets of our own.
+All of it follows the files, and stays with what was good while they are not.
+"""
 
 from __future__ import annotations
 
+import ssl
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +12,24 @@ import grpc
 
 from worker.wire.followed import Followed
 from worker.wire.tls import TlsFiles
+
+
+class FollowedTls:
+    """Contexts of files as they are now, or were when they could last be used: kv_transfer.base.Tls."""
+
+    def __init__(self, tls: TlsFiles) -> None:
+        """Raises TlsError."""
+        self.server_name = tls.server_name
+        self._server = Followed(_paths(tls), tls.server_context, f"the certificate {tls.cert} and its files")
+        self._client = Followed(_paths(tls), tls.client_context, f"the files to call with, {_paths(tls)},")
+
+    def server_context(self) -> ssl.SSLContext:
+        self._server.renew()
+        return self._server.value
+
+    def client_context(self) -> ssl.SSLContext:
+        self._client.renew()
+        return self._client.value
 
 
 def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:

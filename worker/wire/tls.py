@@ -43,6 +43,11 @@ class TlsFiles:
 
     def client_context(self) -> ssl.SSLContext:
         """Of a socket that dials: wrap it with server_hostname=files.server_name or the address. Raises TlsError."""
+        if self.cert:
+            self.server_context()  # what it shows must be believed, too
+        return self._client_context()
+
+    def _client_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._load(context)
         if not self.ca:
@@ -65,7 +70,7 @@ class TlsFiles:
 
     def _dialler(self) -> ssl.SSLContext:
         if self.server_name:
-            return self.client_context()
+            return self._client_context()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -13,7 +13,8 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from worker.wire.tls import TlsError, TlsFiles
+from worker.wire.credentials import FollowedTls
+from worker.wire.tls import TlsFiles
 
 MAX_SCRAPERS = 8
 SCRAPE_TIMEOUT_S = 10.0  # from its connection to the last byte of the answer
@@ -33,10 +34,8 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         tls: TlsFiles | None = None,
     ) -> None:
         """`may_enter` is asked with the authorization header. Raises OSError when the port is taken, TlsError."""
-        if tls is not None:
-            tls.server_context()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._tls = tls
+        self._tls = FollowedTls(tls) if tls is not None else None
         self._slots = threading.BoundedSemaphore(MAX_SCRAPERS)
         super().__init__((host, port), _Handler)
         self.set_app(_guarded(app, may_enter))
@@ -53,11 +52,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         accepted, address = super().get_request()
         if self._tls is None:
             return accepted, address
-        try:
-            context = self._tls.server_context()
-        except TlsError as error:
-            accepted.close()
-            raise OSError(str(error)) from None
+        context = self._tls.server_context()
         return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:

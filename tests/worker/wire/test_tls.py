@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.certificates import write_tls
 from worker.wire import rpc
-from worker.wire.credentials import follow_server_files
+from worker.wire.credentials import FollowedTls, follow_server_files
 from worker.wire.tls import MEMBER_NAME, TlsError, TlsFiles, why_open
 
 pytestmark = pytest.mark.unit
@@ -50,11 +50,11 @@ async def answer(address: str, tls: TlsFiles | None) -> grpc.StatusCode:
 
 
 async def test_members_know_each_other_and_let_nobody_else_in(tmp_path: Path) -> None:
-    member = write_tls(tmp_path, AUTHORITY)
+    member = write_tls(tmp_path, AUTHORITY, MEMBER_NAME, "127.0.0.1")
     others = {
         "plain text": None,
         "no certificate": replace(member, cert="", key=""),
-        "a stranger's certificate": write_tls(tmp_path, STRANGER, ca=AUTHORITY, stem="stranger"),
+        "a stranger's certificate": write_tls(tmp_path, STRANGER, "stranger", ca=AUTHORITY, stem="stranger"),
     }
     async with listening(member) as address:
         assert await answer(address, member) is grpc.StatusCode.OK
@@ -81,10 +81,10 @@ async def test_a_renewed_certificate_is_shown_from_the_next_connection_on(tmp_pa
         assert await answer(address, old) is grpc.StatusCode.OK
         (tmp_path / "member.pem").write_text("half written")
         (tmp_path / "member-ca.pem").write_bytes(STRANGER.cert_pem.bytes())
-        assert await answer(address, write_tls(tmp_path, AUTHORITY, stem="other")) is grpc.StatusCode.OK
+        assert await answer(address, other := write_tls(tmp_path, AUTHORITY, stem="other")) is grpc.StatusCode.OK
         renewed = write_tls(tmp_path, STRANGER)
         assert await answer(address, renewed) is grpc.StatusCode.OK
-        assert await answer(address, replace(renewed, ca=str(tmp_path / "other-ca.pem"))) is grpc.StatusCode.UNAVAILABLE
+        assert await answer(address, other) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_who_calls_goes_on_with_what_it_had_while_its_files_are_of_no_use(tmp_path: Path) -> None:
@@ -95,6 +95,16 @@ async def test_who_calls_goes_on_with_what_it_had_while_its_files_are_of_no_use(
         assert await answer(address, member) is grpc.StatusCode.OK
         write_tls(tmp_path, STRANGER)
         assert await answer(address, member) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_sockets_of_our_own_go_on_with_what_they_had_too(tmp_path: Path) -> None:
+    files = write_tls(tmp_path, AUTHORITY)
+    followed = FollowedTls(files)
+    had = followed.server_context(), followed.client_context()
+    Path(files.key).unlink()
+    assert (followed.server_context(), followed.client_context()) == had
+    write_tls(tmp_path, AUTHORITY)
+    assert followed.server_context() is not had[0]
 
 
 @pytest.mark.parametrize("is_member", [True, False])
@@ -111,8 +121,9 @@ def test_a_certificate_out_of_its_dates_is_refused_and_does_not_replace_a_good_o
     Path(good.cert).write_bytes(leaf.cert_chain_pems[0].bytes())
     Path(good.key).write_bytes(leaf.private_key_pem.bytes())
     assert not followed.renew()
-    with pytest.raises(TlsError, match=f"nobody would believe the certificate .*{why}; give another"):
-        files.server_context()
+    for context in (files.server_context, files.client_context):
+        with pytest.raises(TlsError, match=f"nobody would believe the certificate .*{why}; give another"):
+            context()
 
 
 def test_a_member_with_a_certificate_that_no_member_would_believe_does_not_start(tmp_path: Path) -> None:
