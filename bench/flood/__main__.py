@@ -35,7 +35,7 @@ SETTLE_S = 60.0
 QUIET_S = 5.0
 ROUTER_NICE = -8
 RSS_GAP_S = 0.05
-FLOOD_TIMEOUT_S = 120.0
+FLOOD_TIMEOUT_S = 180.0
 TOKEN, OTHER_TOKEN = "flood-0123456789abcdef", "other-0123456789abcdef"
 SETTINGS = {"auth": True, "tokens": f"flood:{TOKEN}\nother:{OTHER_TOKEN}"}
 UNDOCUMENTED = {"INTERNAL", "UNKNOWN", "still open"}
@@ -151,8 +151,9 @@ def verdicts(result: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-# the other client's own request may be there at one look and not at the other; gRPC's threads come and go
-SLACK = {"calls": 1, "requests": 1, "unread_bytes": 1 << 16, "tasks": 4, "system_threads": 4, "files": 2}
+# the other client's own request may be there at one look and not at the other; gRPC's threads come and go, and asyncio
+# keeps some for what blocks
+SLACK = {"calls": 1, "requests": 1, "unread_bytes": 1 << 16, "tasks": 4, "threads": 4, "system_threads": 8, "files": 2}
 
 
 def main() -> int:

@@ -61,19 +61,16 @@ class GenerateService:
             return self._model_name
         return self._router.model.name
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         requests = generate_pb2
-        return grpc.method_handlers_generic_handler(
-            GENERATE_SERVICE,
-            {
-                "Generate": grpc.unary_stream_rpc_method_handler(
-                    self.generate, _lenient(requests.GenerateRequest), _serialize
-                ),
-                "GenerateOnce": _unary(self.generate_once, requests.GenerateRequest),
-                "Tokenize": _unary(self.tokenize, requests.TokenizeRequest),
-                "GetModelInfo": _unary(self.get_model_info, requests.GetModelInfoRequest),
-            },
-        )
+        return {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, _lenient(requests.GenerateRequest), _serialize
+            ),
+            "GenerateOnce": _unary(self.generate_once, requests.GenerateRequest),
+            "Tokenize": _unary(self.tokenize, requests.TokenizeRequest),
+            "GetModelInfo": _unary(self.get_model_info, requests.GetModelInfoRequest),
+        }
 
     async def generate(self, request: generate_pb2.GenerateRequest | None, context: Any) -> None:
         try:
@@ -217,10 +214,8 @@ class ClusterService:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        return grpc.method_handlers_generic_handler(
-            CLUSTER_SERVICE, {"GetStatus": _unary(self.get_status, cluster_pb2.GetStatusRequest)}
-        )
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        return {"GetStatus": _unary(self.get_status, cluster_pb2.GetStatusRequest)}
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
         return status_of(self._router)

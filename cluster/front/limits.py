@@ -17,6 +17,7 @@ from grpc_health.v1 import health
 
 from cluster.front.options import FrontOptions
 from cluster.front.stalls import Stalls
+from cluster.router.live.turns import Turns
 from cluster.router.shares import Shares
 from worker.wire.door import CALLER, FIRST_MESSAGE_S
 
@@ -52,12 +53,13 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """A call counts from its headers on: gRPC itself would wait for its message without end. Health is open to
     everyone and not counted, so that its message must come sooner."""
 
-    def __init__(self, max_calls: int, max_stall_s: float) -> None:
+    def __init__(self, max_calls: int, max_stall_s: float, turns: Turns) -> None:
         self._calls = Shares(max_calls)
         self._messages = Stalls(max_stall_s)
         self._strangers = Stalls(min(FIRST_MESSAGE_S, max_stall_s))
         self._limited: dict[str, grpc.RpcMethodHandler] = {}  # by method: handlers as they are answered with here
         self._full = grpc.stream_stream_rpc_method_handler(self._refuse)
+        self._turns = turns
 
     async def intercept_service(
         self,
@@ -125,6 +127,7 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def call(_: AsyncIterator[object], context: Any) -> Any:
             if not is_health:
                 self._count()
+                await self._turns.wait(CALLER.get())
             return await behaviour(await _message(context, stalls), context)
 
         streams = handler.response_streaming

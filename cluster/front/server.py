@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -93,7 +94,7 @@ class RouterServer:
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
-        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s)
+        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s, self.router.turns)
         self._letting_go: asyncio.Task[None] | None = None
         self._generate: GenerateService | None = None
         self._server: grpc.aio.Server | None = None
@@ -113,7 +114,8 @@ class RouterServer:
             behind=[self._calls],
             options=grpc_options(options.front),
         )
-        self._server.add_generic_rpc_handlers((self._generate.handler(), ClusterService(self.router).handler()))
+        _add(self._server, GENERATE_SERVICE, self._generate.handlers())
+        _add(self._server, CLUSTER_SERVICE, ClusterService(self.router).handlers())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if options.reflection:
             names = (GENERATE_SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -190,3 +192,9 @@ class RouterServer:
             self._health.set(is_serving=is_ready)
             if is_ready:
                 self.serving.set()
+
+
+def _add(server: grpc.aio.Server, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+    """gRPC lets calls of a registered method wait in a line of their own: a flood of one holds up no other."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)

@@ -29,6 +29,7 @@ from cluster.router.dispatch import Dispatcher
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import WorkerEndpoint, WorkerLink
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
+from cluster.router.live.turns import Turns
 from cluster.router.live.unread import Unread
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
@@ -81,6 +82,7 @@ class Router:
         self._was_ready = False
         self._serials = itertools.count(1)
         self.loop_clock = AwakeClock()
+        self.turns = Turns()
         self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
         self._links = WorkerLinks(
@@ -120,7 +122,7 @@ class Router:
         """Take a request in. Raises RequestFailed when it is refused; nothing is kept then."""
         self._check_id(request.id)
         self.metrics.counts["requests"] += 1
-        submission = Submission.of(request, self.router_id, next(self._serials))
+        submission = Submission.of(request, self.router_id, next(self._serials), self.turns)
         self._dispatcher.start(submission)
         if submission.error is not None:
             raise submission.error

@@ -19,6 +19,7 @@ import grpc
 from cluster.router.accounts import FRESH, Past
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.timeline import PHASES, Timeline
+from cluster.router.live.turns import Turns
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -176,17 +177,18 @@ class LiveRequest:
 class Submission:
     """All choices of one call. The router puts, the front takes; one reader."""
 
-    def __init__(self, id: str, choices: Sequence[LiveRequest]) -> None:
+    def __init__(self, id: str, choices: Sequence[LiveRequest], turns: Turns) -> None:
         self.id = id
         self.choices = choices
         self.timers: list[asyncio.TimerHandle] = []  # cancelled with the end
         self.error: RequestFailed | None = None
         self.num_running = len(choices)
+        self._turns = turns
         self._updates: list[ChoiceUpdate] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
-    def of(cls, request: NewRequest, router_id: str, serial: int) -> Submission:
+    def of(cls, request: NewRequest, router_id: str, serial: int, turns: Turns) -> Submission:
         """The choices of a request, each with an id that is unique in the cluster and never used again.
 
         `serial` is the router's own: a client may use its id again while messages about the last use are on their way.
@@ -207,7 +209,7 @@ class Submission:
             )
             for i, sampling in enumerate(request.sampling)
         ]
-        return cls(request.id, choices)
+        return cls(request.id, choices, turns)
 
     @property
     def is_over(self) -> bool:
@@ -244,5 +246,6 @@ class Submission:
         return updates
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            self._turns.wake(self.choices[0].owner, self._waiter)
+            self._waiter = None

@@ -7,6 +7,7 @@ import pytest
 from cluster.router.live import prompt_hashes
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.requests import NewRequest, Submission
+from cluster.router.live.turns import Turns
 from engine.pages.pool import page_hashes
 from kvrelay.v1 import generate_pb2
 
@@ -39,7 +40,7 @@ def test_64_choices_of_a_long_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prompt_hashes, "page_hashes", counting)
     sampling = [generate_pb2.SamplingParams(max_tokens=9)] * 64
     new = NewRequest(id="a", prompt_ids=PROMPT, sampling=sampling, arrived_s=0.0)
-    for live in Submission.of(new, "router", 1).choices:
+    for live in Submission.of(new, "router", 1, Turns()).choices:
         live.hashes.followed_by(live.output_ids, PAGE)
         live.hashes.followed_by([1], PAGE)  # a later attempt computes what is new
     assert hashed == [11, *[4] * 64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.router.live.requests import ChoiceUpdate, NewRequest, Submission
+from cluster.router.live.turns import Turns
 from cluster.router.live.unread import TOKEN_BYTES, Unread, token_bytes
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 def submission(name: str, **sampling: int) -> Submission:
     params = generate_pb2.SamplingParams(**sampling)  # type: ignore[arg-type]
-    return Submission.of(NewRequest(id=name, prompt_ids=[1], sampling=[params], arrived_s=0.0), "router", 1)
+    return Submission.of(NewRequest(id=name, prompt_ids=[1], sampling=[params], arrived_s=0.0), "router", 1, Turns())
 
 
 def tokens(count: int) -> list[ChoiceUpdate]:

@@ -1,0 +1,52 @@
+"""Whom the event loop wakes, when much has come at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.router.live.turns import AT_ONCE, Turns
+
+pytestmark = pytest.mark.unit
+
+
+async def _order(turns: Turns, *owners: str) -> list[str]:
+    """In which the owners' waits end; "-" stands for a look of the loop at its sockets."""
+    woken: list[str] = []
+
+    async def wait(owner: str) -> None:
+        await turns.wait(owner)
+        woken.append(owner)
+
+    waits = [asyncio.ensure_future(wait(owner)) for owner in owners]
+    while not all(one.done() for one in waits):
+        await asyncio.sleep(0)
+        woken.append("-")
+    return woken
+
+
+async def test_a_few_at_a_time_however_many_wait() -> None:
+    batches = "".join(await _order(Turns(), *["a"] * (3 * AT_ONCE + 1))).split("-")
+    assert max(map(len, batches)) == AT_ONCE
+    assert sum(map(len, batches)) == 3 * AT_ONCE + 1
+
+
+async def test_who_asks_for_little_is_next_though_others_asked_for_much() -> None:
+    order = "".join(await _order(Turns(), *["a"] * (5 * AT_ONCE), "b", "c")).replace("-", "")
+    assert order.index("b") <= AT_ONCE + 1
+    assert order.index("c") <= AT_ONCE + 2
+
+
+async def test_who_has_gone_takes_no_turn() -> None:
+    turns, loop = Turns(), asyncio.get_running_loop()
+    gone = [loop.create_future() for _ in range(3 * AT_ONCE)]
+    stays = loop.create_future()
+    for waiter in [*gone, stays]:
+        turns.wake("a", waiter)
+    for waiter in gone:
+        waiter.cancel()
+    async with asyncio.timeout(10):
+        await stays
+    async with asyncio.timeout(10):
+        await turns.wait("a")  # and it goes on afterwards
