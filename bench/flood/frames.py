@@ -21,6 +21,7 @@ FRAMES_AT_ONCE = 100
 FRAME_BYTES = 16_384  # the largest that every peer takes
 HOLD_S = 15.0  # longer than a server waits for a handshake
 IGNORED_S = 5.0  # a server that reads nothing more for so long has had enough
+LAST = b"the last"  # of a ping
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -56,25 +57,35 @@ async def _connect(address: str, *, greet: bool = True) -> Connection:
 
 
 async def _flooded(address: str, frames: list[bytes]) -> str:
-    """Writes as fast as the server takes it, and reads all that comes."""
+    """Writes as fast as the server takes it, reads all that comes, and waits until the last frame was heard."""
     reader, writer = await _connect(address)
-    reading = asyncio.ensure_future(reader.read())  # to the end of the connection
+    heard = asyncio.ensure_future(_until(reader, LAST))
     try:
         for start in range(0, len(frames), FRAMES_AT_ONCE):
             writer.write(b"".join(frames[start : start + FRAMES_AT_ONCE]))
             async with asyncio.timeout(IGNORED_S):
                 await writer.drain()
+        writer.write(frame(PING, 0, 0, LAST))
+        async with asyncio.timeout(HOLD_S):
+            return "taken" if await heard else "closed"
     except TimeoutError:
         return "not read any more"
     except ConnectionError:
         return "closed"
-    else:
-        return "closed" if reading.done() else "taken"
     finally:
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-            await reading
+        heard.cancel()
         writer.close()
+
+
+async def _until(reader: asyncio.StreamReader, mark: bytes) -> bool:
+    """Whether it came before the connection's end."""
+    tail = b""
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            tail = (tail + data)[-(1 << 16) - len(mark) :]
+            if mark in tail:
+                return True
+    return False
 
 
 async def _on(connections: int, work: Callable[[], Awaitable[str]]) -> Counter[str]:

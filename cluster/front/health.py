@@ -8,7 +8,7 @@ import asyncio
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from cluster.front.limits import refuse, retry_after
 
@@ -16,7 +16,7 @@ RETRY_AFTER_S = 5.0
 Response = health_pb2.HealthCheckResponse
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class Health:
     """SERVING or not, for the router and for each of its services alike; other names are unknown."""
 
     def __init__(self, services: tuple[str, ...], *, max_watches: int, max_stall_s: float) -> None:
@@ -27,17 +27,24 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._status = Response.NOT_SERVING
         self._changed = asyncio.Event()  # replaced by each change
 
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        read, written = health_pb2.HealthCheckRequest.FromString, Response.SerializeToString
+        return {
+            "Check": grpc.unary_unary_rpc_method_handler(self.check, read, written),
+            "Watch": grpc.unary_stream_rpc_method_handler(self.watch, read, written),
+        }
+
     def set(self, *, is_serving: bool) -> None:
         self._status = Response.SERVING if is_serving else Response.NOT_SERVING
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+    async def check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             await refuse(context, grpc.StatusCode.NOT_FOUND, "there is no such service")
         return Response(status=self._status)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+    async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         if self.num_watches >= self._max_watches:
             reason = f"{self.num_watches} watch this router's health, of {self._max_watches}; ask with Check"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))

@@ -22,6 +22,7 @@ from cluster.router.shares import Shares
 from worker.wire.door import CALLER, FIRST_MESSAGE_S
 
 PING_TIMEOUT_S = 5.0
+MAX_UNHEARD = 10_240  # calls in one line at gRPC, of 15 KB each, before CallLimit can say no: it ends more as CANCELLED
 REFUSE_S = 2.0  # for the client to take the status; then it hears nothing more
 UNREADABLE = "the call's message cannot be read"
 HEALTH = f"/{health.SERVICE_NAME}/"  # answers however many calls there are
@@ -38,9 +39,8 @@ def grpc_options(options: FrontOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", round(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),
         ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_S * 1000)),
-        # Above its default of 1000 new calls gRPC drops some of them as CANCELLED; CallLimit says why.
-        ("grpc.server.max_pending_requests", 2**20),
-        ("grpc.server.max_pending_requests_hard_limit", 2**20),
+        ("grpc.server.max_pending_requests", MAX_UNHEARD),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_UNHEARD),
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.authentication import client_door, owner_of
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 SCRAPE_TIMEOUT_S = 5.0
+OWN_LINES = ((health.SERVICE_NAME, "Check"), (CLUSTER_SERVICE, "GetStatus"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,12 @@ class RouterServer:
             behind=[self._calls],
             options=grpc_options(options.front),
         )
-        _add(self._server, GENERATE_SERVICE, self._generate.handlers())
-        _add(self._server, CLUSTER_SERVICE, ClusterService(self.router).handlers())
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = {
+            GENERATE_SERVICE: self._generate.handlers(),
+            CLUSTER_SERVICE: ClusterService(self.router).handlers(),
+            health.SERVICE_NAME: self._health.handlers(),
+        }
+        _serve(self._server, services)
         if options.reflection:
             names = (GENERATE_SERVICE, CLUSTER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
@@ -194,7 +198,10 @@ class RouterServer:
                 self.serving.set()
 
 
-def _add(server: grpc.aio.Server, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
-    """gRPC lets calls of a registered method wait in a line of their own: a flood of one holds up no other."""
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    server.add_registered_method_handlers(service, handlers)
+def _serve(server: grpc.aio.Server, services: dict[str, dict[str, grpc.RpcMethodHandler]]) -> None:
+    """gRPC lets calls of a registered method wait in a line of their own: what an operator or a probe asks does not
+    wait behind a flood of requests. Each line may hold MAX_UNHEARD calls."""
+    for service, handlers in services.items():
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    for service, method in OWN_LINES:
+        server.add_registered_method_handlers(service, {method: services[service][method]})

@@ -123,7 +123,7 @@ async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_othe
     health = Health(("kvrelay.v1.Generate",), max_watches=2, max_stall_s=0.05)
     mute, late = DeafContext(), DeafContext()
     request_ = health_pb2.HealthCheckRequest()
-    deaf_watch = asyncio.ensure_future(health.Watch(request_, mute))
+    deaf_watch = asyncio.ensure_future(health.watch(request_, mute))
     async with serving(options=server_options(port=0, max_watches=1)) as h:
         watch = health_pb2_grpc.HealthStub(h.channel).Watch(request_)
         states = aiter(watch)
@@ -137,10 +137,10 @@ async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_othe
     assert mute.refusal is not None
     assert mute.refusal[:2] == (EXHAUSTED, "its client took nothing for 0.05 s")
     assert health.num_watches == 0
-    other = asyncio.ensure_future(health.Watch(request_, late))
+    other = asyncio.ensure_future(health.watch(request_, late))
     await asyncio.sleep(0)
     health.set(is_serving=True)
-    assert (await health.Check(request_, late)).status == health_pb2.HealthCheckResponse.SERVING
+    assert (await health.check(request_, late)).status == health_pb2.HealthCheckResponse.SERVING
     other.cancel()
 
 
