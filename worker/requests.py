@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.types import InvalidRequest, ModelInfo, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
@@ -15,14 +15,11 @@ class HeldRequest:
     state: pb.RequestState
     params: SamplingParams
     tokens: list[int]  # prompt and output so far
+    id: str = field(init=False)  # asked for at every step: a message is slow to say so
+    prompt_len: int = field(init=False)
 
-    @property
-    def id(self) -> str:
-        return self.state.request_id
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.state.prompt_ids)
+    def __post_init__(self) -> None:
+        self.id, self.prompt_len = self.state.request_id, len(self.state.prompt_ids)
 
     @property
     def num_outputs(self) -> int:
