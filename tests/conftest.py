@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     files = collection_path.rglob("*.py") if is_folder else (collection_path, collection_path.with_name("conftest.py"))
     mark = f"mark.{word}".encode()
     return None if any(mark in file.read_bytes() for file in files if file.is_file()) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Where cores are shared, a torch with two threads waits most of its time for the second: 25 times as long."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.zoo import make_tiny_model
 
@@ -21,11 +20,3 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
         return make_tiny_model(name, tmp_path_factory.mktemp("models") / name)
 
     return make
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
