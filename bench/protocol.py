@@ -1,16 +1,18 @@
 """The protocol of requests, handoffs and leases by its real objects, in every order, with every fault.
 
-    python -m bench.protocol [--quick] [--minutes M] [--walks N] [--jobs J]
+    python -m bench.protocol [--quick] [--minutes M] [--most M] [--walks N] [--jobs J]
 
-tests/protocol says what is real there and what must hold. Small settings are explored to the end: `left` is 0 then. Of
+tests/protocol says what is real there and what must hold. SMALL settings are explored to the end: `left` is 0 then. Of
 one that does not end in its time, all is explored that turns from the first choice fewer than `turns` times (with
 every fault at every place), and a part of what turns so often; `left` histories are known and not followed. Then come
-`walks` by chance, each from the beginning to the end, with every kind of fault and one more of them.
+`walks` by chance, each from the beginning to the end, with every kind of fault and one more of them. The result is kept
+after each setting.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -21,17 +23,21 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.common import about, save
-from tests.protocol.explore import Broken, Explored, explore, walk
+from tests.protocol.explore import Broken, Explored, Explorer, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
 
 PAIR = ("kill", "sever", "fail", "cut", "expire", "cancel", "deadline")
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
-SETTINGS = {
+SHORT = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
+SMALL = {
     "one pair": Setting(),
     **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in KINDS},
+    "two attempts, two of fail": replace(SHORT, faults=("fail",), num_faults=2),
+    "two attempts, two of cut and fail": replace(SHORT, faults=("cut", "fail"), num_faults=2),
+}
+LARGE = {
     "two and two, two of all": Setting(prefill=2, decode=2, faults=PAIR, num_faults=2),
-    "two attempts, two failures": Setting(faults=("cut", "fail"), num_faults=2, options={"max_attempts": 2}),
     "two requests, pages for one": Setting(prompts=(4, 4), decode_pages=2, options={"overcommit": 2.0}),
     "two requests, one is preempted": Setting(prompts=(4, 4), decode_pages=3),
     "two requests, one prefix": Setting(prompts=(5, 9), prefix_cache=True, arrivals=True, faults=("cancel", "kill")),
@@ -40,18 +46,21 @@ SETTINGS = {
     "a poison at decode": Setting(prompts=(4, 5), poison=(0, "decode")),
     "a poison in a crowd": replace(CROWD, prefill=2, decode=2, poison=(1, "decode"), prefix_cache=True),
 }
+SETTINGS = SMALL | LARGE
 QUICK = ("one pair", "one pair, cancel", "a poison at decode")
 
 
 def explored_in(setting: Setting, minutes: float, num_walks: int) -> dict[str, Any]:
     logging.disable(logging.CRITICAL)  # faults are told at every one of them
+    gc.freeze()
+    gc.set_threshold(100_000)  # worlds are what there is to collect, many of them
     began_s = time.perf_counter()
 
     def is_enough(_: Explored) -> bool:
         return time.perf_counter() > began_s + 60 * minutes
 
     try:
-        explored = explore(setting, is_enough)
+        explored = Explorer(setting).explore(is_enough)
         num_walks *= explored.left > 0
         _walk(setting, num_walks)
     except Broken as error:
@@ -66,27 +75,29 @@ def _walk(setting: Setting, num_walks: int) -> None:
         walk(wild, seed)
 
 
-def rows(names: list[str], minutes: float, num_walks: int, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows(minutes: dict[str, float], num_walks: int, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        work = partial(explored_in, minutes=minutes, num_walks=num_walks)
-        yield from zip(names, pool.map(work, (SETTINGS[name] for name in names)), strict=True)
+        work = partial(explored_in, num_walks=num_walks)
+        yield from zip(minutes, pool.map(work, map(SETTINGS.__getitem__, minutes), minutes.values()), strict=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small settings only")
-    parser.add_argument("--minutes", type=float, default=1.0, help="for each setting (default: 1)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for each large setting (default: 1)")
+    parser.add_argument("--most", type=float, default=30.0, help="minutes for each small setting (default: 30)")
     parser.add_argument("--walks", type=int, default=500, help="of each that has not ended (default: 500)")
     parser.add_argument("--jobs", type=int, default=2, help="settings at a time (default: 2)")
     args = parser.parse_args()
-    names = [name for name in SETTINGS if name in QUICK or not args.quick]
+    minutes = {name: args.most if name in SMALL else args.minutes for name in (QUICK if args.quick else SETTINGS)}
     columns = ("states", "histories", "longest", "turns", "left", "walks", "seconds")
     print(f"{'setting':34}" + "".join(f"{column:>10}" for column in columns))
-    settings = {}
-    for name, row in rows(names, args.minutes, args.walks, args.jobs):
+    head = about()
+    settings: dict[str, dict[str, Any]] = {}
+    for name, row in rows(minutes, args.walks, args.jobs):
         settings[name] = row
+        save("protocol-quick" if args.quick else "protocol", {**head, "settings": settings})
         print(f"{name:34}" + "".join(f"{row.get(column, 'broken'):>10}" for column in columns), flush=True)
-    save("protocol-quick" if args.quick else "protocol", {**about(), "settings": settings})
     if broken := [f"{name}: {row['broken']}" for name, row in settings.items() if "broken" in row]:
         raise SystemExit("\n".join(broken))
 

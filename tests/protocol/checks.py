@@ -33,7 +33,7 @@ def always(world: World) -> None:
     for process in cluster.processes.values():
         if process.is_alive:
             process.role.check_invariants()
-    for sender in cluster.senders:
+    for sender in cluster.senders.values():
         _check_write(sender)
     if not world.faults_done:
         assert cluster.kills <= MAX_DEATHS * (world.setting.poison is not None), "a third worker dies of one request"

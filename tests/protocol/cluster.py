@@ -3,13 +3,14 @@ messages, a process is the objects that belong to it. It delivers, starts and br
 nothing.
 
     router-0>prefill-0      what a router has sent to a worker, and the other way
-    prefill-0>decode-0/3    what a prefill worker has said in the handoff's stream number 3, and the other way
+    prefill-0>decode-0/3    what a prefill worker has said in its handoff stream number 3, and the other way
+
+What is counted is counted for each process, so that steps of two of them lead to one state in both orders.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,7 @@ from cluster.router.driver import Router
 from cluster.router.links.worker_link import LinkState, WorkerEndpoint
 from cluster.router.options import RouterOptions
 from kvrelay.v1 import worker_pb2 as pb
-from tests.protocol.loop import ModelLoop
+from tests.protocol.loop import ModelLoop, owner
 from tests.protocol.process import Link, Process, Watch
 from tests.protocol.setting import Setting
 from tests.protocol.streams import Aborted, Call, RouterSide
@@ -33,17 +34,15 @@ BROKEN, UP = "broken", "up"  # beside messages: a stream's end is heard, a worke
 class Cluster:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.numbers = itertools.count()  # in place of random ones
         self.loop = ModelLoop()
         self.queues: dict[str, deque[Any]] = {}
         self.processes: dict[str, Process] = {}
-        self.senders: list[ModelSendThread] = []
-        self.calls: list[Call] = []
+        self.senders: dict[str, ModelSendThread] = {}
+        self.calls: dict[str, Call] = {}  # by both of their ways
         self.kills = 0
         self.router_name = ""
         self._router_ids: dict[str, str] = {}  # by name
-        self._incarnations = itertools.count(1)
-        self._acting: Process | None = None
+        self._counts: Counter[str] = Counter()
         self._calling: Process | None = None
         ModelSendThread.made = staticmethod(self._on_sender)
 
@@ -58,10 +57,20 @@ class Cluster:
     def _start(self, name: str, role: str) -> None:
         num_pages = self.setting.prefill_pages if role == "prefill" else self.setting.decode_pages
         self.processes[name] = Process(
-            name, role, str(next(self._incarnations)), num_pages=num_pages, prefix_cache=self.setting.prefix_cache
+            name, role, str(self.count(name)), num_pages=num_pages, prefix_cache=self.setting.prefix_cache
         )
 
+    def count(self, what: str) -> int:
+        self._counts[what] += 1
+        return self._counts[what]
+
+    def token(self) -> str:
+        """In place of one by chance."""
+        mine = getattr(owner.get(), "name", "router")
+        return f"{mine}-{self.count(f'tokens of {mine}')}"
+
     def start_router(self) -> None:
+        owner.set(None)
         self.router_name = f"router-{len(self._router_ids)}"
         self.router = Router("router", RouterOptions(**self.setting.options), clock=self.loop.time)
         self._router_ids[self.router_name] = self.router.router_id
@@ -75,6 +84,7 @@ class Cluster:
 
     def end_router(self) -> None:
         """It is gone: what it had sent arrives, and then each worker hears of it."""
+        self.loop.bury(self.router)
         for name, process in self.processes.items():
             self.link(name).state = LinkState.LOST
             self.queues.pop(f"{name}>{self.router_name}", None)
@@ -96,16 +106,22 @@ class Cluster:
 
         self.queues.pop(f"{self.router_name}>{process.name}", None)
         self.act(process).streams.join(Link(self.router.router_id, send))
+        owner.set(self.router)
         self.link(process.name).on_stream(process.hello())
 
     def kill(self, process: Process) -> None:
         """The process is gone; each peer hears of it on its own stream, after what was sent before."""
         self.kills += 1
-        for call in self.calls:
-            if call.stands and process in (call.source, call.target):
+        for call in self.standing:
+            if process in (call.source, call.target):
                 self.break_call(call)
+                self.queues.pop(call.down, None) if process is call.target else None
+        for call in self.calls.values():
+            if process is call.source:
+                self.queues.pop(call.up, None)
         process.is_alive, process.batch = False, None
-        for sender in self.senders:
+        self.loop.bury(process)
+        for sender in self.senders.values():
             if sender.owner is process:
                 sender.end.close()
         for way in [way for way in self.queues if way.startswith("router-") and way.endswith(f">{process.name}")]:
@@ -125,13 +141,19 @@ class Cluster:
 
     def act(self, process: Process) -> Process:
         """Whatever is made now is made by it."""
-        self._acting = process
+        owner.set(process)
         return process
 
     def _on_sender(self, sender: ModelSendThread) -> None:
-        assert self._acting is not None, "a pair was opened by nobody"
-        sender.owner, sender.target = self._acting, self.processes[sender.peer]
-        self.senders.append(sender)
+        process = owner.get()
+        assert isinstance(process, Process), "a pair was opened by nobody"
+        sender.owner, sender.target = process, self.processes[sender.peer]
+        self.senders[f"{process.name}/{self.count(f'senders of {process.name}')}"] = sender
+
+    @property
+    def moving(self) -> dict[str, ModelSendThread]:
+        """Those whose threads still run."""
+        return {name: sender for name, sender in self.senders.items() if sender.owner.is_alive and not sender.is_over}
 
     # streams
 
@@ -143,26 +165,58 @@ class Cluster:
             name, _, incarnation = address.partition(":")
             target = self.processes.get(name)
             is_there = target is not None and target.is_alive and target.address.incarnation == incarnation
-            number, source = len(self.calls), self.processes[source_name]
-            call = Call(self, number, source, target if is_there else None, name)
-            self.calls.append(call)
+            number = self.count(f"calls of {source_name}")
+            call = Call(self, number, self.processes[source_name], target if is_there else None, name)
+            self.calls[call.up] = self.calls[call.down] = call
             return SimpleNamespace(call=call, channel=call, close=lambda: _closed(call))
 
         return dial
+
+    @property
+    def standing(self) -> list[Call]:
+        return [call for way, call in self.calls.items() if way == call.down and call.stands]
 
     def watch(self) -> Watch:
         """Of the process whose pair is being opened."""
         assert self._calling is not None, "a pair is opened by nobody"
         return Watch(self._calling, self.kill)
 
+    def skip(self) -> None:
+        """What would change nothing is no choice: a step of nothing, a message for nobody."""
+        for process in self.processes.values():
+            if process.is_alive and process.is_awake and process.batch is None and process.is_idle:
+                process.is_awake = False
+        for way in [way for way in self.queues if self._is_unread(way)]:
+            del self.queues[way]
+
+    def _is_unread(self, way: str) -> bool:
+        """Nobody hears what is said there, now or later."""
+        if (call := self.calls.get(way)) is not None:
+            return call.is_cancelled if way == call.up else call.task is not None and call.task.done()
+        router, _, target = way.partition(">")
+        if target.startswith("router-") or BROKEN in self.queues[way]:
+            return False
+        link = self.processes[target].streams.link(self._router_ids[router])
+        return link is None or link.is_closed
+
+    def hearers(self, way: str) -> frozenset[str]:
+        """Whom the next message on a way concerns."""
+        source, _, target = way.partition(">")
+        if way in self.calls:
+            call = self.calls[way]
+            is_there = way == call.down and call.target is not None and call.target.is_alive
+            return frozenset((call.down.partition(">")[2].partition("/")[0] if is_there else call.source.name,))
+        if not target.startswith("router-"):
+            return frozenset((target,))
+        return frozenset(("router", source) if self.queues[way][0] == UP else ("router",))
+
     def deliver(self, way: str) -> None:
         message = self.queues[way].popleft()
         if not self.queues[way]:
             del self.queues[way]
         source, _, target = way.partition(">")
-        target, _, number = target.partition("/")
-        if number:
-            self._to_call(self.calls[int(number)], way, message)
+        if way in self.calls:
+            self._to_call(self.calls[way], way, message)
         elif target.startswith("router-"):
             self._to_router(self.processes[source], message)
         else:
@@ -170,6 +224,7 @@ class Cluster:
 
     def _to_router(self, process: Process, message: Any) -> None:
         link = self.link(process.name)
+        owner.set(self.router)
         if message == UP:
             if not process.is_alive:
                 self._start(process.name, process.options.role)

@@ -2,7 +2,7 @@
 
 kill, sever NAME     a worker's process ends; the router and a worker lose each other
 fail NAME            the step that a worker's engine computes fails
-cut N                the handoff's stream number N breaks
+cut WAY              a handoff's stream breaks
 expire N             a lease's time is over, or its fence's
 cancel, deadline R   the client of request R goes away; its deadline is over
 router               the router's process ends, another is started, and clients send again what had no end
@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 from cluster.router.live.requests import Submission
 from kv_transfer.decode_side.leases import LeaseKeeper
 from tests.protocol.cluster import Cluster
+from tests.protocol.loop import owner
 from tests.protocol.process import Process
 
 Places = dict[str, Callable[[], None]]
@@ -61,7 +62,7 @@ def _fail_step(cluster: Cluster, process: Process) -> None:
 
 
 def _cut(cluster: Cluster, _: Crowd) -> Places:
-    return {str(call.number): partial(cluster.break_call, call) for call in cluster.calls if call.stands}
+    return {call.down: partial(cluster.break_call, call) for call in cluster.standing}
 
 
 def _expire(cluster: Cluster, _: Crowd) -> Places:
@@ -86,6 +87,7 @@ def _cancel(cluster: Cluster, clients: Crowd) -> Places:
 def _go_away(cluster: Cluster, client: Client) -> None:
     assert client.submission is not None
     client.given_up = "cancel"
+    owner.set(cluster.router)
     cluster.router.cancel(client.submission, "the client went away")
 
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -30,80 +30,74 @@ from engine.types import ModelInfo, SamplingParams
 from kv_transfer.options import TransferOptions
 from tests.protocol.cluster import Cluster
 from tests.protocol.loop import ModelLoop
+from tests.protocol.process import Process
 from tests.protocol.setting import Setting
 from worker.awake import AwakeClock
 from worker.options import WorkerOptions
 
 SCALARS = frozenset((str, bytes, int, float, bool, type(None)))
-HISTORY = frozenset(("_unfinished_tasks", "_finished", "_post"))  # of asyncio.Queue: what was, not what is; the world
 OPAQUE = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.SimpleNamespace, np.ndarray),
     *(AwakeClock, Cluster, KvLayout, KvMemory, PageRows, ModelInfo, ModelLoop, SamplingParams, ServedModel, Setting),
     *(RouterOptions, TransferOptions, WorkerOptions),
     *(Counter, RouterMetrics, Timeline),  # they say how one came here
 )
-Reader = Callable[[Any], list[Any]]
+Reader = Callable[[Any], Iterable[Any]]
 
 
 def fingerprint(root: object) -> bytes:
-    said: list[str] = []
-    numbers: dict[int, int] = {}
-    alive: list[object] = []  # so that no address is used twice
-    stack: list[Any] = [root]
-    while stack:
-        thing = stack.pop()
-        kind: Any = type(thing)
-        if kind in SCALARS:
-            said.append(repr(thing))
-            continue
-        number = numbers.get(id(thing))
-        if number is not None:
-            said.append(f"#{number}")
-            continue
-        numbers[id(thing)] = len(numbers)
-        alive.append(thing)
-        said.append(kind.__qualname__)
-        if kind in (set, frozenset):
-            stack.extend(reversed(_in_order(thing, numbers)))
-        else:
-            stack.extend(reversed(_reader_of(kind)(thing)))
-    return hashlib.blake2b("\0".join(said).encode(), digest_size=16).digest()
+    said: list[Any] = []
+    numbers = {id(root): 0}
+    things = [root]  # all of them, so that no address is used twice
+    for thing in things:
+        said.append(type(thing).__qualname__)
+        for part in _parts(thing, numbers):
+            if type(part) in SCALARS:
+                said.append(part)
+                continue
+            number = numbers.get(id(part))
+            if number is None:
+                number = numbers[id(part)] = len(things)
+                things.append(part)
+            said += (..., number)
+    return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
+
+
+def _parts(thing: Any, numbers: dict[int, int]) -> Iterable[Any]:
+    kind: Any = type(thing)
+    return _in_order(thing, numbers) if kind in (set, frozenset) else _reader_of(kind)(thing)
 
 
 def _in_order(things: set[Any], numbers: dict[int, int]) -> list[Any]:
-    """Of a set: those met before as they were met, then the others by their kind."""
+    """Of a set: those met before as they were met, then the others by their names."""
+    return [len(things), *sorted(things, key=lambda part: (numbers.get(id(part), len(numbers)), _name(part)))]
 
-    def order(part: Any) -> tuple[int, str]:
-        is_scalar = type(part) in SCALARS
-        return numbers.get(id(part), len(numbers)), repr(part) if is_scalar else type(part).__name__
 
-    return [len(things), *sorted(things, key=order)]
+def _name(part: Any) -> str:
+    if isinstance(part, asyncio.Task):
+        return part.get_name().rpartition("-")[2].zfill(9)  # its number
+    return repr(part) if type(part) in SCALARS else f"{type(part).__name__} {getattr(part, 'id', '')}"
 
 
 @functools.cache
 def _reader_of(kind: Any) -> Reader:
     """What a thing of this kind is made of."""
     if issubclass(kind, OPAQUE):
-        return lambda _: []
+        return lambda _: ()
     if issubclass(kind, Enum):
         return lambda thing: [thing.name]
     for base, reader in READERS.items():
         if issubclass(kind, base):
             return reader
-    return functools.partial(_fields, tuple(_slots(kind)))
+    return _fields(kind)
 
 
-def _slots(kind: type) -> list[str]:
+def _fields(kind: type) -> Reader:
     names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(name, str)]
-    return [name for name in names if name not in ("__weakref__", "__dict__")]
-
-
-def _fields(slots: tuple[str, ...], thing: Any) -> list[Any]:
-    parts: list[Any] = [getattr(thing, name, None) for name in slots]
-    for name, value in getattr(thing, "__dict__", {}).items():
-        if name not in HISTORY:
-            parts += (name, value)
-    return parts
+    names = [name for name in names if name not in ("__weakref__", "__dict__")]
+    if not names:
+        return lambda thing: getattr(thing, "__dict__", {}).values()
+    return lambda thing: [*(getattr(thing, name, None) for name in names), *getattr(thing, "__dict__", {}).values()]
 
 
 def _function(thing: types.FunctionType) -> list[Any]:
@@ -125,13 +119,15 @@ def _future(thing: asyncio.Future[Any]) -> list[Any]:
 
 
 READERS: dict[Any, Reader] = {
+    Process: lambda thing: thing.__dict__.values() if thing.is_alive else (),  # a dead one is as any other
     Message: lambda thing: [thing.SerializeToString(deterministic=True)],
-    Mapping: lambda thing: [len(thing), *(part for item in thing.items() for part in item)],
+    Mapping: lambda thing: [len(thing), *thing.keys(), *thing.values()],
     (list, tuple, deque, range): lambda thing: [len(thing), *thing],
     types.MethodType: lambda thing: [thing.__func__.__qualname__, thing.__self__],
     types.FunctionType: _function,
     types.CoroutineType: lambda thing: _frame(thing.cr_frame, thing.cr_await),
     types.AsyncGeneratorType: lambda thing: _frame(thing.ag_frame, thing.ag_await),
+    asyncio.Queue: lambda thing: [thing._queue, thing._getters],  # and not what was in it
     asyncio.Task: lambda thing: [thing.done(), None if thing.done() else thing.get_coro()],
     asyncio.Future: _future,
     functools.partial: lambda thing: [thing.func, thing.args, thing.keywords],

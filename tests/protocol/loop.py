@@ -1,7 +1,8 @@
 """ModelLoop is an asyncio loop that does nothing by itself: callbacks run when the explorer says so, time is a number.
 
 `settle` runs what is ready until nothing is; `fire_next` lets the next timer ring. Nothing here knows threads or
-sockets, so that the same choices always lead to the same state.
+sockets, so that the same choices always lead to the same state. Each timer and task belongs to who has made it
+(`owner`, which callbacks inherit): what a process leaves behind when it dies never runs.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 MAX_CALLBACKS = 100_000
+
+owner: ContextVar[object] = ContextVar("owner", default=None)  # of what is made now
 
 
 class ModelLoop:
@@ -21,9 +25,10 @@ class ModelLoop:
         self._myself = cast(asyncio.AbstractEventLoop, self)  # it has what is asked of a loop here, and no more
         self.now_s = 0.0
         self.errors: list[dict[str, Any]] = []
-        self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order they were made
+        self.tasks: dict[asyncio.Task[Any], object] = {}  # with their owners, in the order they were made
+        self._left: list[asyncio.Task[Any]] = []
         self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, str, int, asyncio.TimerHandle]] = []  # of one time: by their owners
         self._num_timers = 0
 
     @contextmanager
@@ -44,21 +49,43 @@ class ModelLoop:
                 handle._run()
         raise AssertionError("callbacks call each other without end")
 
+    def bury(self, dead: object) -> None:
+        """Nothing that belongs to it goes on."""
+        for *_, timer in self._timers:
+            if owner_of(timer) is dead:
+                timer.cancel()
+        mine = [task for task, its_owner in self.tasks.items() if its_owner is dead]
+        self._left += mine
+        for task in mine:
+            del self.tasks[task]
+
+    def close(self) -> None:
+        """End what waits, here: left to the garbage collector it would end in another world's loop."""
+        with self.entered():
+            for task in [*self.tasks, *self._left]:
+                task.cancel()
+            self.settle()
+
+    @property
+    def waiting(self) -> list[asyncio.Task[Any]]:
+        """The tasks, each owner's in the order they were made."""
+        return sorted(self.tasks, key=lambda task: name_of(self.tasks[task]))
+
     @property
     def timers(self) -> list[asyncio.TimerHandle]:
         """Those that will ring, the next one first."""
-        return [timer for _, _, timer in sorted(self._timers) if not timer.cancelled()]
+        return [timer for *_, timer in sorted(self._timers) if not timer.cancelled()]
 
     def ring(self, timer: asyncio.TimerHandle) -> None:
         """Now, whatever its time is."""
-        callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
+        call, callback, args = timer._context.run, timer._callback, timer._args  # type: ignore[attr-defined]
         timer.cancel()
-        callback(*args)
+        call(callback, *args)
 
     def fire_next(self) -> bool:
         """Let time pass until the next timer rings; False if there is none."""
         while self._timers:
-            when, _, timer = heapq.heappop(self._timers)
+            when, *_, timer = heapq.heappop(self._timers)
             if not timer.cancelled():
                 self.now_s = max(self.now_s, when)
                 timer._run()
@@ -88,7 +115,7 @@ class ModelLoop:
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self._myself, context)
         self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        heapq.heappush(self._timers, (when, name_of(owner_of(timer)), self._num_timers, timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -99,7 +126,7 @@ class ModelLoop:
 
     def create_task(self, coro: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self._myself, **named)
-        self.tasks[task] = None
+        self.tasks[task] = owner.get()
         task.add_done_callback(lambda done: self.tasks.pop(done, None))
         return task
 
@@ -122,3 +149,11 @@ class ModelLoop:
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(context)
+
+
+def owner_of(handle: asyncio.Handle) -> object:
+    return cast(Any, handle)._context.get(owner)
+
+
+def name_of(its_owner: object) -> str:
+    return getattr(its_owner, "name", "")

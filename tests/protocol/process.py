@@ -21,7 +21,7 @@ from engine.types import Chunk, ModelInfo, SampledToken
 from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.setting import PAGE_SIZE, VOCAB_SIZE, next_token, stamp
 from worker.driver import Worker
-from worker.options import worker_options
+from worker.options import WorkerOptions, worker_options
 from worker.roles import kind_of
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
@@ -38,6 +38,11 @@ INFO = ModelInfo(
     num_params=1,
     weight_bytes=1,
 )
+
+
+@cache
+def _options(name: str, role: str, prefix_cache: bool) -> WorkerOptions:
+    return worker_options(name, role, secret=name, transports=("loopback",), checksums=False, prefix_cache=prefix_cache)
 
 
 @cache
@@ -99,9 +104,7 @@ class Process(Worker[Any]):
     """A worker: RoleHost for the real role, WorkerHost for the real streams."""
 
     def __init__(self, name: str, role: str, incarnation: str, *, num_pages: int, prefix_cache: bool) -> None:
-        self.options = worker_options(
-            name, role, secret=name, transports=("loopback",), checksums=False, prefix_cache=prefix_cache
-        )
+        self.options = _options(name, role, prefix_cache)
         memory = _memory(name, num_pages)
         memory.bytes.zero_()
         self._kv = memory.k(0).numpy()[:, :, 0, 0]
@@ -125,6 +128,12 @@ class Process(Worker[Any]):
 
     def wake(self) -> None:
         self.is_awake = True
+
+    @property
+    def is_idle(self) -> bool:
+        """A step would compute nothing, and change nothing."""
+        policy = self.role.policy
+        return not (policy._queue() if self.options.role == "prefill" else policy._ready or policy._running)
 
     def computes(self, request_id: str) -> bool:
         return any(chunk.request_id == request_id for chunk in self._chunks())

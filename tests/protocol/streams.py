@@ -67,7 +67,7 @@ class Call:
         self.down, self.up = f"{source.name}>{target_name}/{number}", f"{target_name}>{source.name}/{number}"
         self.heard: deque[Any] = deque()  # by the source
         self.asked: deque[Any] = deque()  # of the target
-        self.waiting: dict[str, Any] = {}
+        self.waiting: dict[str, Any] = {"source": None, "target": None}
         self.ended: tuple[Any, str] | None = None
         self.is_cancelled = False
         self.task: Any = None
@@ -138,7 +138,7 @@ class Call:
         raise Aborted(code, details)
 
     def wake(self, who: str) -> None:
-        waiter = self.waiting.pop(who, None)
+        waiter, self.waiting[who] = self.waiting[who], None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 

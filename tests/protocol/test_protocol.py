@@ -6,7 +6,8 @@ places, nothing written but leased pages, no lease and no request without an end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 from cluster.router.live.requests import LiveRequest
 from engine.pages.rows import PageRows
 from kv_transfer.lease import Ended, LeaseTable
-from tests.protocol.explore import Broken, explore, replay, walk
+from tests.protocol.explore import Broken, Explorer, replay, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
 
@@ -24,10 +25,31 @@ ALL = tuple(KINDS)
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
 
 
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Faults are told at every one of them."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 def test_without_a_fault_every_order_brings_the_answer() -> None:
-    explored = explore(Setting(), lambda so_far: so_far.states > 2_000)  # something that only counts would have no end
+    seen = explored_in(Setting())
+    assert len(seen) > 100
+    assert seen == explored_in(Setting(), every_order=True), "choices that are taken to commute do not"
+
+
+def explored_in(setting: Setting, *, every_order: bool = False) -> set[bytes]:
+    explorer = Explorer(setting, every_order=every_order)
+    explored = explorer.explore(lambda so_far: so_far.states > 2_000)  # something that only counts would have no end
     assert explored.left == 0
-    assert explored.states > 100
+    return explorer.seen
+
+
+@pytest.mark.parametrize("fault", ["cancel", "sever"])
+def test_what_is_taken_to_commute_does_after_a_fault(fault: str) -> None:
+    setting = Setting(prompts=(1,), max_tokens=1, faults=(fault,))
+    assert explored_in(setting) == explored_in(setting, every_order=True)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +64,7 @@ def test_without_a_fault_every_order_brings_the_answer() -> None:
     ids=["one pair", "two pairs", "a crowd", "a poison at prefill", "a poison at decode"],
 )
 def test_faults_at_any_place_lose_nothing(setting: Setting) -> None:
-    walk_often(setting, 30)
-
-
-def walk_often(setting: Setting, times: int) -> None:
-    for seed in range(times):
+    for seed in range(30):
         walk(setting, seed)
 
 
@@ -70,12 +88,12 @@ def move_nothing(*_: object) -> None: ...
 )
 def test_what_would_be_wrong_is_found(owner: type, name: str, wrong: Callable[..., Any]) -> None:
     """That the exploring can fail."""
-    setting = Setting(faults=("expire", "cancel", "kill", "sever"), num_faults=2)
+    setting = Setting(faults=("sever",) if owner is LeaseTable else ())
     with mock.patch.object(owner, name, wrong), pytest.raises(Broken, match="AssertionError"):
-        walk_often(setting, 200)
+        Explorer(setting).explore(lambda so_far: so_far.states > 2_000)
 
 
 def test_a_history_is_told_and_played_again() -> None:
     world = replay(Setting(faults=("cancel",)), ["router-0>prefill-0", "cancel 0"])
     assert world.clients[0].given_up == "cancel"
-    world.close()
+    world.cluster.loop.close()

@@ -13,6 +13,7 @@ from engine.types import SamplingParams
 from tests.protocol import checks, faults
 from tests.protocol.cluster import Cluster
 from tests.protocol.fingerprint import fingerprint
+from tests.protocol.loop import owner
 from tests.protocol.process import Process
 from tests.protocol.setting import DEADLINE_S, Setting
 from worker.convert import sampling_to_proto
@@ -56,6 +57,7 @@ class World:
         self.clients = [Client(i) for i in range(len(setting.prompts))]
         with self.cluster.loop.entered():
             self.cluster.start()
+            owner.set(self.cluster.router)
             for client in self.clients[: 1 if setting.arrivals else None]:
                 self._submit(client)
             self._settle()
@@ -76,6 +78,7 @@ class World:
 
     def submit_again(self) -> None:
         """The router is gone, and its clients have been told so."""
+        owner.set(self.cluster.router)
         for client in self.waiting:
             client.tokens = []
             self._submit(client)
@@ -101,9 +104,7 @@ class World:
                 found.append(f"begin {process.name}")
             if self.setting.reports and process.is_alive and self._can_report(process):
                 found.append(f"report {process.name}")
-        for i, sender in enumerate(self.cluster.senders):
-            if sender.can_move and sender.owner.is_alive:
-                found.append(f"write {i}")
+        found += [f"write {name}" for name, sender in self.cluster.moving.items() if sender.can_move]
         if any(client.submission is None and client.refused is None for client in self.clients):
             found.append("arrive")
         return found
@@ -111,6 +112,19 @@ class World:
     def _can_report(self, process: Process) -> bool:
         with self.cluster.loop.entered():
             return process.streams.can_report
+
+    def touches(self, choice: str) -> frozenset[str]:
+        """Whose state it reads or changes; empty: everybody's. Messages are put at the end of queues that have one
+        sender each, so that two choices which touch nobody in common lead to one state in both orders."""
+        verb, _, what = choice.partition(" ")
+        if ">" in verb:
+            return self.cluster.hearers(verb)
+        if verb == "write":
+            sender = self.cluster.senders[what]
+            return frozenset((sender.owner.name, sender.target.name))
+        if verb in ("begin", "report") or (verb == "end" and self.setting.poison is None):
+            return frozenset((what,))
+        return frozenset(("router",)) if verb == "arrive" else frozenset()
 
     def faults(self) -> list[str]:
         return list(faults.places(self.setting.faults, self.cluster, self)) if self.faults_left else []
@@ -147,12 +161,13 @@ class World:
         submission = self.clients[self.setting.poison[0]].submission
         return submission is not None and any(process.computes(live.wire_id) for live in submission.choices)
 
-    def _do_write(self, index: str) -> None:
-        sender = self.cluster.senders[int(index)]
+    def _do_write(self, name: str) -> None:
+        sender = self.cluster.senders[name]
         self.cluster.act(sender.owner)
         sender.move()
 
     def _do_arrive(self, _: str) -> None:
+        owner.set(self.cluster.router)
         self._submit(next(client for client in self.clients if client.submission is None and client.refused is None))
 
     def _do_report(self, name: str) -> None:
@@ -165,6 +180,7 @@ class World:
 
     def _settle(self) -> None:
         self.cluster.loop.settle()
+        self.cluster.skip()
         for client in self.clients:
             client.take()
 
@@ -183,19 +199,13 @@ class World:
             checks.no_lease_is_overdue(self)
         checks.in_the_end(self)
 
-    def close(self) -> None:
-        """End what waits, in its own loop: left to the garbage collector it would end in another world's."""
-        loop = self.cluster.loop
-        with loop.entered():
-            for task in list(loop.tasks):
-                task.cancel()
-            loop.settle()
-
     @property
     def key(self) -> bytes:
+        """Names its state: what may still happen, and all that it may happen to."""
         cluster = self.cluster
-        alive = [p for p in cluster.processes.values() if p.is_alive]
-        state = (cluster.router, sorted(cluster.queues.items()), alive, cluster.senders, cluster.calls, self.clients)
+        alive = [process for process in cluster.processes.values() if process.is_alive]
+        calls = [call for way, call in sorted(cluster.calls.items()) if call.stands or way in cluster.queues]
+        senders = [(name, sender) for name, sender in cluster.moving.items()]
         timers = [timer._callback for timer in cluster.loop.timers]  # type: ignore[attr-defined]
-        more = (self.faults_left, self.num_ticks, list(cluster.loop.tasks), timers)
-        return fingerprint((state, more))
+        state = (cluster.router, sorted(cluster.queues.items()), alive, senders, calls, self.clients)
+        return fingerprint((state, self.faults_left, cluster.kills, self.num_ticks, cluster.loop.waiting, timers))
