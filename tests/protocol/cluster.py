@@ -115,17 +115,11 @@ class Cluster:
         for call in self.standing:
             if process in (call.source, call.target):
                 self.break_call(call)
-                self.queues.pop(call.down, None) if process is call.target else None
-        for call in self.calls.values():
-            if process is call.source:
-                self.queues.pop(call.up, None)
         process.is_alive, process.batch = False, None
         self.loop.bury(process)
         for sender in self.senders.values():
             if sender.owner is process:
                 sender.end.close()
-        for way in [way for way in self.queues if way.startswith("router-") and way.endswith(f">{process.name}")]:
-            del self.queues[way]
         self._tell_router(process)
 
     def sever(self, process: Process) -> None:
@@ -192,12 +186,14 @@ class Cluster:
     def _is_unread(self, way: str) -> bool:
         """Nobody hears what is said there, now or later."""
         if (call := self.calls.get(way)) is not None:
-            return call.is_cancelled if way == call.up else call.task is not None and call.task.done()
+            return call.is_left_by_target if way == call.down else call.is_left_by_source
         router, _, target = way.partition(">")
-        if target.startswith("router-") or BROKEN in self.queues[way]:
+        if target.startswith("router-"):
             return False
-        link = self.processes[target].streams.link(self._router_ids[router])
-        return link is None or link.is_closed
+        process = self.processes[target]
+        link = process.streams.link(self._router_ids[router])
+        is_open = link is not None and not link.is_closed
+        return not process.is_alive or not (is_open or BROKEN in self.queues[way])
 
     def hearers(self, way: str) -> frozenset[str]:
         """Whom the next message on a way concerns."""

@@ -110,6 +110,16 @@ class Call:
     def stands(self) -> bool:
         return self.ended is None and not self.is_cancelled and self.task is not None and not self.task.done()
 
+    @property
+    def is_left_by_source(self) -> bool:
+        return self.is_cancelled or not self.source.is_alive
+
+    @property
+    def is_left_by_target(self) -> bool:
+        if self.task is None or self.target is None:
+            return False
+        return self.task.done() or not self.target.is_alive
+
     def end(self, code: Any, details: str) -> None:
         self.ended = self.ended or (code, details)
         self.wake("source")
