@@ -32,7 +32,8 @@ CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, 
 SHORT = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
 SMALL = {
     "one pair": Setting(),
-    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in KINDS},
+    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in ("expire", "fail", "cancel", "deadline", "cut")},
+    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in ("kill", "sever", "router")},
     "two attempts, two of fail": replace(SHORT, faults=("fail",), num_faults=2),
     "two attempts, two of cut and fail": replace(SHORT, faults=("cut", "fail"), num_faults=2),
 }

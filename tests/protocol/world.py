@@ -206,6 +206,8 @@ class World:
         alive = [process for process in cluster.processes.values() if process.is_alive]
         calls = [call for way, call in sorted(cluster.calls.items()) if call.stands or way in cluster.queues]
         senders = [(name, sender) for name, sender in cluster.moving.items()]
-        timers = [timer._callback for timer in cluster.loop.timers]  # type: ignore[attr-defined]
+        loop = cluster.loop
+        timers = [(timer.when(), timer._callback) for timer in loop.timers]  # type: ignore[attr-defined]
         state = (cluster.router, sorted(cluster.queues.items()), alive, senders, calls, self.clients)
-        return fingerprint((state, self.faults_left, cluster.kills, self.num_ticks, cluster.loop.waiting, timers))
+        more = (self.faults_left, cluster.kills, self.num_ticks, loop.now_s, loop.waiting, timers)
+        return fingerprint((state, more))
