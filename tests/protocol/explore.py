@@ -67,6 +67,7 @@ def _no_clock_no_chance(worlds: list[World]) -> Iterator[None]:
         mock.patch("time.monotonic", monotonic),
         mock.patch("time.monotonic_ns", monotonic_ns),
         mock.patch("secrets.token_hex", token_hex),
+        mock.patch("kv_transfer.transports.loopback._offers", {}),  # whenever the collector comes
         mock.patch("kv_transfer.prefill_side.pair.SendThread", ModelSendThread),
         mock.patch("kv_transfer.decode_side.pair.ReceiveThread", ModelReceiveThread),
         mock.patch("kv_transfer.decode_side.pair.ProcessWatch", watch),
