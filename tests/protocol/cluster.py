@@ -41,7 +41,7 @@ class Cluster:
         self.calls: dict[str, Call] = {}  # by both of their ways
         self.kills = 0
         self.router_name = ""
-        self._router_ids: dict[str, str] = {}  # by name
+        self.router_ids: dict[str, str] = {}  # by name
         self._counts: Counter[str] = Counter()
         self._calling: Process | None = None
         ModelSendThread.made = staticmethod(self._on_sender)
@@ -71,9 +71,9 @@ class Cluster:
 
     def start_router(self) -> None:
         owner.set(None)
-        self.router_name = f"router-{len(self._router_ids)}"
+        self.router_name = f"router-{len(self.router_ids)}"
         self.router = Router("router", RouterOptions(**self.setting.options), clock=self.loop.time)
-        self._router_ids[self.router_name] = self.router.router_id
+        self.router_ids[self.router_name] = self.router.router_id
         for process in self.processes.values():
             endpoint = WorkerEndpoint(name=process.name, role=process.options.role, address=process.name)
             self.router._links._links[process.name] = RouterSide(self, self.router, self.router_name, endpoint)
@@ -175,37 +175,6 @@ class Cluster:
         assert self._calling is not None, "a pair is opened by nobody"
         return Watch(self._calling, self.kill)
 
-    def skip(self) -> None:
-        """What would change nothing is no choice: a step of nothing, a message for nobody."""
-        for process in self.processes.values():
-            if process.is_alive and process.is_awake and process.batch is None and process.is_idle:
-                process.is_awake = False
-        for way in [way for way in self.queues if self._is_unread(way)]:
-            del self.queues[way]
-
-    def _is_unread(self, way: str) -> bool:
-        """Nobody hears what is said there, now or later."""
-        if (call := self.calls.get(way)) is not None:
-            return call.is_left_by_target if way == call.down else call.is_left_by_source
-        router, _, target = way.partition(">")
-        if target.startswith("router-"):
-            return False
-        process = self.processes[target]
-        link = process.streams.link(self._router_ids[router])
-        is_open = link is not None and not link.is_closed
-        return not process.is_alive or not (is_open or BROKEN in self.queues[way])
-
-    def hearers(self, way: str) -> frozenset[str]:
-        """Whom the next message on a way concerns."""
-        source, _, target = way.partition(">")
-        if way in self.calls:
-            call = self.calls[way]
-            is_there = way == call.down and call.target is not None and call.target.is_alive
-            return frozenset((call.down.partition(">")[2].partition("/")[0] if is_there else call.source.name,))
-        if not target.startswith("router-"):
-            return frozenset((target,))
-        return frozenset(("router", source) if self.queues[way][0] == UP else ("router",))
-
     def deliver(self, way: str) -> None:
         message = self.queues[way].popleft()
         if not self.queues[way]:
@@ -232,7 +201,7 @@ class Cluster:
 
     def _to_worker(self, process: Process, router: str, message: Any) -> None:
         streams = self.act(process).streams
-        router_id = self._router_ids[router]
+        router_id = self.router_ids[router]
         if message == BROKEN:
             streams.end(router_id)
         else:

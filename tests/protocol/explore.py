@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tests.protocol.commuting import lesser
 from tests.protocol.process import Watch
 from tests.protocol.setting import Setting
 from tests.protocol.threads import ModelReceiveThread, ModelSendThread
@@ -118,7 +119,7 @@ def _time(world: World) -> list[str]:
 class Explorer:
     """Visits every state, each from the first world that came there; of two choices that commute it plays one order.
 
-    They do when they touch nobody in common (World.touches) and both may happen before: either leaves the other as it
+    They do when they touch nobody in common (commuting.py) and both may happen before: either leaves the other as it
     was. Choices have an order; after one comes none that commutes with it and is less. No state is lost: take the least
     of the shortest words of choices that lead to it. Nowhere in it does a choice follow a greater one that it commutes
     with, for the word with these two exchanged would be less; and each of its beginnings is the least word of where it
@@ -172,10 +173,7 @@ class Explorer:
 
     def _lesser(self, world: World, choice: str) -> set[str]:
         """What commutes with it and is less."""
-        if self._every_order or not choice or not (touched := world.touches(choice)):
-            return set()
-        others = {other: world.touches(other) for other in world.choices() if _rank(other) < _rank(choice)}
-        return {other for other, whom in others.items() if whom and whom.isdisjoint(touched)}
+        return set() if self._every_order or not choice else lesser(world.cluster, choice, world.choices())
 
     def _arrive(self, world: World, at: History, held: set[str]) -> str:
         """The choice by which to go on, if any."""
@@ -197,12 +195,6 @@ class Explorer:
         self._frontiers[0].extend(History(at, fault) for fault in world.faults())
         self._frontiers[1].extend(History(at, other) for other in others)
         return first
-
-
-def _rank(choice: str) -> tuple[str, str]:
-    """Choices of one process side by side."""
-    verb, _, what = choice.partition(" ")
-    return (what or verb.partition(">")[2]).partition("/")[0], choice
 
 
 def _begin(setting: Setting, worlds: list[World]) -> World:

@@ -62,8 +62,7 @@ class Call:
     its own, for nothing orders what is said in two of them."""
 
     def __init__(self, post: Post, number: int, source: Process, target: Process | None, target_name: str) -> None:
-        self.source, self.target = source, target
-        self.number = number
+        self.source, self.target, self.target_name = source, target, target_name
         self.down, self.up = f"{source.name}>{target_name}/{number}", f"{target_name}>{source.name}/{number}"
         self.heard: deque[Any] = deque()  # by the source
         self.asked: deque[Any] = deque()  # of the target
@@ -109,16 +108,6 @@ class Call:
     @property
     def stands(self) -> bool:
         return self.ended is None and not self.is_cancelled and self.task is not None and not self.task.done()
-
-    @property
-    def is_left_by_source(self) -> bool:
-        return self.is_cancelled or not self.source.is_alive
-
-    @property
-    def is_left_by_target(self) -> bool:
-        if self.task is None or self.target is None:
-            return False
-        return self.task.done() or not self.target.is_alive
 
     def end(self, code: Any, details: str) -> None:
         self.ended = self.ended or (code, details)

@@ -12,6 +12,7 @@ from cluster.router.live.requests import NewRequest, RequestFailed, Submission
 from engine.types import SamplingParams
 from tests.protocol import checks, faults
 from tests.protocol.cluster import Cluster
+from tests.protocol.commuting import skip
 from tests.protocol.fingerprint import fingerprint
 from tests.protocol.loop import owner
 from tests.protocol.process import Process
@@ -113,19 +114,6 @@ class World:
         with self.cluster.loop.entered():
             return process.streams.can_report
 
-    def touches(self, choice: str) -> frozenset[str]:
-        """Whose state it reads or changes; empty: everybody's. Messages are put at the end of queues that have one
-        sender each, so that two choices which touch nobody in common lead to one state in both orders."""
-        verb, _, what = choice.partition(" ")
-        if ">" in verb:
-            return self.cluster.hearers(verb)
-        if verb == "write":
-            sender = self.cluster.senders[what]
-            return frozenset((sender.owner.name, sender.target.name))
-        if verb in ("begin", "report") or (verb == "end" and self.setting.poison is None):
-            return frozenset((what,))
-        return frozenset(("router",)) if verb == "arrive" else frozenset()
-
     def faults(self) -> list[str]:
         return list(faults.places(self.setting.faults, self.cluster, self)) if self.faults_left else []
 
@@ -180,7 +168,7 @@ class World:
 
     def _settle(self) -> None:
         self.cluster.loop.settle()
-        self.cluster.skip()
+        skip(self.cluster)
         for client in self.clients:
             client.take()
 
