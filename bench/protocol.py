@@ -29,15 +29,15 @@ from tests.protocol.setting import Setting
 
 PAIR = ("kill", "sever", "fail", "cut", "expire", "cancel", "deadline")
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
-SHORT = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
+ONE_PAIR = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
 SMALL = {
-    "one pair": Setting(),
-    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in ("expire", "fail", "cancel", "deadline", "cut")},
-    **{f"one pair, {fault}": Setting(faults=(fault,)) for fault in ("kill", "sever", "router")},
-    "two attempts, two of fail": replace(SHORT, faults=("fail",), num_faults=2),
-    "two attempts, two of cut and fail": replace(SHORT, faults=("cut", "fail"), num_faults=2),
+    "one pair": ONE_PAIR,
+    **{f"one pair, {fault}": replace(ONE_PAIR, faults=(fault,)) for fault in KINDS},
+    "one pair, two of fail": replace(ONE_PAIR, faults=("fail",), num_faults=2),
+    "one pair, two of cut and fail": replace(ONE_PAIR, faults=("cut", "fail"), num_faults=2),
 }
 LARGE = {
+    "one pair, a longer answer, cut": Setting(faults=("cut",)),
     "two and two, two of all": Setting(prefill=2, decode=2, faults=PAIR, num_faults=2),
     "two requests, pages for one": Setting(prompts=(4, 4), decode_pages=2, options={"overcommit": 2.0}),
     "two requests, one is preempted": Setting(prompts=(4, 4), decode_pages=3),
