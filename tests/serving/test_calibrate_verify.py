@@ -19,8 +19,6 @@ from placement.latency.profile_file import read_profile
 from prefill_worker.policy import PrefillOptions
 from tests.serving.conftest import ModelDir
 
-pytestmark = pytest.mark.alone
-
 MAX_LEN = 192
 LIMITS: dict[str, Any] = {"max_batch_tokens": 64, "pack_tokens": 32, "max_batch_size": 4}
 

@@ -18,8 +18,6 @@ from kvrelay.chaos.cells.table import CELLS, QUICK
 from kvrelay.chaos.report import as_object, sentences
 from kvrelay.chaos.suite import Findings, Wish, play
 
-pytestmark = pytest.mark.alone
-
 ANY_TIME_S = 60.0
 
 
@@ -59,6 +57,7 @@ def test_what_was_found_until_a_signal_is_kept(number: int, tmp_path: Path, monk
     assert findings.problems == ["as an example"]
 
 
+@pytest.mark.alone
 def test_a_small_round_loses_nothing(tmp_path: Path) -> None:
     result = as_object(play(wish_of(QUICK), tmp_path, lambda _: None))
     assert {cell["cell"] for cell in result["cells"]} == set(QUICK)
