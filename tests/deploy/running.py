@@ -90,7 +90,7 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = RETURN_TIMEOU
         time.sleep(0.1)
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 10.0) -> list[psutil.Process]:
+def gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> list[psutil.Process]:
     """Those that are still there."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvrelay.demo_model import make_demo_model
-from tests.deploy.running import COMMAND, environment, gone, kvrelay
+from tests.deploy.running import COMMAND, RETURN_TIMEOUT_S, environment, gone, kvrelay
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_ctrl_c_while_it_starts_ends_all_of_it(tmp_path: Path, model: Path) -> N
     processes = psutil.Process(up.pid).children(recursive=True)
     assert processes
     up.send_signal(signal.SIGINT)
-    up.communicate(timeout=60)
+    up.communicate(timeout=RETURN_TIMEOUT_S)
     assert up.returncode == 130
     assert not gone(processes)
 
@@ -180,7 +180,7 @@ def test_down_after_a_killed_up_says_so_and_forgets_it(tmp_path: Path, model: Pa
         if "prefill-0: started" in line:
             break
     up.kill()
-    up.communicate(timeout=60)
+    up.communicate(timeout=RETURN_TIMEOUT_S)
     told = kvrelay(tmp_path, "down", "killed")
     assert told.returncode == 1
     assert told.stderr == f"error: killed was gone already: process {up.pid} ended without `kvrelay down`\n"

@@ -39,7 +39,7 @@ def soak_cluster(directory: str, transport: str, faults: Faults | None) -> Local
 async def soak(directory: str, seed: int, num_requests: int, transport: str, faults: Faults | None = None) -> None:
     cluster = soak_cluster(directory, transport, faults)
     async with cluster, AsyncClient(cluster.endpoint) as client:
-        templates = await learn(client, random.Random(seed), 40)
+        templates = await learn(client, random.Random(seed), 20)
         run = Soak(cluster, templates, seed)
         await run.run(client, num_requests, CONCURRENCY)
         assert run.wrong == []
