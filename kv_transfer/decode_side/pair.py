@@ -73,9 +73,7 @@ class DecodePair:
         self._last_lease_id = 0
         self._next_seq = 0
         self._same_host = hello.host_id == host_id()
-        self._peer_process = ProcessWatch(hello.pid) if self._same_host and self.one_sided else None
         self._outgoing: asyncio.Queue[worker_pb2.DecodeMessage] = asyncio.Queue()
-        self._writer = asyncio.create_task(self._write(send))
         self._thread: ReceiveThread[_SegmentName | None] = ReceiveThread(
             end,
             context.checksummer,
@@ -84,6 +82,8 @@ class DecodePair:
             on_verified=partial(call_in_loop, self._loop, self._on_verified),
             on_error=partial(call_in_loop, self._loop, self.fail),
         )
+        self._peer_process = ProcessWatch(hello.pid) if self._same_host and self.one_sided else None
+        self._writer = asyncio.create_task(self._write(send))
 
     async def serve(self, messages: AsyncIterator[worker_pb2.PrefillMessage]) -> str:
         """Until the stream ends (empty) or the pair fails (the reason). Raises Malformed."""

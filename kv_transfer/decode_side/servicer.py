@@ -165,11 +165,11 @@ class HandoffServicer(worker_pb2_grpc.HandoffServicer):
         self, hello: worker_pb2.HandoffHello, transport: str, end: ReceiveEnd, context: grpc.aio.ServicerContext
     ) -> DecodePair:
         self._num_pairs += 1
-        self.counters["pairs_opened"] += 1
         if hello.host_id != host_id() and not (self._wire.tls and load_transport(transport).encrypts):
             self._tell_of_plain_text(hello.worker.name, transport)
         pair_id = f"{hello.worker.name}/{hello.worker.incarnation}/{self._num_pairs}"
         pair = DecodePair(pair_id, hello, transport, end, partial(_send, context), self._context)
+        self.counters["pairs_opened"] += 1
         self._pairs.add(pair)
         pair.write(
             welcome=worker_pb2.HandoffWelcome(worker=self._me, transport=transport, transport_params=dict(end.params))

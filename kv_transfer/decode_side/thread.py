@@ -62,7 +62,11 @@ class ReceiveThread(Generic[Token]):
         self._queue: queue.SimpleQueue[AnnouncedSegment[Token] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the kernel, or a cgroup, allows no more
+            end.close()
+            raise
 
     def put(self, announced: AnnouncedSegment[Token]) -> None:
         self._end.expect(announced.segment)

@@ -46,6 +46,8 @@ async def connect(
         try:
             welcome = await _shake_hands(stream.call, target, hello, options.connect_timeout_s)
             end = await _open_send_end(welcome, memory, target.name, wire)
+            end = end if faults is None else FaultySendEnd(end, memory, faults)
+            return PrefillPair(target.name, memory, options, stream, welcome.transport, end)
         except TransferError as error:
             failures.append(f"{welcome.transport}: {error}")
             names.remove(welcome.transport)
@@ -53,9 +55,6 @@ async def connect(
         except BaseException:
             await stream.close()
             raise
-        else:
-            end = end if faults is None else FaultySendEnd(end, memory, faults)
-            return PrefillPair(target.name, memory, options, stream, welcome.transport, end)
     raise HandoffLost(f"no transport works between {me.name} and {target.name}: {'; '.join(failures)}")
 
 

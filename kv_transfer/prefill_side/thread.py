@@ -42,7 +42,11 @@ class SendThread:
         self._current: Flow | None = None
         self._seq = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the kernel, or a cgroup, allows no more
+            end.close()
+            raise
 
     def put(self, segment: SegmentToSend) -> None:
         self._queue.put(segment)

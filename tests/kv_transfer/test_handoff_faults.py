@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import multiprocessing
 import os
 import random
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -138,6 +140,34 @@ async def test_a_stream_that_does_not_begin_with_hello(decode: DecodeSide) -> No
     await raw.say(reserve=worker_pb2.Reserve(lease_id=1))
     assert await raw.refusal() == (grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
     await raw.close()
+
+
+@pytest.mark.parametrize("side", ["kv-receive", "kv-send"])
+async def test_pairs_for_which_no_thread_can_be_started_leave_nothing_behind(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, start = TransferOptions(transports=("shared_memory",)), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(side):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with decode_side(options) as decode:
+        memory = random_memory(8)
+        await (await connect(decode, options, memory)).close()
+        before, attempts = len(os.listdir("/proc/self/fd")), 8
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", refuse)
+            for _ in range(attempts):
+                with pytest.raises((HandoffLost, RuntimeError), match="can't start new thread"):
+                    await connect(decode, options, memory)
+        await (await connect(decode, options, memory)).close()
+        async with asyncio.timeout(5.0):
+            while decode.servicer.counters["pairs_closed"] < decode.servicer.counters["pairs_opened"]:
+                await asyncio.sleep(0.01)
+        gc.collect()  # what an exception's frames held
+        assert len(os.listdir("/proc/self/fd")) < before + attempts
 
 
 ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # layer 0: 256 bytes of K and of V a page
