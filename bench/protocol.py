@@ -27,13 +27,14 @@ from tests.protocol.explore import Broken, Explored, Explorer, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
 
-PAIR = ("kill", "sever", "fail", "cut", "expire", "cancel", "deadline")
+PAIR = ("expire", "fail", "cancel", "deadline", "cut", "kill", "sever")
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
 ONE_PAIR = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
 SMALL = {
     "one pair": ONE_PAIR,
-    **{f"one pair, {fault}": replace(ONE_PAIR, faults=(fault,)) for fault in KINDS},
+    **{f"one pair, {fault}": replace(ONE_PAIR, faults=(fault,)) for fault in PAIR},
     "one pair, two of fail": replace(ONE_PAIR, faults=("fail",), num_faults=2),
+    "one pair, router": replace(ONE_PAIR, faults=("router",)),
     "one pair, two of cut and fail": replace(ONE_PAIR, faults=("cut", "fail"), num_faults=2),
 }
 LARGE = {
