@@ -2,7 +2,7 @@
 
     python -m bench.guards [--quick] [--before CHECKOUT]
 
-Beside them, with --before, the router and workers of another version, from its folder: "before". Writes
+Beside them, with --before, the router of another version, from its folder, over the same workers: "before". Writes
 bench/results/guards.json. The processes and what they are asked are those of bench/router.py.
 """
 
@@ -34,11 +34,11 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
     """The routers, asked in turns, so that other load hits all."""
     scale = 0.2 if quick else 1.0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        workers = _workers(stack)
+        workers = Child("workers", "0.0")
+        stack.callback(workers.stop)
         sides = {name: _guarded(Path(folder), workers, name) for name in GUARDS}
         if before:
-            others = _workers(stack, before)
-            sides["before"] = Side(Child("router", json.dumps(others.ready["workers"]), checkout=before))
+            sides["before"] = Side(Child("router", json.dumps(workers.ready["workers"]), checkout=before))
         try:
             for side in sides.values():
                 await many_requests(side.stub, 50, 8)
@@ -46,12 +46,6 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
         finally:
             for side in sides.values():
                 await side.close()
-
-
-def _workers(stack: contextlib.ExitStack, checkout: str = "") -> Child:
-    workers = Child("workers", "0.0", checkout=checkout)
-    stack.callback(workers.stop)
-    return workers
 
 
 def _guarded(folder: Path, workers: Child, name: str) -> Side:
