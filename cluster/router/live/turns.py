@@ -20,16 +20,28 @@ class Turns:
         self._is_counting = False
 
     def wake(self, owner: str, waiter: asyncio.Future[None]) -> None:
-        self._lines.setdefault(owner, deque()).append(waiter)
-        self._wake_some()
+        if waiter.done():
+            return
+        if self._takes_turn():
+            waiter.set_result(None)
+        else:
+            self._lines.setdefault(owner, deque()).append(waiter)
+
+    async def wait(self, owner: str) -> None:
+        if not self._takes_turn():
+            waiter = asyncio.get_running_loop().create_future()
+            self._lines.setdefault(owner, deque()).append(waiter)
+            await waiter
+
+    def _takes_turn(self) -> bool:
+        """At once, where one is left: then nobody waits."""
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._next)
-
-    async def wait(self, owner: str) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self.wake(owner, waiter)
-        await waiter
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
 
     def _next(self) -> None:
         if self._left == AT_ONCE:
