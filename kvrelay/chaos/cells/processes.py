@@ -1,7 +1,10 @@
-"""SIGKILL and SIGSTOP of workers, of one process of a tensor-parallel worker, and of the router, in each phase."""
+"""SIGKILL and SIGSTOP of workers, of one process of a tensor-parallel worker, and of the router, in each phase; and of
+all workers of a kind, or of both, in one moment.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from functools import partial
@@ -21,6 +24,7 @@ from kvrelay.chaos.cells.cell import (
 from kvrelay.chaos.round import Round
 
 LAST_TOKENS = 3  # of a stream
+PAUSE_S = 3.0  # that all of a kind are stopped
 CROWDED = ("stalled", "queued")
 BOTH_PHASES = ("idle", "queued", "connecting", "first chunk", "mid-transfer", "commit", "receipt", "stalled")
 END_PHASES = ("decoding", "last token")
@@ -70,6 +74,23 @@ def _disconnect(round_: Round) -> None:
             cluster.proxy.link(f"{name}>{decode}").reset()
 
 
+async def together(round_: Round, do: str, roles: tuple[str, ...]) -> None:
+    """As where a host has no memory left, or stands still for a moment."""
+    cluster = round_.cluster
+    round_.start(STREAMS)
+    await round_.until_tokens(round_.rng.randrange(1, 12))
+    round_.start(STREAMS)
+    victims = [name for role in roles for name in cluster.names(role)]
+    for name in victims:
+        cluster.signal(name, SIGNALS[do])
+    round_.fault()
+    if do == "stop":
+        await asyncio.sleep(PAUSE_S)
+        for name in victims:
+            cluster.signal(name, signal.SIGCONT)
+    await round_.all_ended()
+
+
 async def rank(round_: Round, do: str) -> None:
     """One of the other processes of decode-0."""
     cluster = round_.cluster
@@ -103,6 +124,16 @@ CELLS = [
     ),
     *(
         Cell(name=f"{do}/rank/decoding", bound=f"rank-{PAST[do]}", act=partial(rank, do=do), share=2, shape="ranks")
+        for do in SIGNALS
+    ),
+    *(
+        Cell(
+            name=f"together/{do}/{' and '.join(roles)}",
+            bound=f"together-{PAST[do]}",
+            act=partial(together, do=do, roles=roles),
+            share=2,
+        )
+        for roles in (("prefill",), ("decode",), ("prefill", "decode"))
         for do in SIGNALS
     ),
 ]
