@@ -43,6 +43,8 @@ def served_config(options: EngineOptions) -> ServedConfig:
 
 def load_config(model: str) -> Any:
     """The model's config. Raises UnsupportedModel with one sentence when there is none that can be read."""
+    if os.path.isabs(model) and not os.path.exists(model):  # or it would be taken for a name on the hub
+        raise UnsupportedModel(f"model {model!r} is not there; give a Hugging Face model directory")
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     try:

@@ -98,6 +98,11 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"gone' is not there; give a Hugging Face model directory"):
+        load(str(tmp_path / "gone"))
+
+
 def test_a_directory_without_weights(llama: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
