@@ -128,6 +128,10 @@ class Prefiller(ABC):
     def end(self, attempt: Attempt) -> None:
         """It needs nothing here any more: handed off, cancelled or failed."""
 
+    @abstractmethod
+    def report_anew(self, now: float) -> None:
+        """Though nothing has changed: the router waits for it."""
+
 
 class Decoder(ABC):
     def __init__(self, name: str) -> None:

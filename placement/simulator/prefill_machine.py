@@ -48,6 +48,10 @@ class PrefillMachine(Prefiller):
             available_pages=policy.pool.available,
         )
 
+    def report_anew(self, now: float) -> None:
+        if not self.is_dead:
+            self.reporter.report_anew(now)
+
     @property
     def is_running(self) -> bool:
         return False  # between the ends of its steps nothing changes

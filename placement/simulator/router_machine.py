@@ -260,6 +260,8 @@ class RouterMachine(Dispatcher):
             if attempt.decode is not None and attempt.decode is not lost:
                 self.clock.at(told_s, attempt.decode.cancel, attempt)
             self._retry(attempt, retry)
+        for prefill in self.prefills.values():
+            prefill.report_anew(self.clock.now)
         self._pump()
 
     def on_worker_back(self) -> None:
