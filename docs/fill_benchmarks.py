@@ -484,9 +484,11 @@ def chaos(result: Mapping[str, Any]) -> str:
 
 def protocol(result: Mapping[str, Any]) -> str:
     columns = ("states", "histories", "left", "turns", "walks", "seconds")
-    return table(
-        ["setting", *columns], [[n, *(s.get(c, "broken") for c in columns)] for n, s in result["settings"].items()]
-    )
+    rows = [
+        [f"{name} ({row['commit']})" if "commit" in row else name, *(row.get(c, "broken") for c in columns)]
+        for name, row in result["settings"].items()
+    ]
+    return table(["setting", *columns], rows)
 
 
 def fuzz(result: Mapping[str, Any]) -> str:
