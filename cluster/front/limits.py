@@ -19,6 +19,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.stalls import Stalls
 from cluster.router.live.turns import Turns
 from cluster.router.shares import Shares
+from worker.wire.aborts import without_traces
 from worker.wire.door import CALLER, FIRST_MESSAGE_S
 
 PING_TIMEOUT_S = 5.0
@@ -83,6 +84,9 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._heard(handler, is_health)
 
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
+        await without_traces(self._refuse_full(context))
+
+    async def _refuse_full(self, context: Any) -> None:
         reason = self._why_full(CALLER.get()) or "too many calls ran at this router"
         await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),))
 
@@ -128,6 +132,9 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if not is_health:
                 self._count()
                 await self._turns.wait(CALLER.get())
+            return await without_traces(_answer(context))
+
+        async def _answer(context: Any) -> Any:
             return await behaviour(await _message(context, stalls), context)
 
         streams = handler.response_streaming

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 import grpc
 import grpc.aio
 
+from worker.wire.aborts import without_traces
+
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_S = 2.0  # that a caller is heard who is to be refused
@@ -82,7 +84,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                         await anext(requests, None)
             finally:
                 self._heard -= 1
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence)
+        await without_traces(context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence))
 
     def _count(self, peer: str) -> None:
         self.num_refused += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from cluster.front.grpc import GenerateService
 from cluster.front.health import Health
 from cluster.front.options import FrontOptions
 from cluster.front.server import server_options
+from cluster.router.live.requests import Submission
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
 from tests.cluster.front.test_tokenizer import stuck_codec
 from tests.cluster.harness import WAIT_S, Harness, request, serving
@@ -205,6 +207,19 @@ async def test_no_request_outlives_the_routers_own_deadline() -> None:
         assert await ended(h.generate.GenerateOnce(request(max_tokens=9), timeout=WAIT_S)) == wanted
         await h.until(lambda: not h.decode().running)
         assert h.decode().cancels
+
+
+async def test_a_call_that_was_refused_leaves_nothing_to_the_garbage_collector() -> None:
+    """gRPC keeps the error that ended it, and the error's traceback would keep the call."""
+    async with serving(options=server_options(port=0, max_request_s=0.1)) as h:
+        h.prefill().is_holding = True
+        gc.collect()
+        gc.disable()
+        try:
+            await ended(h.generate.GenerateOnce(request()))
+            await h.until(lambda: not any(type(each) is Submission for each in gc.get_objects()))
+        finally:
+            gc.enable()
 
 
 async def test_the_deadline_holds_while_a_text_is_tokenised() -> None:
