@@ -56,12 +56,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of both")
     arguments = parser.parse_args()
     sides = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
+    head = about()  # before bench/e2e.py writes into the checkouts, of which this may be one
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(arguments.rounds):
         for name, checkout in sides.items():
             rows[name].append(one_row(checkout, arguments.rate))
             print(f"{name}: {json.dumps(medians(rows[name][-1:]))}", flush=True)
-    result = about() | {"rate": arguments.rate, "rounds": arguments.rounds}
+    result = head | {"rate": arguments.rate, "rounds": arguments.rounds}
     result |= {name: medians(found) for name, found in rows.items()}
     print(save("versions", result))
 
