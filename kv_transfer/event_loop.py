@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+
+def start_thread(thread: threading.Thread, give_back: Callable[[], object]) -> None:
+    """Or `give_back` what it was to own, and raise RuntimeError: the kernel, or a cgroup, allows no more of them."""
+    try:
+        thread.start()
+    except RuntimeError:
+        give_back()
+        raise
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any) -> None:

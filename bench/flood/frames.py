@@ -82,7 +82,7 @@ async def _until(reader: asyncio.StreamReader, mark: bytes) -> bool:
     tail = b""
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(1 << 16):
-            tail = (tail + data)[-(1 << 16) - len(mark) :]
+            tail = tail[-len(mark) :] + data
             if mark in tail:
                 return True
     return False

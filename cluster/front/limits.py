@@ -84,11 +84,8 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._heard(handler, is_health)
 
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
-        await without_traces(self._refuse_full(context))
-
-    async def _refuse_full(self, context: Any) -> None:
         reason = self._why_full(CALLER.get()) or "too many calls ran at this router"
-        await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),))
+        await without_traces(refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),)))
 
     def _why_full(self, caller: str) -> str:
         """Why the caller may begin no call; empty if it may."""

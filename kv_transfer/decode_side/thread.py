@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 from kv_transfer.base import ReceiveEnd, Segment, TransferError
 from kv_transfer.checksum import SegmentChecksummer
+from kv_transfer.event_loop import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,7 @@ class ReceiveThread(Generic[Token]):
         self._queue: queue.SimpleQueue[AnnouncedSegment[Token] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the kernel, or a cgroup, allows no more
-            end.close()
-            raise
+        start_thread(self._thread, end.close)
 
     def put(self, announced: AnnouncedSegment[Token]) -> None:
         self._end.expect(announced.segment)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError
 from kv_transfer.checksum import RunningDigest, device_checksummer
+from kv_transfer.event_loop import start_thread
 from kv_transfer.prefill_side.segments import Flow, SegmentToSend, SentSegment
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,7 @@ class SendThread:
         self._current: Flow | None = None
         self._seq = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the kernel, or a cgroup, allows no more
-            end.close()
-            raise
+        start_thread(self._thread, end.close)
 
     def put(self, segment: SegmentToSend) -> None:
         self._queue.put(segment)

@@ -120,8 +120,8 @@ class Reporter:
 
     def report_anew(self, now: float) -> None:
         """Though nothing has changed, at the next tick, as a live worker does at each: the router waits for it."""
-        self._is_due, self._tick = True, int(now / self._inbox.gap_s)
-        self._inbox.expect(self)
+        self._is_due = False
+        self.mark(now)
 
     def arrives_s(self, now: float) -> float:
         """When the report that follows a change now will be known to the router."""

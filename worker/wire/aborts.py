@@ -17,11 +17,11 @@ async def without_traces(call: Awaitable[T]) -> T | None:
     try:
         return await call
     except grpc.aio.AbortError as error:
-        forget_traces(error)
+        _forget_traces(error)
         return None
 
 
-def forget_traces(error: BaseException | None) -> None:
+def _forget_traces(error: BaseException | None) -> None:
     """Of the error, and of those that it was raised for."""
     while error is not None:
         error.__traceback__ = None

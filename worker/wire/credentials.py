@@ -5,13 +5,17 @@ All of it follows the files, and stays with what was good while they are not.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
 from worker.wire.followed import Followed
 from worker.wire.tls import TlsFiles
+
+T = TypeVar("T")
 
 
 class FollowedTls:
@@ -20,8 +24,8 @@ class FollowedTls:
     def __init__(self, tls: TlsFiles) -> None:
         """Raises TlsError."""
         self.server_name = tls.server_name
-        self._server = Followed(_paths(tls), tls.server_context, f"the certificate {tls.cert} and its files")
-        self._client = Followed(_paths(tls), tls.client_context, f"the files to call with, {_paths(tls)},")
+        self._server = _followed_to_listen(tls, tls.server_context)
+        self._client = _followed_to_call(tls, tls.client_context)
 
     def server_context(self) -> ssl.SSLContext:
         self._server.renew()
@@ -41,7 +45,7 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 @cache
 def _follow_channel_files(tls: TlsFiles) -> Followed[grpc.ChannelCredentials]:
-    return Followed(_paths(tls), lambda: _channel_credentials(tls), f"the files to call with, {_paths(tls)},")
+    return _followed_to_call(tls, lambda: _channel_credentials(tls))
 
 
 def _channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
@@ -60,12 +64,21 @@ def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 
 def follow_server_files(tls: TlsFiles) -> Followed[grpc.ServerCertificateConfiguration]:
     """Raises TlsError."""
-    return Followed(_paths(tls), lambda: _server_configuration(tls), f"the certificate {tls.cert} and its files")
+    return _followed_to_listen(tls, lambda: _server_configuration(tls))
 
 
 def _server_configuration(tls: TlsFiles) -> grpc.ServerCertificateConfiguration:
     tls.server_context()
     return grpc.ssl_server_certificate_configuration([(_read(tls.key), _read(tls.cert))], _read(tls.ca))
+
+
+def _followed_to_listen(tls: TlsFiles, make: Callable[[], T]) -> Followed[T]:
+    return Followed(_paths(tls), make, f"the certificate {tls.cert} and its files")
+
+
+def _followed_to_call(tls: TlsFiles, make: Callable[[], T]) -> Followed[T]:
+    paths = _paths(tls)
+    return Followed(paths, make, f"the files to call with, {paths},")
 
 
 def _paths(tls: TlsFiles) -> list[str]:
