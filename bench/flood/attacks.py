@@ -28,7 +28,7 @@ NICE = 15
 CALLS_A_CHANNEL = 500
 MESSAGES_AT_ONCE = 5
 UNREAD_S = 60.0  # by when a router has given up whom it writes to in vain
-READ_S = 45.0  # what is left of a stream, with its code
+READ_S = 90.0  # what is left of a stream, with its code
 OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,10 +31,10 @@ CLIENT_GAP_S = 0.2
 TIMEOUT_S = 10.0
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"count": 0, "p50": 0.0, "p99": 0.0, "max": 0.0}
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
     figures = {"count": len(values), "p50": cuts[49], "p99": cuts[98], "max": max(values)}
     return {name: round(figure, 1) for name, figure in figures.items()}
 

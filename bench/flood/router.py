@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from array import array
 from typing import Any
 
 from bench.flood.onlookers import percentiles
@@ -27,8 +28,8 @@ class Lag:
     the second is much less, the processor was another's, or the interpreter's lock another thread's."""
 
     def __init__(self) -> None:
-        self._late_ms: list[float] = []
-        self._busy_ms: list[float] = []
+        self._late_ms = array("d")  # no objects: each would keep a piece of the memory that is looked at
+        self._busy_ms = array("d")
         self._beats = asyncio.get_running_loop().create_task(self._beat())
 
     async def _beat(self) -> None:
@@ -39,8 +40,8 @@ class Lag:
             self._busy_ms.append((time.thread_time() - used_s) * 1e3)
 
     def seen(self) -> dict[str, dict[str, float]]:
-        late_ms, self._late_ms = self._late_ms, []
-        busy_ms, self._busy_ms = self._busy_ms, []
+        late_ms, self._late_ms = self._late_ms, array("d")
+        busy_ms, self._busy_ms = self._busy_ms, array("d")
         return {"loop_lag_ms": percentiles(late_ms), "loop_busy_ms": percentiles(busy_ms)}
 
 

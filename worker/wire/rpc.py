@@ -18,6 +18,7 @@ import grpc.aio
 from kv_transfer.handshake import PROTOCOL_VERSION as PROTOCOL_VERSION
 from kv_transfer.prefill_side.stream import ControlStream, Dial
 from kvrelay.v1 import worker_pb2_grpc
+from worker.wire.completions import told_together
 from worker.wire.credentials import channel_credentials, server_credentials
 from worker.wire.door import Door, Metadata, single
 from worker.wire.tls import TlsFiles
@@ -103,7 +104,8 @@ def make_server(
     """Without a door everybody may call it. `behind`: interceptors for whom it lets in; `options` win over those that
     all servers have."""
     interceptors = [*([door] if door else []), *behind]
-    return grpc.aio.server(interceptors=interceptors, options=list((dict(SERVER_OPTIONS) | dict(options)).items()))
+    with told_together():
+        return grpc.aio.server(interceptors=interceptors, options=list((dict(SERVER_OPTIONS) | dict(options)).items()))
 
 
 def secret_door(secret: str) -> Door | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 8  # in one turn of the loop: some 0.1 ms each
+AT_ONCE = 3  # in one turn of the loop: some 0.1 ms each
 
 
 class Turns:
