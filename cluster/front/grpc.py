@@ -147,8 +147,12 @@ class GenerateService:
             context.set_trailing_metadata(trailers(submission))
         finally:
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
-            self._router.cancel(submission, "the client went away")
-            self._router.unread.forget(submission)
+            try:
+                if not submission.is_over:  # all clients may leave in one moment, each with many choices
+                    await self._router.turns.wait(checked.new.owner)
+            finally:
+                self._router.cancel(submission, "the client went away")
+                self._router.unread.forget(submission)
 
     async def _choice_responses(
         self, submission: Submission, answers: Sequence[ChoiceAnswer], *, is_kept: bool

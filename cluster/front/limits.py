@@ -132,7 +132,13 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return await without_traces(_answer(context))
 
         async def _answer(context: Any) -> Any:
-            return await behaviour(await _message(context, stalls), context)
+            return await behaviour(await _message_in_turn(context), context)
+
+        async def _message_in_turn(context: Any) -> Any:
+            message = await _message(context, stalls)
+            if not is_health:
+                await self._turns.wait(CALLER.get())
+            return message
 
         streams = handler.response_streaming
         made = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler

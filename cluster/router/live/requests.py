@@ -234,6 +234,8 @@ class Submission:
 
         Raises RequestFailed, after what came before the failure was taken.
         """
+        if self._updates:
+            await self._turns.wait(self.choices[0].owner)
         while not self._updates:
             if self.error is not None:
                 raise self.error

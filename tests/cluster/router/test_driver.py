@@ -12,7 +12,10 @@ import grpc
 import pytest
 
 from cluster.front.server import server_options
+from cluster.router.decisions import Assigned
+from cluster.router.dispatch import SENDS_AT_ONCE, Dispatcher
 from cluster.router.links.clock_offset import ClockOffset
+from cluster.router.live.requests import LiveRequest
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import collect, request, serving, tokens_of
@@ -203,6 +206,37 @@ async def test_a_worker_that_comes_back_takes_requests_again() -> None:
             ("prefill-0", "ready", 0),
             ("decode-0", "ready", 1),
         ]
+
+
+async def test_many_that_waited_for_a_worker_are_not_sent_in_one_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: Counter[int] = Counter()
+    send, turn = Dispatcher._send, 0
+
+    def noted(dispatcher: Dispatcher, live: LiveRequest, assigned: Assigned) -> None:
+        turns[turn] += 1
+        send(dispatcher, live, assigned)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    options = server_options(port=0, dead_after_s=0.5, unavailable_grace_s=15)
+    async with serving(worker={"num_pages": 4096}, options=options) as h:
+        await h.prefill().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        calls = [h.generate.GenerateOnce(request(max_tokens=2)) for _ in range(3 * SENDS_AT_ONCE)]
+        await h.until(lambda: h.server.router.policy.num_queued == len(calls))
+        monkeypatch.setattr(Dispatcher, "_send", noted)
+        counting = asyncio.ensure_future(count_turns())
+        await h.prefill().start()
+        await asyncio.gather(*calls)
+        counting.cancel()
+        assert turns.total() == len(calls)
+        assert max(turns.values()) <= SENDS_AT_ONCE
 
 
 async def test_within_the_grace_a_request_waits_for_a_worker_to_come_back() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from cluster.router.live.requests import ChoiceUpdate, NewRequest, Submission
 from cluster.router.live.turns import AT_ONCE, Turns
+from kvrelay.v1 import generate_pb2
 
 pytestmark = pytest.mark.unit
+
+NEW = NewRequest(id="c", prompt_ids=[1], sampling=[generate_pb2.SamplingParams(max_tokens=4)], arrived_s=0.0)
 
 
 async def _order(turns: Turns, *owners: str) -> list[str]:
@@ -36,6 +41,21 @@ async def test_who_asks_for_little_is_next_though_others_asked_for_much() -> Non
     order = "".join(await _order(Turns(), *["a"] * (5 * AT_ONCE), "b", "c")).replace("-", "")
     assert order.index("b") <= AT_ONCE + 1
     assert order.index("c") <= AT_ONCE + 2
+
+
+async def test_a_reader_takes_a_turn_for_what_has_waited_for_it_too() -> None:
+    turns, read = Turns(), []
+    calls = [Submission.of(replace(NEW, id=f"c{i}"), "router", i, turns) for i in range(3 * AT_ONCE)]
+
+    async def read_one(call: Submission) -> None:
+        read.append(await call.updates())
+
+    for call in calls:
+        call.put(ChoiceUpdate(0, []))
+    readers = [asyncio.ensure_future(read_one(call)) for call in calls]
+    await asyncio.sleep(0)
+    assert len(read) == AT_ONCE
+    await asyncio.gather(*readers)
 
 
 async def test_who_has_gone_takes_no_turn() -> None:
