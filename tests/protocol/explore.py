@@ -101,8 +101,10 @@ def walk(setting: Setting, seed: int, fault_share: float = 0.1) -> World:
         try:
             while len(history) < MAX_CHOICES and (choices := world.choices() or _time(world)):
                 faults = world.faults()
-                history.append(chance.choice(faults if faults and chance.random() < fault_share else choices))
-                world.do(history[-1])
+                choice = chance.choice(faults if faults and chance.random() < fault_share else choices)
+                for each in world.and_reports(choice):
+                    history.append(each)
+                    world.do(each)
             world.finish()
         except Exception as error:
             raise Broken(f"{type(error).__name__}: {error}\nafter {history}") from error

@@ -114,6 +114,11 @@ class World:
         with self.cluster.loop.entered():
             return process.streams.can_report
 
+    def and_reports(self, choice: str) -> list[str]:
+        """Whoever lives has reported, when time has passed."""
+        alive = [process.name for process in self.cluster.processes.values() if process.is_alive]
+        return [choice, *(f"report {name}" for name in alive if choice == "tick")]
+
     def faults(self) -> list[str]:
         return list(faults.places(self.setting.faults, self.cluster, self)) if self.faults_left else []
 
@@ -173,19 +178,21 @@ class World:
             client.take()
 
     def finish(self) -> None:
-        """Whatever comes, and all timers: then nothing is held, and each request has ended."""
-        while True:
-            for _ in range(MAX_CHOICES):
-                if not (choices := self.choices()):
-                    break
-                self.do(choices[0])
-            else:
-                raise AssertionError("it never comes to rest")
-            if self.is_over or self.cluster.loop.now_s > SETTLED_S or not self.cluster.loop.timers:
-                break
-            self.do("tick")
+        """Whatever comes, and all timers, workers reporting meanwhile: then nothing is held, each request has ended."""
+        self._rest()
+        while not self.is_over and self.cluster.loop.now_s <= SETTLED_S and self.cluster.loop.timers:
+            for choice in self.and_reports("tick"):
+                self.do(choice)
+            self._rest()
             checks.no_lease_is_overdue(self)
         checks.in_the_end(self)
+
+    def _rest(self) -> None:
+        for _ in range(MAX_CHOICES):
+            if not (choices := self.choices()):
+                return
+            self.do(choices[0])
+        raise AssertionError("it never comes to rest")
 
     @property
     def key(self) -> bytes:

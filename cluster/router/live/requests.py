@@ -24,7 +24,7 @@ from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
-MAX_UPDATES = 256  # that are made into messages in one go
+MAX_AT_ONCE = 256  # tokens and log-probabilities that are made into messages in one go
 
 
 class RequestFailed(Exception):
@@ -183,6 +183,7 @@ class Submission:
         self.timers: list[asyncio.TimerHandle] = []  # cancelled with the end
         self.error: RequestFailed | None = None
         self.num_running = len(choices)
+        self._updates_at_once = max(1, MAX_AT_ONCE // (1 + choices[0].sampling.logprobs))
         self._turns = turns
         self._updates: list[ChoiceUpdate] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -243,8 +244,8 @@ class Submission:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        updates = self._updates[:MAX_UPDATES]
-        del self._updates[:MAX_UPDATES]
+        updates = self._updates[: self._updates_at_once]
+        del self._updates[: self._updates_at_once]
         return updates
 
     def _wake(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.router.live.requests import ChoiceUpdate, NewRequest, Submission
+from cluster.router.live.requests import MAX_AT_ONCE, ChoiceUpdate, NewRequest, Submission
 from cluster.router.live.turns import AT_ONCE, Turns
 from kvrelay.v1 import generate_pb2
 
@@ -56,6 +56,15 @@ async def test_a_reader_takes_a_turn_for_what_has_waited_for_it_too() -> None:
     await asyncio.sleep(0)
     assert len(read) == AT_ONCE
     await asyncio.gather(*readers)
+
+
+@pytest.mark.parametrize(("logprobs", "at_once"), [(0, MAX_AT_ONCE), (20, MAX_AT_ONCE // 21), (10**6, 1)])
+async def test_in_one_turn_a_reader_takes_less_of_what_is_larger(logprobs: int, at_once: int) -> None:
+    sampling = generate_pb2.SamplingParams(max_tokens=4, logprobs=logprobs)
+    call = Submission.of(replace(NEW, sampling=[sampling]), "router", 1, Turns())
+    for _ in range(2 * MAX_AT_ONCE):
+        call.put(ChoiceUpdate(0, []))
+    assert len(await call.updates()) == at_once
 
 
 async def test_who_has_gone_takes_no_turn() -> None:
