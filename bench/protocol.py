@@ -1,18 +1,19 @@
 """The protocol of requests, handoffs and leases by its real objects, in every order, with every fault.
 
-    python -m bench.protocol [--quick] [--minutes M] [--most M] [--walks N] [--jobs J]
+    python -m bench.protocol [--quick] [--minutes M] [--most M] [--walks N] [--jobs J] [NAMES...]
 
 tests/protocol says what is real there and what must hold. SMALL settings are explored to the end: `left` is 0 then. Of
 one that does not end in its time, all is explored that turns from the first choice fewer than `turns` times (with
 every fault at every place), and a part of what turns so often; `left` histories are known and not followed. Then come
 `walks` by chance, each from the beginning to the end, with every kind of fault and one more of them. The result is kept
-after each setting.
+after each setting, beside what was kept of settings that are not run, with the commit of those.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from bench.common import about, save
+from bench.common import RESULTS, about, save
 from tests.protocol.explore import Broken, Explored, Explorer, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
@@ -83,6 +84,15 @@ def rows(minutes: dict[str, float], num_walks: int, jobs: int) -> Iterator[tuple
         yield from zip(minutes, pool.map(work, map(SETTINGS.__getitem__, minutes), minutes.values()), strict=True)
 
 
+def _kept(result: str) -> dict[str, dict[str, Any]]:
+    """Rows of the last result, each with its commit."""
+    try:
+        last = json.loads((RESULTS / f"{result}.json").read_text())
+    except OSError:
+        return {}
+    return {name: {"commit": last["commit"], **row} for name, row in last["settings"].items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small settings only")
@@ -90,15 +100,18 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=30.0, help="minutes for each small setting (default: 30)")
     parser.add_argument("--walks", type=int, default=500, help="of each that has not ended (default: 500)")
     parser.add_argument("--jobs", type=int, default=2, help="settings at a time (default: 2)")
+    parser.add_argument("names", nargs="*", choices=[[], *SETTINGS], help="of settings; all when none is given")
     args = parser.parse_args()
-    minutes = {name: args.most if name in SMALL else args.minutes for name in (QUICK if args.quick else SETTINGS)}
+    names = args.names or (QUICK if args.quick else SETTINGS)
+    minutes = {name: args.most if name in SMALL else args.minutes for name in names}
     columns = ("states", "histories", "longest", "turns", "left", "walks", "seconds")
     print(f"{'setting':34}" + "".join(f"{column:>10}" for column in columns))
-    head = about()
-    settings: dict[str, dict[str, Any]] = {}
+    head, result = about(), "protocol-quick" if args.quick else "protocol"
+    kept, settings = _kept(result), {}
     for name, row in rows(minutes, args.walks, args.jobs):
         settings[name] = row
-        save("protocol-quick" if args.quick else "protocol", {**head, "settings": settings})
+        known = {**kept, **settings}
+        save(result, {**head, "settings": {each: known[each] for each in SETTINGS if each in known}})
         print(f"{name:34}" + "".join(f"{row.get(column, 'broken'):>10}" for column in columns), flush=True)
     if broken := [f"{name}: {row['broken']}" for name, row in settings.items() if "broken" in row]:
         raise SystemExit("\n".join(broken))

@@ -38,7 +38,7 @@ RSS_GAP_S = 0.05
 FLOOD_TIMEOUT_S = 180.0
 TOKEN, OTHER_TOKEN = "flood-0123456789abcdef", "other-0123456789abcdef"
 SETTINGS = {"auth": True, "tokens": f"flood:{TOKEN}\nother:{OTHER_TOKEN}"}
-UNDOCUMENTED = {"INTERNAL", "UNKNOWN", "still open"}
+UNDOCUMENTED = {"INTERNAL", "UNKNOWN", "hangs"}
 
 
 def give_priority(pid: int) -> bool:
