@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from cluster.router.live.requests import LiveRequest
 from cluster.router.live.timeline import Timeline
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
@@ -118,7 +119,11 @@ def _future(thing: asyncio.Future[Any]) -> list[Any]:
     return [thing.done(), outcome]
 
 
+COUNTED = {"cached_tokens", "recomputed_tokens", "_computed_len"}  # for the receipt
+
+
 READERS: dict[Any, Reader] = {
+    LiveRequest: lambda thing: [value for name, value in vars(thing).items() if name not in COUNTED],
     Process: lambda thing: thing.__dict__.values() if thing.is_alive else (),  # a dead one is as any other
     Message: lambda thing: [thing.SerializeToString(deterministic=True)],
     Mapping: lambda thing: [len(thing), *thing.keys(), *thing.values()],

@@ -48,7 +48,7 @@ async def _run(model: Path, folder: Path) -> Counter[str]:
         engine=engine_with(),
         decode_engine=engine_with(num_pages=32),
         worker=worker_with(record=str(folder), transports=("loopback",)),
-        router=router_with(record=str(folder), dead_after_s=2.0),
+        router=router_with(record=str(folder)),
     )
     async with cluster, AsyncClient(cluster.endpoint) as client:
         tasks = [asyncio.create_task(_leave(client))]

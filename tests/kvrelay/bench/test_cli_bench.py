@@ -86,7 +86,7 @@ def test_requests_wait_for_a_place_and_not_for_each_other(server: ScriptedServer
 
 def test_an_open_loop_sends_though_nothing_answers() -> None:
     with ScriptedServer(answering="hang") as server:
-        result = run(server, *SMALL, "--request-rate", "1000", "--timeout", "2", "--json")
+        result = run(server, *SMALL, "--request-rate", "1000", "--timeout", "5", "--json")
         assert server.most_running == 6
     found = json.loads(result.stdout)
     assert result.exit_code == 1
