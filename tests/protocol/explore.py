@@ -16,7 +16,7 @@ from tests.protocol.commuting import lesser
 from tests.protocol.process import Watch
 from tests.protocol.setting import Setting
 from tests.protocol.threads import ModelReceiveThread, ModelSendThread
-from tests.protocol.world import MAX_CHOICES, SETTLED_S, World
+from tests.protocol.world import MAX_CHOICES, World
 
 
 @dataclass
@@ -114,8 +114,7 @@ def walk(setting: Setting, seed: int, fault_share: float = 0.1) -> World:
 
 
 def _time(world: World) -> list[str]:
-    is_waiting = not world.is_over and world.cluster.loop.timers and world.cluster.loop.now_s < SETTLED_S
-    return ["tick"] if is_waiting else []
+    return ["tick"] if world.waits_for_time else []
 
 
 class Explorer:

@@ -43,6 +43,7 @@ OPAQUE = (
     *(RouterOptions, TransferOptions, WorkerOptions),
     *(Counter, RouterMetrics, Timeline),  # they say how one came here
 )
+COUNTED = frozenset(("cached_tokens", "recomputed_tokens", "_computed_len"))  # of a LiveRequest: so do these
 Reader = Callable[[Any], Iterable[Any]]
 
 
@@ -117,9 +118,6 @@ def _future(thing: asyncio.Future[Any]) -> list[Any]:
     if thing.done() and not thing.cancelled():
         outcome = repr(thing.exception()) if thing.exception() else thing.result()
     return [thing.done(), outcome]
-
-
-COUNTED = {"cached_tokens", "recomputed_tokens", "_computed_len"}  # for the receipt
 
 
 READERS: dict[Any, Reader] = {

@@ -96,6 +96,12 @@ class World:
         is_idle = not any(p.role.requests or p.pool.usage.held for p in alive)
         return is_idle and all(client.is_over for client in self.clients)
 
+    @property
+    def waits_for_time(self) -> bool:
+        """When nothing else can happen."""
+        loop = self.cluster.loop
+        return not self.is_over and loop.now_s <= SETTLED_S and bool(loop.timers)
+
     def choices(self) -> list[str]:
         found = list(self.cluster.queues)
         for process in self.cluster.processes.values():
@@ -180,7 +186,7 @@ class World:
     def finish(self) -> None:
         """Whatever comes, and all timers, workers reporting meanwhile: then nothing is held, each request has ended."""
         self._rest()
-        while not self.is_over and self.cluster.loop.now_s <= SETTLED_S and self.cluster.loop.timers:
+        while self.waits_for_time:
             for choice in self.and_reports("tick"):
                 self.do(choice)
             self._rest()
