@@ -15,12 +15,14 @@ from collections.abc import Callable
 
 BEAT_S = 0.1
 LAG_BEATS = 10  # whose worst lag is told
+STILL_S = 0.5  # a beat that is later than that was a stop
 
 
 class AwakeClock:
     def __init__(self, wall_s: Callable[[], float] = time.monotonic) -> None:
         """It stands at 0, and moves for one beat, and then for one more with each `beat`."""
         self._wall_s = wall_s
+        self._woke_s = float("-inf")
         self._last = wall_s(), 0.0  # when the last beat was, by the wall and by this clock; read from other threads
         self.num_tasks = 0  # of the loop, a second ago at most
         self._lags_s = deque([0.0], LAG_BEATS)
@@ -30,6 +32,11 @@ class AwakeClock:
         beat_s, awake_s = self._last
         return awake_s + min(self._wall_s() - beat_s, 2 * BEAT_S)
 
+    def stood_still_within(self, seconds: float) -> bool:
+        """Whether the last stop ended so lately, or has not been noticed yet."""
+        wall_s = self._wall_s()
+        return wall_s - self._woke_s <= seconds or wall_s - self._last[0] > BEAT_S + STILL_S
+
     @property
     def lag_s(self) -> float:
         """By how much the loop was late, the worst of the last second."""
@@ -38,6 +45,8 @@ class AwakeClock:
     def beat(self) -> None:
         now_s, wall_s = self.now_s(), self._wall_s()
         self._lags_s.append(max(0.0, wall_s - self._last[0] - BEAT_S))
+        if self._lags_s[-1] > STILL_S:
+            self._woke_s = wall_s
         self._last = wall_s, now_s
 
     def start(self) -> None:

@@ -86,7 +86,12 @@ class Router:
         self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
         self._links = WorkerLinks(
-            self, router_id=self.router_id, secret=secret, tls=tls, dead_after_s=options.dead_after_s
+            self,
+            self.loop_clock,
+            router_id=self.router_id,
+            secret=secret,
+            tls=tls,
+            dead_after_s=options.dead_after_s,
         )
         self._dispatcher = Dispatcher(
             self.policy, self._links, self._served, self.metrics, router_id=self.router_id, clock=clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.awake import BEAT_S, LAG_BEATS, AwakeClock
+from worker.awake import BEAT_S, LAG_BEATS, STILL_S, AwakeClock
 
 pytestmark = pytest.mark.unit
 
@@ -38,3 +38,18 @@ def test_the_worst_lag_is_told_for_a_while() -> None:
         wall.now_s += BEAT_S
         clock.beat()
     assert clock.lag_s == pytest.approx(0.0)
+
+
+def test_a_stop_is_told_until_it_is_long_ago() -> None:
+    wall = Wall()
+    clock = AwakeClock(lambda: wall.now_s)
+    wall.now_s += BEAT_S + STILL_S / 2
+    clock.beat()
+    assert not clock.stood_still_within(2.0)
+    wall.now_s += 2 * STILL_S  # before the beat that is late
+    assert clock.stood_still_within(2.0)
+    clock.beat()
+    wall.now_s += 2 * BEAT_S
+    clock.beat()
+    assert clock.stood_still_within(2.0)
+    assert not clock.stood_still_within(BEAT_S)

@@ -11,14 +11,23 @@ from collections.abc import Iterable
 
 from cluster.router.links.worker_link import LinkHost, LinkState, WorkerEndpoint, WorkerLink
 from kvrelay.v1 import worker_pb2 as pb
+from worker.awake import AwakeClock
 from worker.wire.tls import TlsFiles
 
 
 class WorkerLinks:
     def __init__(
-        self, host: LinkHost, *, router_id: str, secret: str, tls: TlsFiles | None, dead_after_s: float
+        self,
+        host: LinkHost,
+        awake: AwakeClock,
+        *,
+        router_id: str,
+        secret: str,
+        tls: TlsFiles | None,
+        dead_after_s: float,
     ) -> None:
         self._host = host
+        self._awake = awake
         self._router_id = router_id
         self._secret = secret
         self._tls = tls
@@ -52,6 +61,7 @@ class WorkerLinks:
         link = WorkerLink(
             worker,
             self._host,
+            self._awake,
             router_id=self._router_id,
             secret=self._secret,
             tls=self._tls,

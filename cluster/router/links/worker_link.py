@@ -26,6 +26,7 @@ import grpc.aio
 from cluster.router.links.clock_offset import ClockOffset
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from worker.awake import AwakeClock
 from worker.roles import Phase, kind_of
 from worker.wire.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
 from worker.wire.tls import TlsError, TlsFiles
@@ -86,6 +87,7 @@ class WorkerLink:
         self,
         worker: WorkerEndpoint,
         host: LinkHost,
+        awake: AwakeClock,
         *,
         router_id: str,
         secret: str = "",
@@ -100,6 +102,7 @@ class WorkerLink:
         self.losses = 0
         self.clock = ClockOffset()
         self._host = host
+        self._awake = awake
         self._router_id = router_id
         self._secret = secret
         self._tls = tls
@@ -107,7 +110,7 @@ class WorkerLink:
         self._ping_interval_s = min(ping_interval_s, dead_after_s / 4)
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
-        self._heard_s = 0.0
+        self._heard_s = 0.0  # by the awake clock
         self._is_silent = False
         self._backoff_s = MIN_BACKOFF_S
         self._task: asyncio.Task[None] | None = None
@@ -164,12 +167,16 @@ class WorkerLink:
             try:
                 await self._serve_once()
             except (grpc.aio.AioRpcError, WorkerRefused, TlsError, TimeoutError) as error:
-                self._lose(_sentence(error), is_death=isinstance(error, grpc.aio.AioRpcError))
+                self._lose(_sentence(error), is_death=self._tells_of_death(error))
             except Exception as error:  # our bug: it must neither end the link nor stay unseen
                 log.exception("the link to %s failed", self.name)
                 self._lose(f"{type(error).__name__}: {error}", is_death=False)
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
+
+    def _tells_of_death(self, error: Exception) -> bool:
+        """Not a connection that breaks when we stood still: gRPC's own pings, at either end, know of no sleep."""
+        return isinstance(error, grpc.aio.AioRpcError) and not self._awake.stood_still_within(self._dead_after_s)
 
     async def _serve_once(self) -> None:
         channel = open_channel(self.worker.address, self._tls)
@@ -210,7 +217,7 @@ class WorkerLink:
         if hello.role != self.worker.role or hello.worker.name != self.name:
             raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.worker.address}")
         self.hello = hello
-        self._heard_s, self._is_silent = time.monotonic(), False
+        self._heard_s, self._is_silent = self._awake.now_s(), False
         before, self.state = self.state, LinkState.READY
         try:
             self._host.on_ready(self, hello)
@@ -228,7 +235,7 @@ class WorkerLink:
 
     async def _read(self, stream: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in stream:
-            self._heard_s = time.monotonic()
+            self._heard_s = self._awake.now_s()
             if self._is_silent:
                 self._is_silent = False
                 self._host.on_heard(self)
@@ -245,21 +252,12 @@ class WorkerLink:
         raise WorkerRefused("it closed the stream")
 
     async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
-        """Ping, and end the stream of a worker that says nothing for too long.
-
-        Silence counts only while this process itself was awake: after a beat that came late (a stalled event loop, a
-        suspended machine) the messages that wait in our own socket get one more interval to be read.
-        """
-        beat_s = time.monotonic()
+        """Ping, and end the stream of a worker that says nothing for too long, by seconds in which we could hear it."""
         while True:
             ping = pb.Ping(router_ns=time.monotonic_ns())
             self._outbox.put_nowait(pb.RouterMessage(ping=ping))
             await asyncio.sleep(self._ping_interval_s)
-            now = time.monotonic()
-            if now - beat_s > 2 * self._ping_interval_s:
-                self._heard_s = max(self._heard_s, now - self._dead_after_s + self._ping_interval_s)
-            beat_s = now
-            silent_s = now - self._heard_s
+            silent_s = self._awake.now_s() - self._heard_s
             if silent_s < self._dead_after_s:
                 continue
             self._is_silent = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from engine.types import SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import Harness, collect, request, serving, tokens_of
-from tests.fakes import FakePrefillWorker, scripted_tokens
+from tests.fakes import FakeDecodeWorker, FakePrefillWorker, scripted_tokens
+from worker.awake import STILL_S
 
 QUICK = server_options(port=0, dead_after_s=0.5)
 POISON = [666, 6, 6]
@@ -166,6 +168,24 @@ async def test_the_only_worker_of_its_kind_is_doubted_before_it_is_given_up() ->
         assert responses[-1].timeline.attempts == 1
         assert h.count("workers_lost") == 0
         assert not h.router.policy.health.doubt("decode-0")
+
+
+def _has_stepped(decode: FakeDecodeWorker) -> bool:
+    return decode.steps == 2
+
+
+async def test_connections_that_break_as_the_router_stands_still_are_nobodys_death() -> None:
+    """Whatever stood still with it: at waking, gRPC's ping timeouts break the connections to workers that live."""
+    async with serving(1, 3, options=server_options(port=0)) as h:
+        h.decode(1).max_steps = 2
+        _, reader = await _decoding(h, max_tokens=12)
+        for decode in (h.decode(0), h.decode(1)):
+            await h.until(partial(_has_stepped, decode))
+            time.sleep(STILL_S + 0.3)  # noqa: ASYNC251 - the whole process stands still
+            await decode.kill()
+        responses = await reader
+        assert tokens_of(responses) == scripted_tokens([5, 6, 7], 12)
+        assert responses[-1].timeline.decode_worker == "decode-2"
 
 
 async def test_silence_has_an_end_for_the_only_worker_too() -> None:
