@@ -129,7 +129,7 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if not is_health:
                 self._count()
                 await self._turns.wait(CALLER.get())
-            return await without_traces(_answer(context))
+            return await without_traces(_answer(context), before=lambda: self._turns.wait(CALLER.get()))
 
         async def _answer(context: Any) -> Any:
             return await behaviour(await _message_in_turn(context), context)

@@ -4,7 +4,7 @@ that only a full collection finds. Thousands of those at once would hold up the 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc.aio
@@ -12,12 +12,19 @@ import grpc.aio
 T = TypeVar("T")
 
 
-async def without_traces(call: Awaitable[T]) -> T | None:
-    """What a handler answers. gRPC raises an abort again by itself, when its handler has ended."""
+async def without_traces(call: Awaitable[T], before: Callable[[], Awaitable[None]] | None = None) -> T | None:
+    """What a handler answers. gRPC raises an abort again by itself, when its handler has ended.
+
+    `before`: awaited before what the call had is let go of, which takes some ms of one with many choices.
+    """
     try:
         return await call
     except grpc.aio.AbortError as error:
-        _forget_traces(error)
+        try:
+            if before is not None:
+                await before()
+        finally:
+            _forget_traces(error)
         return None
 
 

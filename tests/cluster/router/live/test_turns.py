@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from dataclasses import replace
 
+import grpc.aio
 import pytest
 
 from cluster.router.live.requests import MAX_AT_ONCE, ChoiceUpdate, NewRequest, Submission
 from cluster.router.live.turns import AT_ONCE, Turns
 from kvrelay.v1 import generate_pb2
+from worker.wire.aborts import without_traces
 
 pytestmark = pytest.mark.unit
 
@@ -65,6 +68,23 @@ async def test_in_one_turn_a_reader_takes_less_of_what_is_larger(logprobs: int, 
     for _ in range(2 * MAX_AT_ONCE):
         call.put(ChoiceUpdate(0, []))
     assert len(await call.updates()) == at_once
+
+
+async def test_what_calls_had_that_end_together_is_let_go_of_a_few_at_a_time() -> None:
+    """Of one with many choices, and all that its client did not read, that takes some ms."""
+    turns, kept = Turns(), weakref.WeakSet[Submission]()
+
+    async def refused() -> None:
+        had = Submission.of(NEW, "router", 1, turns)
+        kept.add(had)
+        raise grpc.aio.AbortError(f"the client of {had.id} took nothing")
+
+    calls = 3 * AT_ONCE
+    ends = [asyncio.ensure_future(without_traces(refused(), before=lambda: turns.wait("c"))) for _ in range(calls)]
+    await asyncio.sleep(0)
+    assert len(kept) == calls - AT_ONCE
+    await asyncio.gather(*ends)
+    assert not kept
 
 
 async def test_who_has_gone_takes_no_turn() -> None:
