@@ -11,7 +11,7 @@ import logging
 from functools import partial
 
 from kv_transfer.prefill_side.connect import connect
-from kv_transfer.prefill_side.errors import HandoffError, HandoffLost
+from kv_transfer.prefill_side.errors import HandoffError, HandoffUntried
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from prefill_worker.pair_health import PairHealth, PeerKey
@@ -47,14 +47,15 @@ class Peers:
         return connection.result()
 
     async def pair(self, decode: pb.WorkerAddress) -> PrefillPair:
-        """The one that stands, or a new one. Raises HandoffLost, HandoffRefused: soon, if it is known to be bad."""
+        """The one that stands, or a new one. Raises HandoffLost, HandoffRefused; soon HandoffUntried, if it is known to
+        be bad."""
         key = _key(decode)
         self._wanted_s[key] = _now()
         connection = self._connections.get(key) or self._connect_soon(decode)
         why = self.health.why_not_now(key)
         done, _ = await asyncio.wait({connection}, timeout=UNREACHABLE_WAIT_S if why else None)
         if not done:
-            raise HandoffLost(f"{decode.name} could not be reached lately: {why}")
+            raise HandoffUntried(f"{decode.name} could not be reached lately: {why}")
         return connection.result()
 
     def report(self) -> list[pb.PeerHealth]:

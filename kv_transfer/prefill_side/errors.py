@@ -31,6 +31,12 @@ class HandoffLost(HandoffError):
     """The pair broke, or cannot be opened; its peer must be connected anew."""
 
 
+class HandoffUntried(HandoffLost):
+    """The pair cannot be opened at once, and was not tried for this handoff: that is no attempt."""
+
+    cause = worker_pb2.FAILURE_CAUSE_ROOM
+
+
 class HandoffFailed(HandoffError):
     """The bytes did not arrive whole, however often they were sent. The pair still stands; the lease is over."""
 

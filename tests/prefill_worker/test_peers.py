@@ -52,8 +52,9 @@ async def test_a_pair_known_to_be_bad_fails_soon_and_is_tried_by_itself(monkeypa
     assert (health.name, health.incarnation, health.failures) == ("decode-0", "d1", 1)
     assert health.reason == "decode-0 did not answer for 3 s"
     for _ in range(5):
-        with pytest.raises(HandoffLost, match="could not be reached lately: decode-0 did not answer for 3 s"):
+        with pytest.raises(HandoffLost, match="could not be reached lately: decode-0 did not answer for 3 s") as failed:
             await asyncio.wait_for(peers.pair(DECODE), 5)
+        assert failed.value.cause == pb.FAILURE_CAUSE_ROOM, "what was not tried is no attempt of the request's"
     is_cut = False
     answer.set()
     async with asyncio.timeout(10):

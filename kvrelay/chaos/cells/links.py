@@ -72,7 +72,8 @@ def _link_cell(between: str, how: str, share: float) -> Cell:
 
 
 def _segment_cell(do: str, share: float) -> Cell:
-    act = partial(messages, at="segment", do=do, count=6, for_s=LATE_SEGMENT_S)
+    # one that fails breaks its pair, and all handoffs there: of many, a request could meet as many as `max_attempts`
+    act = partial(messages, at="segment", do=do, count=1 if do == "fail" else 6, for_s=LATE_SEGMENT_S)
     return Cell(name=f"segment/{do}", bound="segment", act=act, share=share)
 
 
