@@ -16,10 +16,14 @@ from functools import partial
 
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import HeldAnswer, Reservations
+from engine.pages.pool import PageHash
 from engine.types import PENDING, Chunk, InvalidRequest, SampledToken, Step, finish_reason
+from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.convert import token_output
+from worker.requests import HeldRequest
 from worker.role import AddToServer, RoleHost
 from worker.streams.router_link import RouterLink
 
@@ -29,11 +33,11 @@ HANDOFF_SERVICE = "kvrelay.v1.Handoff"
 
 
 class DecodeRole:
-    def __init__(self, host: RoleHost) -> None:
+    def __init__(self, host: RoleHost, policy: DecodePolicy | None = None) -> None:
         self._host = host
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
-        self.policy = DecodePolicy(host.pool, host.options.policy, name=host.options.name)
+        self.policy = policy or DecodePolicy(host.pool, host.options.policy, name=host.options.name)
         self.reservations = Reservations(host, self.policy)
         self.requests = self.reservations.requests
 
@@ -92,6 +96,19 @@ class DecodeRole:
 
     async def close(self) -> None:
         """It holds nothing of others."""
+
+    # Prompts that are computed in the same pages
+
+    def expect(self, request: HeldRequest, *, stays: bool) -> Denied | None:
+        length = len(request.tokens)
+        max_len = length + (max(0, request.new_tokens_left - 1) if stays else 0)
+        return self.policy.expect(request.id, num_tokens=length, max_len=max_len, is_held=request.state.held)
+
+    def adopt(
+        self, request: HeldRequest, token_id: int, pages: Sequence[int], hashes: Sequence[PageHash]
+    ) -> HandoffReceipt:
+        self.policy.adopt(request.id, pages, hashes)
+        return self.reservations.keep(request, token_id, hashes)
 
     # Steps
 

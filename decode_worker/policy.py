@@ -3,6 +3,7 @@
 It never reads a clock, moves a byte or talks to anyone: its driver (driver.py live, the simulator in placement)
 calls it, carries out what it returns and reports what happened. `next_batch` is legal while batches are in flight.
 
+     expect --pages--> [reading] --adopt------------\
     reserve --> [queued] --pages--> [reserved] --commit--> [ready] --> [running] --> gone
                     \\                  \\----> [held] --begin--/ |         |
                      \\__________________\\_______\\_______________\\________\\--- on_cancelled, or preempted --> gone
@@ -16,6 +17,10 @@ is ever preempted. Queued reservations are granted first come, first served: nob
 Held requests. One that may be what a decode worker died of is reserved and committed as any other, and joins no batch
 before its router says so, who lets them begin one by one: it knows of which this worker dies. Until then it holds its
 pages, and ends as all others do.
+
+Prompts beside. Where prompts are computed in the same pages, each counts from its first chunk on as a request that was
+admitted, and whoever asked for pages first, prompt or reservation, has them first. One that stays is *adopted* when it
+is computed, pages and all; one that leaves is gone then.
 
 The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
 running request that has no token in flight beyond what its pages can hold.
@@ -37,7 +42,7 @@ from kv_transfer.lease import Denied, Granted, Queued
 _order = attrgetter("order")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
     max_batch_size: int = knob(64, "that decode at once; more wait, with their KV, in pages", unit="requests", ge=1)
     admission: Literal["watermark", "worst_case"] = knob("watermark", "who gets pages: see *Choosing values*")
@@ -67,6 +72,7 @@ class DecodeBatch:
 
 class _Stage(Enum):
     QUEUED = "queued"
+    READING = "reading"
     RESERVED = "reserved"
     HELD = "held"
     READY = "ready"
@@ -117,6 +123,8 @@ class DecodePolicy:
         self._by_age: list[DecodeRequest] = []  # the running, the oldest first
         self._next_order = 0
         self._queued_pages = 0  # that the queued reservations ask for
+        self._expected: dict[str, DecodeRequest] = {}  # prompts that will stay, and have not begun
+        self._refused: dict[str, int] = {}  # of those, who has asked for pages in vain: their ages
         self.preemptions = 0
         self.num_changes = 0  # of request_ids
 
@@ -131,21 +139,11 @@ class DecodePolicy:
     ) -> Granted | Queued | Denied:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
         `is_held`: it is not computed before on_begin."""
-        if request_id in self._requests:
-            return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
-        request = DecodeRequest(
-            request_id=request_id,
-            order=self._next_order,
-            prompt_len=num_tokens,
-            max_len=num_tokens + max_new_tokens - 1,
-            hashes=list(hashes[: num_tokens // self.pool.page_size]),
-            is_held=is_held,
-        )
-        if (need := self._pages_for(request.max_len)) > self.pool.num_pages:
-            return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
-        self._next_order += 1
+        request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held)
+        if isinstance(request, Denied):
+            return request
         self._requests[request_id] = request
         self.num_changes += 1
         if not self._queued and self._may_admit(request):
@@ -153,6 +151,24 @@ class DecodePolicy:
         self._queued[request_id] = request
         self._queued_pages += self._pages_for(request.prompt_len)
         return Queued(reason=f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free")
+
+    def _made(
+        self, request_id: str, num_tokens: int, max_len: int, hashes: Sequence[PageHash], is_held: bool
+    ) -> DecodeRequest | Denied:
+        if request_id in self._requests or request_id in self._expected:
+            return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
+        request = DecodeRequest(
+            request_id=request_id,
+            order=self._next_order,
+            prompt_len=num_tokens,
+            max_len=max_len,
+            hashes=list(hashes[: num_tokens // self.pool.page_size]),
+            is_held=is_held,
+        )
+        if (need := self._pages_for(request.max_len)) > self.pool.num_pages:
+            return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
+        self._next_order += 1
+        return request
 
     def next_grants(self) -> list[tuple[str, Granted]]:
         """Queued reservations whose turn has come, in order."""
@@ -162,14 +178,62 @@ class DecodePolicy:
             grants.append((request.request_id, self._admit(request)))
         return grants
 
+    # prompts that are computed in these pages
+
+    def expect(self, request_id: str, *, num_tokens: int, max_len: int, is_held: bool = False) -> Denied | None:
+        """A prompt has come that will be computed here, and grow to `max_len` if it stays. Or why it may not."""
+        request = self._made(request_id, num_tokens, max_len, [], is_held)
+        if isinstance(request, Denied):
+            return request
+        self._expected[request_id] = request
+        return None
+
+    def may_begin(self, request_id: str, needed_pages: int) -> bool:
+        """Whether a prompt that is expected may begin, for which so many pages must be available; it does, if so."""
+        request = self._expected[request_id]
+        is_next = not self._queued or next(iter(self._queued.values())).order > request.order
+        if not is_next or not self._leaves_room(request, needed_pages):
+            self._refused[request_id] = request.order
+            return False
+        del self._expected[request_id]
+        self._refused.pop(request_id, None)
+        request.stage = _Stage.READING
+        self._requests[request_id] = request
+        self.num_changes += 1
+        return True
+
+    def adopt(self, request_id: str, pages: Sequence[int], hashes: Sequence[PageHash]) -> None:
+        """The prompt is computed, in these pages, which are this request's from now on, too. Its full pages have been,
+        or will be, published by whoever computed them."""
+        request = self._requests[request_id]
+        assert request.stage is _Stage.READING, f"{request_id} is {request.stage.value}, not reading"
+        self.pool.hold(pages)
+        request.pages = list(pages)
+        request.hashes = list(hashes[: request.prompt_len // self.pool.page_size])
+        request.published_pages = len(request.hashes)
+        self._on_complete(request)
+
+    def on_gone(self, request_id: str) -> None:
+        """The prompt is not here any more; it was adopted before, or is not wanted."""
+        self._expected.pop(request_id, None)
+        self._refused.pop(request_id, None)
+        request = self._requests.get(request_id)
+        if request is not None and request.stage is _Stage.READING:
+            self.on_finished(request_id)
+
+    # requests whose KV is here
+
     def on_committed(self, request_id: str) -> None:
         """All KV of a reserved request stands in its pages."""
         request = self._requests[request_id]
         assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        self._on_complete(request)
+
+    def _on_complete(self, request: DecodeRequest) -> None:
         request.computed_len = request.scheduled_len = request.prompt_len
         self._publish(request)
         request.stage = _Stage.HELD if request.is_held else _Stage.READY
-        (self._held if request.is_held else self._ready)[request_id] = request
+        (self._held if request.is_held else self._ready)[request.request_id] = request
 
     def on_begin(self, request_id: str) -> None:
         """A held request may join the batch. One that is not held, or not here any more: ignored."""
@@ -280,8 +344,13 @@ class DecodePolicy:
         self._queued_pages -= self._pages_for(request.prompt_len)
 
     def _may_admit(self, request: DecodeRequest) -> bool:
+        if self._refused and min(self._refused.values()) < request.order:
+            return False
         fresh = self._pages_for(request.prompt_len) - self.pool.count_matching(request.hashes)
-        left = self.pool.available - fresh - self.pool.count_matching_unheld(request.hashes)
+        return self._leaves_room(request, fresh + self.pool.count_matching_unheld(request.hashes))
+
+    def _leaves_room(self, request: DecodeRequest, taken: int) -> bool:
+        left = self.pool.available - taken
         if self.options.admission == "worst_case":
             promised = sum(self._pages_for(r.max_len) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
             return left >= 0 and promised + self._pages_for(request.max_len) <= self.pool.num_pages
@@ -344,7 +413,7 @@ class DecodePolicy:
         held: dict[int, int] = {}
         for request in self._requests.values():
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
-            assert bool(request.pages) == (request.stage is not _Stage.QUEUED)
+            assert bool(request.pages) == (request.stage not in (_Stage.QUEUED, _Stage.READING))
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
             assert not (request.is_over and not request.is_in_flight)
             for page in request.pages:
@@ -353,6 +422,7 @@ class DecodePolicy:
         groups |= {_Stage.READY: self._ready, _Stage.RUNNING: self._running}
         for stage, group in groups.items():
             assert all(r.stage is stage and not r.is_over for r in group.values())
+        assert self._refused.keys() <= self._expected.keys(), "one that is not here waits for pages"
         assert all(r.is_held for r in self._held.values()), "one that may begin waits"
         assert not any(r.is_held for r in (*self._ready.values(), *self._running.values())), "a held one is computed"
         assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_worker.policy import DecodePolicy
@@ -26,6 +27,7 @@ from worker.wire.credentials import FollowedTls
 
 log = logging.getLogger(__name__)
 
+LOCAL = "local"  # the transport of a receipt: the KV was computed where it is
 CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
 
 
@@ -101,6 +103,23 @@ class Reservations:
         assert num_tokens == len(held.tokens), f"{held.id}: {num_tokens} tokens committed, {len(held.tokens)} reserved"
         held.tokens.append(token_id)
         self._policy.on_committed(held.id)
+        self._tell_ready(held, receipt)
+
+    def keep(self, request: HeldRequest, token_id: int, hashes: Sequence[PageHash]) -> HandoffReceipt:
+        """A prompt that was computed in this worker's pages is its own from now on: nothing moves."""
+        held = HeldAnswer(
+            state=request.state,
+            params=request.params,
+            tokens=[*request.tokens, token_id],
+            parent=hashes[-1] if hashes else chain_root(request.state.cache_salt),
+            hashed_pages=len(hashes),
+        )
+        self.requests[held.id] = held
+        receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True)
+        self._tell_ready(held, receipt)
+        return receipt
+
+    def _tell_ready(self, held: HeldAnswer, receipt: HandoffReceipt) -> None:
         self._host.streams.event(held.state, pb.EVENT_KIND_DECODE_READY, receipt=receipt)
         self._host.streams.flush()
         self._host.wake()

@@ -13,15 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.pages.pool import chain_root, pages_for
+from engine.pages.pool import PageHash, chain_root, pages_for
 from engine.types import Chunk, InvalidRequest, OnLayer, SampledToken, Step, finish_reason
+from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
-from worker.requests import read_request
+from worker.requests import HeldRequest, read_request
 from worker.role import AddToServer, RoleHost
 from worker.streams.router_link import RouterLink
 
@@ -34,13 +36,31 @@ class PreparedBatch:
     step: Step
 
 
+class Beside(Protocol):
+    """What decodes in the same pages."""
+
+    def expect(self, request: HeldRequest, *, stays: bool) -> Denied | None:
+        """A prompt has come. Or why it may not."""
+
+    def adopt(
+        self, request: HeldRequest, token_id: int, pages: Sequence[int], hashes: Sequence[PageHash]
+    ) -> HandoffReceipt:
+        """One that stays is computed, in these pages; `token_id` is its first token."""
+
+
 class PrefillRole:
     services: Mapping[str, AddToServer] = {}
     waits_for_tokens = False
 
-    def __init__(self, host: RoleHost, make_policy: Callable[..., PrefillPolicy] = PrefillPolicy) -> None:
+    def __init__(
+        self,
+        host: RoleHost,
+        make_policy: Callable[..., PrefillPolicy] = PrefillPolicy,
+        beside: Beside | None = None,
+    ) -> None:
         """`make_policy`: called with the worker's page pool and the options of the policy."""
         self._host = host
+        self._beside = beside
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
         self.policy = make_policy(host.pool, host.options.policy)
@@ -67,7 +87,8 @@ class PrefillRole:
             raise InvalidRequest(f"{self._name}: the prompt of {len(tokens)} tokens needs more pages than exist")
         request = HeldPrompt(state=state, link=link, params=params, tokens=tokens, decode=submit.decode)
         self.requests[request.id] = request
-        if request.new_tokens_left <= 1 or self.handoffs.peers.open_pair(request.decode) is not None:
+        request.stays = self._beside is not None and request.decode.name == self._name
+        if request.new_tokens_left <= 1 or request.stays or self.handoffs.peers.open_pair(request.decode) is not None:
             self._enqueue(request)
         else:
             self.handoffs.spawn(self._enqueue_when_connected(request))
@@ -124,14 +145,21 @@ class PrefillRole:
             self._host.streams.flush()
 
     def _enqueue(self, request: HeldPrompt) -> None:
+        if self._beside is not None and (denied := self._beside.expect(request, stays=request.stays)):
+            del self.requests[request.id]
+            failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_ROOM
+            request.link.event(request.state, failed, reason=denied.reason, cause=cause)
+            self._host.streams.flush()
+            return
         hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
         self.policy.add(request.id, len(request.tokens), hashes)
         self._host.wake()
 
     # Steps
 
-    def next_batch(self) -> PreparedBatch | None:
-        plan = self.policy.next_batch()
+    def next_batch(self, most_tokens: int | None = None) -> PreparedBatch | None:
+        """`most_tokens`: what others leave of the step."""
+        plan = self.policy.next_batch(most_tokens)
         return self._prepare(plan) if plan is not None else None
 
     def step_of(self, batch: PreparedBatch) -> Step:
@@ -158,7 +186,7 @@ class PrefillRole:
     def _begin(self, request: HeldPrompt) -> None:
         cached_tokens = self.policy.cached_len_of(request.id)
         request.link.event(request.state, pb.EVENT_KIND_PREFILL_STARTED, cached_tokens=cached_tokens)
-        if request.new_tokens_left > 1 and not request.is_cancelled:
+        if request.new_tokens_left > 1 and not request.stays and not request.is_cancelled:
             self.handoffs.open(request)
 
     def _chunk(self, request: HeldPrompt, plan: ChunkPlan) -> Chunk:
@@ -198,7 +226,9 @@ class PrefillRole:
         request.link.event(request.state, pb.EVENT_KIND_FIRST_TOKEN, at_ns=computed_ns)
         request.link.token(token_output(request.state, index, token, reason))
         self._host.counters["generated_tokens"] += 1
-        if reason is None:
+        if reason is None and request.stays:
+            self._stay(request, token.token_id)
+        elif reason is None:
             request.is_committing = True
             self.handoffs.spawn(self._hand_off(request, token.token_id, computed_ns))
         else:
@@ -206,6 +236,14 @@ class PrefillRole:
             self.handoffs.spawn(self._let_go(request, f"finished: {reason}"))
 
     # Ends
+
+    def _stay(self, request: HeldPrompt, token_id: int) -> None:
+        assert self._beside is not None, f"{request.id} stays where nothing decodes"
+        pages, hashes = self.policy.pages_of(request.id), self.policy.hashes_of(request.id)
+        receipt = self._beside.adopt(request, token_id, pages, hashes)
+        handed_off = pb.EVENT_KIND_HANDED_OFF
+        request.link.event(request.state, handed_off, receipt=receipt, decode_worker=self._name)
+        self._finish(request)
 
     def _fail(self, request: HeldPrompt, reason: str) -> None:
         """End a request whose chunk the engine could not compute: the router tries another worker's."""

@@ -42,6 +42,7 @@ class HeldPrompt(HeldRequest):
     is_stalled: bool = False
     is_committing: bool = False
     moving_to: pb.WorkerAddress | None = None
+    stays: bool = False  # it is decoded here
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.knobs import check, knob
 from engine.pages.pool import PageHash, PagePool, pages_for
@@ -96,10 +97,21 @@ class _Request:
         return self.scheduled_len > self.computed_len
 
 
+class Beside(Protocol):
+    """What else the worker's pages are for, where that has a say."""
+
+    def may_begin(self, request_id: str, needed_pages: int) -> bool:
+        """Whether a prompt may begin now for which so many pages must be available. It begins, if so."""
+
+    def on_gone(self, request_id: str) -> None:
+        """The prompt is not here any more."""
+
+
 class PrefillPolicy:
-    def __init__(self, pool: PagePool, options: PrefillOptions) -> None:
+    def __init__(self, pool: PagePool, options: PrefillOptions, beside: Beside | None = None) -> None:
         self.pool = pool
         self.options = options
+        self._beside = beside
         self._requests: dict[str, _Request] = {}  # everything that is not gone, in order of arrival
         self._waiting: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
@@ -112,16 +124,18 @@ class PrefillPolicy:
         self._requests[request_id] = request
         self._waiting[request_id] = request
 
-    def next_batch(self) -> PrefillBatch | None:
-        """What to compute next, at most max_batch_tokens; None when nothing can run."""
-        left = self.options.max_batch_tokens
+    def next_batch(self, most_tokens: int | None = None) -> PrefillBatch | None:
+        """What to compute next, at most max_batch_tokens, and `most_tokens`; None when nothing can run."""
+        limit_tokens = self.options.max_batch_tokens
+        budget = limit_tokens if most_tokens is None else min(most_tokens, limit_tokens)
+        left = budget
         lengths: dict[str, int] = {}
         queue = self._queue()
         oldest = queue[0] if queue else None
-        for request, limit in self._order(queue):
+        for request, limit in self._order(queue, budget):
             if left == 0 or len(lengths) == self.options.max_prefill_requests:
                 break
-            if self._is_packed(left) and request is not oldest and request.request_id not in lengths:
+            if self._is_packed(budget - left) and request is not oldest and request.request_id not in lengths:
                 continue
             if not self._has_pages(request):
                 continue
@@ -181,6 +195,9 @@ class PrefillPolicy:
     def pages_of(self, request_id: str) -> Sequence[int]:
         return self._requests[request_id].pages
 
+    def hashes_of(self, request_id: str) -> Sequence[PageHash]:
+        return self._requests[request_id].hashes
+
     def cached_len_of(self, request_id: str) -> int:
         return self._requests[request_id].cached_len
 
@@ -211,16 +228,15 @@ class PrefillPolicy:
         """Requests with something left to schedule, the oldest first."""
         return [r for r in self._requests.values() if r.left and not r.is_over]
 
-    def _is_packed(self, tokens_left: int) -> bool:
-        options = self.options
-        return options.pack_tokens is not None and options.max_batch_tokens - tokens_left >= options.pack_tokens
+    def _is_packed(self, tokens: int) -> bool:
+        return self.options.pack_tokens is not None and tokens >= self.options.pack_tokens
 
-    def _order(self, queue: list[_Request]) -> Iterator[tuple[_Request, int]]:
+    def _order(self, queue: list[_Request], budget: int) -> Iterator[tuple[_Request, int]]:
         """The queue with the tokens each may take in its turn; one may come twice."""
         is_short = {r.request_id: r.num_tokens - r.computed_len <= self.options.short_prompt_tokens for r in queue}
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])
-        share = int(self.options.short_share * self.options.max_batch_tokens)
+        share = int(self.options.short_share * budget)
         for request in queue[first_long:]:
             if share and is_short[request.request_id]:
                 yield request, share
@@ -232,8 +248,10 @@ class PrefillPolicy:
         if request.pages:
             return True
         oldest = next(iter(self._waiting.values()))
-        kept = 0 if oldest is request else self._pages_taken(oldest)
-        if kept + self._pages_taken(request) > self.pool.available:
+        needed = self._pages_taken(request) + (0 if oldest is request else self._pages_taken(oldest))
+        if self._beside is not None and not self._beside.may_begin(request.request_id, needed):
+            return False
+        if needed > self.pool.available:
             return False
         cached = self.pool.match(self._usable_hashes(request))
         fresh = self.pool.allocate(pages_for(request.num_tokens, self.pool.page_size) - len(cached))
@@ -275,6 +293,8 @@ class PrefillPolicy:
         if request.is_over and not request.is_in_flight and not request.is_handoff_open:
             self.pool.release(request.pages)
             del self._requests[request.request_id]
+            if self._beside is not None:
+                self._beside.on_gone(request.request_id)
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()

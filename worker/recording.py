@@ -7,6 +7,8 @@ compares.
     {"policy": "DecodePolicy", "name": "decode-0", "limits": {...}, "num_pages": 96, "page_size": 16}
     [time s, "reserve", ["r1"], {"num_tokens": 40, ...}, {"Granted": {...}}]      one line for each call, in order
 
+A policy that is made of others (`parts`) is recorded with them: "prefill.next_batch" is its part's.
+
 Values are written as worker/plain.py says; a result that comes back as an argument is {"result": the number of the call
 that gave it}.
 """
@@ -34,9 +36,11 @@ def record_calls(policy: Any, directory: str | Path, name: str) -> None:
     if hasattr(policy, "pool"):
         header |= {"num_pages": policy.pool.num_pages, "page_size": policy.pool.page_size}
     recorder = _Recorder(_unused(Path(directory), name), header)
-    for method in dir(type(policy)):
-        if not method.startswith("_") and method != "check_invariants" and callable(getattr(type(policy), method)):
-            setattr(policy, method, recorder.wrapped(method, getattr(policy, method)))
+    parts = {"": policy} | {f"{part}.": getattr(policy, part) for part in getattr(policy, "parts", ())}
+    for prefix, part in parts.items():
+        for method in dir(type(part)):
+            if not method.startswith("_") and method != "check_invariants" and callable(getattr(type(part), method)):
+                setattr(part, method, recorder.wrapped(f"{prefix}{method}", getattr(part, method)))
 
 
 def _unused(directory: Path, name: str) -> TextIO:

@@ -6,11 +6,7 @@ and this module knows no torch, gRPC or Ray.
 
 Where another role goes. It is a folder beside `prefill_worker/` and `decode_worker/` with a policy, its options and a
 driver that is a Role, and one entry here; the worker that carries it (life, step loop, run-ahead, streams, reports,
-actor) is the same for all. A role of both phases, `mixed_worker/`, has one policy that divides each step over the
-worker's one page pool: decode's tokens first, chunks of prompts in what they leave. Its `next_batch` returns both
-parts, its `step_of` one Step with the chunks of both and the `on_layer` of the prompts', its `on_step` tells each part
-its tokens, and its `waits_for_tokens` is decode's. Prompts that decode elsewhere leave by prefill's Handoffs, those
-that come from elsewhere enter by decode's Reservations, and those that stay keep their pages and need neither.
+actor) is the same for all. `mixed_worker/` computes both phases, of prefill's and decode's parts.
 """
 
 from __future__ import annotations
@@ -56,6 +52,12 @@ ROLES: Mapping[str, RoleKind] = {
             phases=("decode",),
             options="decode_worker.policy:DecodeOptions",
             driver="decode_worker.driver:DecodeRole",
+        ),
+        RoleKind(
+            name="mixed",
+            phases=("prefill", "decode"),
+            options="mixed_worker.policy:MixedOptions",
+            driver="mixed_worker.driver:MixedRole",
         ),
     )
 }

@@ -22,7 +22,7 @@ from decode_worker.driver import DecodeRole
 from engine.engine import Engine
 from engine.options import EngineOptions
 from kv_transfer.transports.faulty import Faults
-from kvrelay.v1 import worker_pb2 as pb
+from mixed_worker.driver import MixedRole
 from prefill_worker.driver import PrefillRole
 from worker.driver import Worker, make_worker
 from worker.options import worker_options
@@ -38,6 +38,7 @@ class LocalCluster:
         *,
         prefill: int = 1,
         decode: int = 1,
+        mixed: int = 0,
         engine: EngineOptions | None = None,
         decode_engine: EngineOptions | None = None,
         worker: Mapping[str, Any] | None = None,
@@ -53,13 +54,15 @@ class LocalCluster:
         self._engines = {
             "prefill": replace(engine, model=model),
             "decode": replace(decode_engine or engine, model=model),
+            "mixed": replace(engine, model=model),
         }
         self._worker = {**(worker or {}), "secret": SECRET}
         self._router_options = replace(router or ServerOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
-        self._counts = {"prefill": prefill, "decode": decode}
+        self._counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
         self._faults = faults
         self.prefill: list[Worker[PrefillRole]] = []
         self.decode: list[Worker[DecodeRole]] = []
+        self.mixed: list[Worker[MixedRole]] = []
         self.routers: list[RouterServer] = []
         self.server: RouterServer | None = None  # the first router, at `endpoint`
         self._endpoints: list[WorkerEndpoint] = []
@@ -80,18 +83,23 @@ class LocalCluster:
 
     async def start(self) -> None:
         """Load, connect, and return when the first router has a stream with every worker."""
-        for index in range(self._counts["prefill"]):
-            engine = await asyncio.to_thread(Engine.load, self._engines["prefill"])
-            options = worker_options(f"prefill-{index}", "prefill", **self._worker)
-            self.prefill.append(make_worker(options, engine, faults=self._faults))
-        for index in range(self._counts["decode"]):
-            engine = await asyncio.to_thread(Engine.load, self._engines["decode"])
-            options = worker_options(f"decode-{index}", "decode", **self._worker)
-            self.decode.append(make_worker(options, engine))
-        self._endpoints = [_endpoint(await w.start(), "prefill") for w in self.prefill]
-        self._endpoints += [_endpoint(await w.start(), "decode") for w in self.decode]
+        self.prefill = await self._made("prefill")
+        self.decode = await self._made("decode")
+        self.mixed = await self._made("mixed")
+        self._endpoints = [
+            WorkerEndpoint(name=worker.options.name, role=worker.options.role, address=(await worker.start()).address)
+            for worker in self.workers
+        ]
         self.server = await self.add_router()
         self.endpoint = f"127.0.0.1:{self.server.port}"
+
+    async def _made(self, role: str) -> list[Worker[Any]]:
+        workers: list[Worker[Any]] = []
+        for index in range(self._counts[role]):
+            engine = await asyncio.to_thread(Engine.load, self._engines[role])
+            options = worker_options(f"{role}-{index}", role, **self._worker)
+            workers.append(make_worker(options, engine, faults=None if role == "decode" else self._faults))
+        return workers
 
     async def add_router(self) -> RouterServer:
         """One router more over the same workers; returns when it has a stream with each of them."""
@@ -113,8 +121,8 @@ class LocalCluster:
             worker.engine.close()
 
     @property
-    def workers(self) -> list[Worker[PrefillRole] | Worker[DecodeRole]]:
-        return [*self.prefill, *self.decode]
+    def workers(self) -> list[Worker[Any]]:
+        return [*self.prefill, *self.decode, *self.mixed]
 
     def check_invariants(self) -> None:
         for worker in self.workers:
@@ -134,7 +142,3 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"pages are still held after {timeout_s:g} s: {held}")
             await asyncio.sleep(POLL_S)
-
-
-def _endpoint(address: pb.WorkerAddress, role: str) -> WorkerEndpoint:
-    return WorkerEndpoint(name=address.name, role="prefill" if role == "prefill" else "decode", address=address.address)

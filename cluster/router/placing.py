@@ -2,7 +2,8 @@
 asked notes the choice (cluster/router/policy.py).
 
 The decode worker is chosen after the prefill worker, because a pair may be unable to hand over: then another prefill
-worker is taken, if there is one for which nothing stands against it.
+worker is taken, if there is one for which nothing stands against it. A worker that computes both phases keeps the
+requests whose prompts it reads, as long as it has pages for them.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Placing:
                 break  # something stands against all that are left
             if why := self._backlog(prefill, shape):
                 return Unplaced(reason=why)
-            decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name))
+            decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name), first=name)
             if isinstance(decode, str):
                 return first or Unplaced(reason=decode, lacks_pages=True)
             placed = Placed(prefill=prefill, decode=decode)
@@ -94,8 +95,8 @@ class Placing:
         return first
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
-        """Another decode worker that has pages for it now."""
-        shunned = self._health.shunned(request.past, DECODE, now, request.prefill)
+        """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""
+        shunned = {**self._health.shunned(request.past, DECODE, now, request.prefill), request.prefill: BARRED}
         better = self._decode.with_pages(request.shape, request.pages, request.decode, shunned)
         if better is None or self._health.is_broken_pair(request.prefill, better.view.name, now):
             return None

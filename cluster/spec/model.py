@@ -100,7 +100,7 @@ class ClusterSpec(Spec):
     )
     router: RouterSpec = setting(RouterSpec(), "see *Router keys*")
     pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)] = setting(
-        ..., "a list; at least one pool with role prefill and one with role decode"
+        ..., "a list; prompts and answers each need a pool: of role prefill and of role decode, or mixed"
     )
     transfer: TransferSpec = setting(TransferSpec(), "see *Transfer keys*")
     tls: MemberTls | None = setting(
@@ -117,7 +117,7 @@ class ClusterSpec(Spec):
     def _pools_make_sense(self) -> ClusterSpec:
         for phase in PHASES:
             if not any(phase in ROLES[pool.role].phases for pool in self.pools):
-                raise ValueError(f"pools has no pool with role {phase}; add one, for each request needs both")
+                raise ValueError(f"pools has none that computes {phase}; add one with role {phase}, or mixed")
         for label, count in Counter(pool.label for pool in self.pools).items():
             if count > 1:
                 raise ValueError(f"pools has {count} pools named {label}; give each a name of its own")

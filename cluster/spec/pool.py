@@ -48,7 +48,8 @@ def check_name(value: str) -> str:
 
 def _some_role(value: object) -> object:
     if not isinstance(value, str) or value not in ROLES:
-        raise ValueError(f"give {' or '.join(map(repr, ROLES))}")
+        *others, last = map(repr, ROLES)
+        raise ValueError(f"give {', '.join(others)} or {last}")
     return value
 
 

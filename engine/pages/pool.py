@@ -135,6 +135,12 @@ class PagePool:
             count += self._page_of[page_hash] in self._cached
         return count
 
+    def hold(self, pages: Iterable[int]) -> None:
+        """One hold more on each of these held pages."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is held once more but nobody holds it"
+            self._holders[page] += 1
+
     def publish(self, page: int, page_hash: PageHash) -> None:
         """Say what a held, full page holds. A second page with the same content stays unknown to the cache."""
         assert self._holders[page] > 0, f"page {page} is published but nobody holds it"

@@ -21,7 +21,7 @@ from placement.build.sources import ProfileWorkers, WorkerSource, degrees_of
 from placement.build.worker import WorkerModel, sim_worker
 from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
-from placement.simulator.cluster import SimCluster
+from placement.simulator.cluster import SimCluster, check_simulated
 from placement.simulator.colocated.cluster import ColocatedCluster, Sharing
 from prefill_worker.policy import PrefillOptions
 from worker.options import REPORT_GAP_S, WorkerOptions
@@ -100,7 +100,10 @@ def not_simulated(spec: ClusterSpec) -> list[str]:
 
 
 def _models(spec: ClusterSpec, source: WorkerSource) -> list[WorkerModel]:
-    """One for each pool. KV leaves as fast as the narrowest pair of prefill and decode pools lets it."""
+    """One for each pool. KV leaves as fast as the narrowest pair of prefill and decode pools lets it. Raises SetupError
+    for a role that is not simulated."""
+    for pool in spec.pools:
+        check_simulated(f"{pool.label}-0", pool.role)
     models = [source.worker(spec, index) for index in range(len(spec.pools))]
     decodes = [m.latency for m, pool in zip(models, spec.pools, strict=True) if pool.role == "decode"]
     return [

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,16 @@ from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from decode_worker.policy import DecodeOptions, DecodePolicy
 from engine.pages.pool import PagePool
+from mixed_worker.policy import MixedOptions, MixedPolicy
 from prefill_worker.policy import PrefillOptions, PrefillPolicy
 from worker.plain import plain
 
-POLICIES = {"RouterPolicy": RouterOptions, "PrefillPolicy": PrefillOptions, "DecodePolicy": DecodeOptions}
+POLICIES = {
+    "RouterPolicy": RouterOptions,
+    "PrefillPolicy": PrefillOptions,
+    "DecodePolicy": DecodeOptions,
+    "MixedPolicy": MixedOptions,
+}
 TOLD = {kind.__name__: kind for kind in (Past, PeerTrouble, Report, RequestShape, WorkerView)}  # passed to a policy
 CONTEXT = 4  # calls told before a difference
 
@@ -103,13 +110,15 @@ def read_recording(path: Path) -> Recording:
     )
 
 
-def fresh_policy(recording: Recording) -> RouterPolicy | PrefillPolicy | DecodePolicy:
+def fresh_policy(recording: Recording) -> RouterPolicy | PrefillPolicy | DecodePolicy | MixedPolicy:
     """The policy as it was when the recording began."""
     if recording.policy == "RouterPolicy":
         return RouterPolicy(RouterOptions(**recording.limits))
     pool = PagePool(recording.num_pages, recording.page_size)
     if recording.policy == "PrefillPolicy":
         return PrefillPolicy(pool, PrefillOptions(**recording.limits))
+    if recording.policy == "MixedPolicy":
+        return MixedPolicy(pool, MixedOptions(**recording.limits), name=recording.name)
     return DecodePolicy(pool, DecodeOptions(**recording.limits), name=recording.name)
 
 
@@ -122,7 +131,7 @@ def replay(recording: Recording, **changed: Any) -> Replayed:
         args = [_restored(arg, results) for arg in call.args]
         more = {key: _restored(arg, results) for key, arg in call.more.items()}
         try:
-            result = getattr(policy, call.method)(*args, **more)
+            result = attrgetter(call.method)(policy)(*args, **more)
             replayed = plain(result)
         except (AssertionError, KeyError) as error:  # it was told what cannot be, after another decision
             result, replayed = None, f"{type(error).__name__}: {error}"

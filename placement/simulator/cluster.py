@@ -19,6 +19,12 @@ class SetupError(ValueError):
     """A cluster that cannot be simulated: one sentence naming the key, the value and the mend."""
 
 
+def check_simulated(name: str, role: str) -> None:
+    """Raises SetupError for a worker of a role that has no machine on the virtual clock."""
+    if role not in SIMULATED:
+        raise SetupError(f"{name} has the role {role}, which is not simulated; give {' or '.join(SIMULATED)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimWorker:
     """`step_overhead_s`: what the worker does between two steps. With pipeline stages prefill batches follow each other
@@ -80,10 +86,7 @@ class SimCluster:
             if names.count(name) > 1:
                 raise SetupError(f"two workers are named {name}; give each its own name")
         for worker in self.workers:
-            if worker.role not in SIMULATED:
-                raise SetupError(
-                    f"{worker.name} has the role {worker.role}, which is not simulated; give {' or '.join(SIMULATED)}"
-                )
+            check_simulated(worker.name, worker.role)
         for role in SIMULATED:
             if all(worker.role != role for worker in self.workers):
                 raise SetupError(f"no worker has the role {role}; give at least one")

@@ -47,7 +47,8 @@ class ScanningDecodeCandidates(DecodeCandidates):
         account.promised_pages = sum(account.promised.values())
         account.ended = account.ended_pages = 0
 
-    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> DecodeAccount | str:
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY, first: str = "") -> DecodeAccount | str:
+        assert first not in self.accounts, "no worker here computes both phases"
         why = "no decode worker that takes new requests has so many pages"
         for worker in self._by_preference(shape, shunned):
             overcommit = int(worker.view.total_pages * self._overcommit)

@@ -24,10 +24,10 @@ CAUSES: tuple[Cause, ...] = ("", "step", "step", "peer", "room")
 
 
 def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None) -> RouterPolicy:
-    """Workers named p... prefill, d... decode."""
+    """Workers named p... prefill, d... decode, m... both."""
     policy = RouterPolicy(options)
     for name in names:
-        role = "prefill" if name.startswith("p") else "decode"
+        role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
         policy.on_worker_up(WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE), now=0.0)
     return policy
 
@@ -62,6 +62,31 @@ def test_the_prefill_worker_with_fewest_queued_tokens_is_chosen_and_ties_go_by_n
     assert assigned(policy.assign(shape("b", 50), 0.0)).prefill == "p1"
     assert assigned(policy.assign(shape("c", 10), 0.0)).prefill == "p1"
     assert assigned(policy.assign(shape("d", 10), 0.0)).prefill == "p1"
+
+
+def test_a_worker_of_both_phases_writes_what_it_has_read_while_it_has_pages() -> None:
+    policy = cluster("d0", "m0", pages=10)
+    placed = [assigned(policy.assign(shape(f"r{i}", 50), 0.0)) for i in range(3)]
+    assert [(each.prefill, each.decode) for each in placed] == [("m0", "m0"), ("m0", "m0"), ("m0", "d0")]
+
+
+def test_what_was_read_for_another_worker_does_not_come_back_to_its_reader() -> None:
+    policy = cluster("d0", "m0", pages=10)
+    for name in ("a", "b", "c"):
+        assigned(policy.assign(shape(name, 50), 0.0))
+    policy.on_finished("a")
+    assert policy.reassign("c", "d0", 0.1) is None
+    policy.check_invariants()
+
+
+def test_a_worker_of_both_phases_is_all_a_cluster_needs() -> None:
+    policy = cluster("m0")
+    assert not policy.missing_phase
+    assert assigned(policy.assign(shape("a"), 0.0)).decode == "m0"
+    policy.on_first_token("a", 0.1)
+    assert lost(policy, "m0") == ["a"]
+    policy.check_invariants()
+    assert policy.missing_phase
 
 
 def test_a_stale_report_does_not_hide_what_was_sent_since() -> None:

@@ -57,11 +57,12 @@ def test_a_new_knob_is_one_line_beside_its_policy(changed: Path) -> None:
     said = json.loads(run(changed, "-c", ASKED))
     assert said["refused"] == [
         "pools[1].patience_steps is 0; give a number of 1 or more",
-        "pools[0].patience_steps is for decode pools; take it out of this prefill pool",
+        "pools[0].patience_steps is for decode and mixed pools; take it out of this prefill pool",
     ]
     assert said["worker"] == [7, "7"]
     assert said["simulated"] == 7
-    assert said["row"] == "| `patience_steps` | decode | `3` | steps | 1 or more | that a made-up knob waits for |"
+    row = "| `patience_steps` | decode, mixed | `3` | steps | 1 or more | that a made-up knob waits for |"
+    assert said["row"] == row
 
 
 @pytest.mark.parametrize("command", ["up", "simulate"])

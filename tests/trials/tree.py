@@ -12,7 +12,7 @@ from tests.deploy.running import environment
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     *("cluster", "configs", "decode_worker", "docs", "engine", "kv_transfer", "kvrelay", "placement"),
-    *("prefill_worker", "worker"),
+    *("mixed_worker", "prefill_worker", "worker"),
 )
 TIMEOUT_S = 240.0
 

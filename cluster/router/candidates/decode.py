@@ -76,9 +76,12 @@ class DecodeCandidates:
         self._rank()
         return self._by_pages.keys[-1][0] if self._by_pages.keys else 0
 
-    def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> DecodeAccount | str:
-        """Or why none may have it now."""
+    def best(self, shape: RequestShape, shunned: Shunned = NOBODY, first: str = "") -> DecodeAccount | str:
+        """Or why none may have it now. `first`: the one that is taken if it has the pages, whatever its batch."""
         self._rank()
+        at_first = self.accounts.get(first)
+        if at_first is not None and first not in shunned and self._has_room(at_first, shape):
+            return at_first
         least = pages_for(shape.prompt_len + 1, self._page_size)
         best = self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
         if best is not None:
@@ -161,6 +164,10 @@ class DecodeCandidates:
         if last is None:
             return "no decode worker that takes new requests has so many pages"
         return f"{last.view.name}: {max(0, last.free_pages)} of {last.view.total_pages} pages free"
+
+    def _has_room(self, account: DecodeAccount, shape: RequestShape) -> bool:
+        has_pages = account.batch == 0 or account.free_pages >= self._needed(account, shape)
+        return has_pages and self._fits(account, shape)
 
     def _needed(self, account: DecodeAccount, shape: RequestShape) -> int:
         """Pages at first: for the prompt and the first token."""

@@ -10,6 +10,7 @@ wrong; 130 Ctrl-C.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,8 +48,9 @@ def up(
     router: RouterFlags,
     transfer: TransferFlags,
     spec: Annotated[Path | None, typer.Argument(help="A cluster spec, YAML. See configs/.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1; with --mixed: none.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1; with --mixed: none.")] = None,
+    mixed: Annotated[int | None, typer.Option(help="Workers that do both, in the same steps. Default: none.")] = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray: auto, or HOST:PORT.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; end it with kvrelay down.")
@@ -65,7 +67,7 @@ def up(
 
     changes = SpecChanges(cluster=cluster, router=router, pools=pool, transfer=transfer)
     try:
-        wanted = build_spec(spec, changes, prefill, decode)
+        wanted = build_spec(spec, changes, {"prefill": prefill, "decode": decode, "mixed": mixed})
         if why := why_not_served(wanted):
             raise SpecError(why)
     except SpecError as error:
@@ -90,17 +92,20 @@ def up(
     )
 
 
-def build_spec(path: Path | None, changes: SpecChanges, prefill: int | None, decode: int | None) -> Any:
-    """The spec that file and flags make together: a flag wins over the file. Raises SpecError, CliError."""
+def build_spec(path: Path | None, changes: SpecChanges, replicas: Mapping[str, int | None]) -> Any:
+    """The spec that file and flags make together: a flag wins over the file. `replicas`: asked for, of each role.
+    Raises SpecError, CliError."""
     from cluster.spec.load import load_spec, parse_spec
 
     if path is None and "model" not in changes.cluster:
         raise CliError("nothing to serve; give a spec file, or --model DIR", USAGE)
-    if path is not None and (prefill is not None or decode is not None):
-        raise CliError("--prefill and --decode do not go with a spec; change replicas in its pools", USAGE)
+    asked = {role: number for role, number in replicas.items() if number is not None}
+    if path is not None and asked:
+        flags = " and ".join(f"--{role}" for role in asked)
+        raise CliError(f"{flags} and a spec do not go together; change replicas in its pools", USAGE)
     if path is None:
-        pools = [("prefill", prefill), ("decode", decode)]
-        data: dict[str, Any] = {"pools": [{"role": role, "replicas": 1 if n is None else n} for role, n in pools]}
+        pools = asked if "mixed" in asked else {"prefill": 1, "decode": 1, **asked}
+        data: dict[str, Any] = {"pools": [{"role": role, "replicas": number} for role, number in pools.items()]}
     else:
         data = load_spec(path).model_dump(exclude_unset=True)
     return parse_spec(changes.applied(data))

@@ -39,11 +39,11 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         (spec_data(router=[]), "router is []; give keys and values, indented under it"),
         (spec_data(pools={}), "pools is {}; give a list"),
         (spec_data(pools=[]), "pools is []; give at least 1"),
-        (spec_data(pools=[{"role": "both"}]), "pools[0].role is 'both'; give 'prefill' or 'decode'"),
-        (spec_data(pools=[{"role": ["decode"]}]), "pools[0].role is ['decode']; give 'prefill' or 'decode'"),
+        (spec_data(pools=[{"role": "both"}]), "pools[0].role is 'both'; give 'prefill', 'decode' or 'mixed'"),
+        (spec_data(pools=[{"role": ["decode"]}]), "pools[0].role is ['decode']; give 'prefill', 'decode' or 'mixed'"),
         (
             spec_data(pools=pools({"watermark": 0.1, "max_batch_size": 2, "admission": "watermark"})),
-            "pools[0].max_batch_size is for decode pools; take it out of this prefill pool",
+            "pools[0].max_batch_size is for decode and mixed pools; take it out of this prefill pool",
         ),
         (spec_data(dtype="int8"), "dtype is 'int8'; give 'auto', 'float32' or 'bfloat16'"),
         (spec_data(max_model_len="long"), "max_model_len is 'long'; give a whole number"),
@@ -78,7 +78,7 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         ),
         (
             spec_data(pools=pools({"max_batch_size": 4})),
-            "pools[0].max_batch_size is for decode pools; take it out of this prefill pool",
+            "pools[0].max_batch_size is for decode and mixed pools; take it out of this prefill pool",
         ),
         (
             spec_data(pools=pools({"replicas": 2, "cpus": [0, 1, 2]})),
@@ -86,7 +86,7 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         ),
         (
             spec_data(pools=[{"role": "decode"}]),
-            "pools has no pool with role prefill; add one, for each request needs both",
+            "pools has none that computes prefill; add one with role prefill, or mixed",
         ),
         (
             spec_data(pools=[*pools(), {"role": "decode"}]),

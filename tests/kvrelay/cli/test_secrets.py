@@ -31,7 +31,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(cluster: dict[str, Any] | None = None, **router: Any) -> Any:
-    return build_spec(None, SpecChanges(cluster={"model": "m", **(cluster or {})}, router=router), 1, 1)
+    return build_spec(None, SpecChanges(cluster={"model": "m", **(cluster or {})}, router=router), {})
 
 
 def test_tokens_are_asked_for_unless_one_says_otherwise() -> None:

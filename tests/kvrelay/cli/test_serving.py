@@ -62,7 +62,7 @@ class Gone:
     flush = isatty = lambda _: False
 
 
-SPEC = build_spec(None, SpecChanges(cluster={"model": "m", "name": "chat"}, router={"port": 0}), 1, 1)
+SPEC = build_spec(None, SpecChanges(cluster={"model": "m", "name": "chat"}, router={"port": 0}), {})
 
 
 @pytest.fixture(autouse=True)

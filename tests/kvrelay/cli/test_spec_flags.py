@@ -16,13 +16,23 @@ pytestmark = pytest.mark.unit
 
 
 def changed(**parts: dict[str, Any]) -> Any:
-    return build_spec(None, SpecChanges(**{"cluster": {"model": "m"}, **parts}), 1, 2)
+    return build_spec(None, SpecChanges(**{"cluster": {"model": "m"}, **parts}), {"decode": 2})
 
 
 def test_a_pools_flag_goes_to_the_pools_whose_role_has_it() -> None:
     prefill, decode = changed(pools={"watermark": 0.5, "pack_tokens": 7, "num_cpus": 2.0}).pools
     assert (decode.policy.watermark, prefill.policy.pack_tokens) == (0.5, 7)
     assert (prefill.num_cpus, decode.num_cpus, decode.replicas) == (2.0, 2.0, 2)
+
+
+def test_workers_that_do_both_need_no_others() -> None:
+    changes = SpecChanges(cluster={"model": "m"}, pools={"watermark": 0.5, "chunk_tokens": 7})
+    pools = [build_spec(None, changes, replicas).pools for replicas in ({"mixed": 2}, {"mixed": 1, "prefill": 1})]
+    assert [[(pool.role, pool.replicas) for pool in each] for each in pools] == [
+        [("mixed", 2)],
+        [("mixed", 1), ("prefill", 1)],
+    ]
+    assert (pools[0][0].policy.watermark, pools[0][0].policy.chunk_tokens) == (0.5, 7)
 
 
 def test_text_is_read_as_the_file_would_have_it() -> None:
@@ -40,7 +50,7 @@ def test_a_flag_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
     path.write_text(
         "model: m\nrouter: {port: 1234, overcommit: 0.5}\npools: [{role: prefill}, {role: decode, watermark: 0.1}]\n"
     )
-    spec = build_spec(path, SpecChanges(router={"overcommit": 0.0}), None, None)
+    spec = build_spec(path, SpecChanges(router={"overcommit": 0.0}), {})
     assert (spec.router.port, spec.router.overcommit, spec.pools[1].policy.watermark) == (1234, 0.0, 0.1)
 
 

@@ -1,0 +1,109 @@
+"""MixedRole reads prompts and writes answers in the same steps: a PrefillRole and a DecodeRole over one page pool.
+
+    router --submit--> PrefillRole --first token--> it stays: DecodeRole.adopt --> tokens to the router
+                                          \\--> it leaves: handed off, as by any prefill worker
+    prefill workers --reserve, segments, commit--> DecodeRole, as of any decode worker
+
+What each does for its requests is its own; here a step is put together and taken apart.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode_worker.driver import DecodeRole
+from decode_worker.policy import DecodeBatch
+from engine.types import SampledToken, Step
+from kvrelay.v1 import worker_pb2 as pb
+from mixed_worker.policy import MixedPolicy
+from prefill_worker.driver import PrefillRole, PreparedBatch
+from worker.requests import HeldRequest
+from worker.role import AddToServer, RoleHost
+from worker.streams.router_link import RouterLink
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    decode: DecodeBatch | None
+    prefill: PreparedBatch | None
+
+
+class MixedRole:
+    def __init__(self, host: RoleHost) -> None:
+        self.policy = MixedPolicy(host.pool, host.options.policy, name=host.options.name)
+        self._decode = DecodeRole(host, self.policy.decode)
+        self._prefill = PrefillRole(host, lambda *_: self.policy.prefill, beside=self._decode)
+        prompts: Any = self._prefill.requests
+        answers: Any = self._decode.requests
+        self.requests: Mapping[str, HeldRequest] = ChainMap(prompts, answers)
+
+    @property
+    def max_batch(self) -> int:
+        return self._decode.max_batch
+
+    @property
+    def services(self) -> Mapping[str, AddToServer]:
+        return self._decode.services
+
+    # What routers send
+
+    def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        self._prefill.on_submit(link, submit)
+
+    def on_begin(self, request_id: str) -> None:
+        self._decode.on_begin(request_id)
+
+    def on_cancel(self, request_id: str, reason: str) -> None:
+        if request_id in self._prefill.requests:
+            self._prefill.on_cancel(request_id, reason)
+        else:
+            self._decode.on_cancel(request_id, reason)
+
+    def on_reassign(self, reassign: pb.Reassign) -> None:
+        self._prefill.on_reassign(reassign)
+
+    def report(self) -> pb.WorkerReport:
+        """What waits and runs is decode's, prompts that have begun counted; the tokens that wait are prompts'."""
+        report, prompts = self._decode.report(), self._prefill.report()
+        report.waiting_tokens = prompts.waiting_tokens
+        report.peers.extend(prompts.peers)
+        return report
+
+    def check_invariants(self) -> None:
+        self._prefill.check_invariants()
+        self._decode.check_invariants()
+
+    async def stop_serving(self) -> None:
+        await self._decode.stop_serving()
+
+    async def close(self) -> None:
+        await self._prefill.close()
+
+    # Steps
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        return self._decode.waits_for_tokens
+
+    def next_batch(self) -> MixedBatch | None:
+        decode = self._decode.next_batch()
+        prefill = self._prefill.next_batch(self.policy.prompt_tokens(len(decode.entries) if decode else 0))
+        return MixedBatch(decode, prefill) if decode or prefill else None
+
+    def step_of(self, batch: MixedBatch) -> Step:
+        answers = self._decode.step_of(batch.decode).chunks if batch.decode else ()
+        if batch.prefill is None:
+            return Step(chunks=answers)
+        prompts = self._prefill.step_of(batch.prefill)
+        chunks = [*answers, *prompts.chunks]
+        return Step(chunks=chunks, on_layer=prompts.on_layer, on_layer_of=prompts.on_layer_of)
+
+    def on_step(self, batch: MixedBatch, tokens: Sequence[SampledToken]) -> None:
+        prompts = {chunk.request_id for chunk in batch.prefill.plan.chunks} if batch.prefill else set()
+        if batch.decode:
+            self._decode.on_step(batch.decode, [token for token in tokens if token.request_id not in prompts])
+        if batch.prefill:
+            self._prefill.on_step(batch.prefill, [token for token in tokens if token.request_id in prompts])

@@ -1,0 +1,52 @@
+"""MixedPolicy shares a worker's steps and pages between prompts and answers: a PrefillPolicy and a DecodePolicy.
+
+Steps. Every running request has its token in every step; chunks of prompts fill what that leaves, at most
+`chunk_tokens` of them. So each decode step takes longer by one chunk at most, while prompts are read at the rate of a
+chunk a step (Sarathi-Serve, Agrawal et al., OSDI 2024); chunk_tokens is the slider between the two phases.
+
+Pages. A prompt begins when the decode policy lets it: it counts there as a request that was admitted, and reservations
+of other workers do not pass it, nor it them. One that is decoded here keeps its pages (`DecodePolicy.adopt`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_worker.policy import DecodeOptions, DecodePolicy
+from engine.knobs import check, knob
+from engine.pages.pool import PagePool
+from prefill_worker.policy import PrefillOptions, PrefillPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedOptions(PrefillOptions, DecodeOptions):
+    chunk_tokens: int = knob(
+        128,
+        "of prompts in a step that decodes, too; more reads prompts sooner, fewer keeps the time per output token; 0: "
+        "prompts are read only while nothing decodes",
+        unit="tokens",
+        ge=0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class MixedPolicy:
+    parts = ("prefill", "decode")
+
+    def __init__(self, pool: PagePool, options: MixedOptions, *, name: str = "mixed") -> None:
+        self.pool = pool
+        self.options = options
+        self.decode = DecodePolicy(pool, options, name=name)
+        self.prefill = PrefillPolicy(pool, options, beside=self.decode)
+
+    def prompt_tokens(self, num_decoding: int) -> int:
+        """How many tokens of prompts may be in a step that decodes for so many requests."""
+        if not num_decoding:
+            return self.options.max_batch_tokens
+        return max(0, min(self.options.chunk_tokens, self.options.max_batch_tokens - num_decoding))
+
+    def check_invariants(self) -> None:
+        self.prefill.check_invariants()
+        self.decode.check_invariants()
