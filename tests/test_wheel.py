@@ -16,7 +16,10 @@ import pytest
 from tests.deploy.running import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("cluster", "decode_worker", "engine", "kv_transfer", "kvrelay", "placement", "prefill_worker", "worker")
+PACKAGES = (
+    *("cluster", "decode_worker", "engine", "kv_transfer", "kvrelay", "mixed_worker", "placement"),
+    *("prefill_worker", "worker"),
+)
 DATA = ("configs", "proto")
 COMMAND_TIMEOUT_S = 800.0  # the first plan compiles the simulator
 PLAN = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--num-gpus", "2", "--random-input-len", "200")

@@ -18,6 +18,7 @@ from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLi
 from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.loop import ModelLoop
 from tests.protocol.process import Process
+from worker.awake import AwakeClock
 
 
 class Post(Protocol):
@@ -32,7 +33,7 @@ class RouterSide(WorkerLink):
     """The router's link to one worker, without a stream: what goes down is put into the world's queue at once."""
 
     def __init__(self, post: Post, router: Router, router_name: str, worker: WorkerEndpoint) -> None:
-        super().__init__(worker, router, router.loop_clock, router_id=router.router_id)
+        super().__init__(worker, router, AwakeClock(lambda: 0.0), router_id=router.router_id)  # it hears no silence
         self.clock = cast(Any, SimpleNamespace(to_router_s=lambda ns, _: ns / 1e9))  # there is one clock only
         self._post = post
         self._way = f"{router_name}>{worker.name}"
