@@ -67,9 +67,9 @@ class MixedRole:
 
     def report(self) -> pb.WorkerReport:
         """What waits and runs is decode's, prompts that have begun counted; the tokens that wait are prompts'."""
-        report, prompts = self._decode.report(), self._prefill.report()
-        report.waiting_tokens = prompts.waiting_tokens
-        report.peers.extend(prompts.peers)
+        report = self._decode.report()
+        report.waiting_tokens = self.policy.prefill.waiting_tokens
+        report.peers.extend(self._prefill.handoffs.peers.report())
         return report
 
     def check_invariants(self) -> None:

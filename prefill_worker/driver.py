@@ -36,7 +36,7 @@ class PreparedBatch:
     step: Step
 
 
-class Beside(Protocol):
+class DecodesBeside(Protocol):
     """What decodes in the same pages."""
 
     def expect(self, request: HeldRequest, *, stays: bool) -> Denied | None:
@@ -56,7 +56,7 @@ class PrefillRole:
         self,
         host: RoleHost,
         make_policy: Callable[..., PrefillPolicy] = PrefillPolicy,
-        beside: Beside | None = None,
+        beside: DecodesBeside | None = None,
     ) -> None:
         """`make_policy`: called with the worker's page pool and the options of the policy."""
         self._host = host
@@ -77,9 +77,7 @@ class PrefillRole:
         state = submit.request
         if self._host.is_draining or state.request_id in self.requests:
             why = "is stopping" if self._host.is_draining else f"has {state.request_id} already"
-            cause = pb.FAILURE_CAUSE_ROOM
-            link.event(state, pb.EVENT_KIND_FAILED, reason=f"{self._name} {why}", cause=cause)
-            self._host.streams.flush()
+            self._refuse(link, state, f"{self._name} {why}")
             return
         params, tokens = read_request(state, self._host.engine.info)
         pool = self._host.pool
@@ -129,6 +127,11 @@ class PrefillRole:
         await self.handoffs.settle()
         await self.handoffs.peers.close()
 
+    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str) -> None:
+        """Another worker may take it."""
+        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_ROOM)
+        self._host.streams.flush()
+
     def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
         self._host.counters["handoffs_failed"] += 1
         failed, reason = pb.EVENT_KIND_FAILED, failure.reason
@@ -147,9 +150,7 @@ class PrefillRole:
     def _enqueue(self, request: HeldPrompt) -> None:
         if self._beside is not None and (denied := self._beside.expect(request, stays=request.stays)):
             del self.requests[request.id]
-            failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_ROOM
-            request.link.event(request.state, failed, reason=denied.reason, cause=cause)
-            self._host.streams.flush()
+            self._refuse(request.link, request.state, denied.reason)
             return
         hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
         self.policy.add(request.id, len(request.tokens), hashes)

@@ -126,8 +126,9 @@ class PrefillPolicy:
 
     def next_batch(self, most_tokens: int | None = None) -> PrefillBatch | None:
         """What to compute next, at most max_batch_tokens, and `most_tokens`; None when nothing can run."""
-        limit_tokens = self.options.max_batch_tokens
-        budget = limit_tokens if most_tokens is None else min(most_tokens, limit_tokens)
+        budget = self.options.max_batch_tokens
+        if most_tokens is not None:
+            budget = min(budget, most_tokens)
         left = budget
         lengths: dict[str, int] = {}
         queue = self._queue()

@@ -22,7 +22,7 @@ class AwakeClock:
     def __init__(self, wall_s: Callable[[], float] = time.monotonic) -> None:
         """It stands at 0, and moves for one beat, and then for one more with each `beat`."""
         self._wall_s = wall_s
-        self._woke_s = float("-inf")
+        self._woke_s = float("-inf")  # by the wall: the last beat that came after a stop
         self._last = wall_s(), 0.0  # when the last beat was, by the wall and by this clock; read from other threads
         self.num_tasks = 0  # of the loop, a second ago at most
         self._lags_s = deque([0.0], LAG_BEATS)

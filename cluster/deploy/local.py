@@ -83,9 +83,9 @@ class LocalCluster:
 
     async def start(self) -> None:
         """Load, connect, and return when the first router has a stream with every worker."""
-        self.prefill = await self._made("prefill")
-        self.decode = await self._made("decode")
-        self.mixed = await self._made("mixed")
+        await self._make("prefill", self.prefill)
+        await self._make("decode", self.decode)
+        await self._make("mixed", self.mixed)
         self._endpoints = [
             WorkerEndpoint(name=worker.options.name, role=worker.options.role, address=(await worker.start()).address)
             for worker in self.workers
@@ -93,13 +93,12 @@ class LocalCluster:
         self.server = await self.add_router()
         self.endpoint = f"127.0.0.1:{self.server.port}"
 
-    async def _made(self, role: str) -> list[Worker[Any]]:
-        workers: list[Worker[Any]] = []
+    async def _make(self, role: str, workers: list[Worker[Any]]) -> None:
+        """Each goes to `workers` at once, for `stop` to find should the next one fail."""
         for index in range(self._counts[role]):
             engine = await asyncio.to_thread(Engine.load, self._engines[role])
             options = worker_options(f"{role}-{index}", role, **self._worker)
             workers.append(make_worker(options, engine, faults=None if role == "decode" else self._faults))
-        return workers
 
     async def add_router(self) -> RouterServer:
         """One router more over the same workers; returns when it has a stream with each of them."""
