@@ -1,33 +1,39 @@
-"""Flat is how much each process of a cluster has grown between its first sight and its last: what a leak shows in."""
+"""Flat is how much each process of a cluster has grown between its first sights and its last: what a leak shows in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from kvrelay.chaos.targets.base import ProcessState
 from kvrelay.client.types import ClusterStatus
 
 ALLOWED = {"descriptors": 64.0, "threads": 16.0, "tasks": 32.0, "memory_mb": 256.0}  # that one may grow while it lives
+SIGHTS = 3  # the least of so many counts: tasks are told up to two seconds late, of a load that has ended since
 
 
 @dataclass(slots=True)
 class Flat:
-    first: dict[int, ProcessState] = field(default_factory=dict)
-    last: dict[int, ProcessState] = field(default_factory=dict)
+    seen: dict[int, list[ProcessState]] = field(default_factory=dict)
 
     def see(self, states: Mapping[int, ProcessState], tasks: Mapping[int, int]) -> None:
         """`tasks`: of the event loops of those that have one."""
         for pid, bare in states.items():
-            state = replace(bare, tasks=tasks.get(pid, 0))
-            self.first.setdefault(pid, state)
-            self.last[pid] = state
+            self.seen.setdefault(pid, []).append(replace(bare, tasks=tasks.get(pid, 0)))
 
     def growth(self) -> dict[str, float]:
         """Of each kind, the most that a process has grown by."""
-        pairs = [(self.first[pid], self.last[pid]) for pid in self.last]
-        kinds = [each.name for each in fields(ProcessState)]
-        return {kind: max((getattr(b, kind) - getattr(a, kind) for a, b in pairs), default=0.0) for kind in kinds}
+        return {
+            kind.name: max(
+                (_least(s[-SIGHTS:], kind.name) - _least(s[:SIGHTS], kind.name) for s in self.seen.values()),
+                default=0.0,
+            )
+            for kind in fields(ProcessState)
+        }
+
+
+def _least(states: Sequence[ProcessState], kind: str) -> float:
+    return float(min(getattr(state, kind) for state in states))
 
 
 def tasks_of(status: ClusterStatus, pid_of: Callable[[str], int]) -> dict[int, int]:
