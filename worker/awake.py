@@ -24,6 +24,7 @@ class AwakeClock:
         self._wall_s = wall_s
         self._woke_s = float("-inf")  # by the wall: the last beat that came after a stop
         self._last = wall_s(), 0.0  # when the last beat was, by the wall and by this clock; read from other threads
+        self.stopped_s = 0.0  # all stops together
         self.num_tasks = 0  # of the loop, a second ago at most
         self._lags_s = deque([0.0], LAG_BEATS)
         self._beats: asyncio.Task[None] | None = None
@@ -47,6 +48,7 @@ class AwakeClock:
         self._lags_s.append(max(0.0, wall_s - self._last[0] - BEAT_S))
         if self._lags_s[-1] > STILL_S:
             self._woke_s = wall_s
+            self.stopped_s += self._lags_s[-1]
         self._last = wall_s, now_s
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ MEASURES = {
     "step_s": "one step of the engine, with the largest batch that the pool takes",
     "start_s": "from a process's end until its successor is ready: Ray's part and the load of the model",
     "prefill_s": "of the request's prompt and the tokens so far",
-    "busy_s": "0 on a machine with a core for each process",
+    "busy_s": "0 on a machine with a core for each process; and what the machine itself stood still meanwhile",
 }
 
 

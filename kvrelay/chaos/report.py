@@ -29,12 +29,14 @@ def as_object(findings: Findings) -> dict[str, Any]:
     wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > ALLOWED[name]]
     wrong += [f"process {pid} outlived the cluster" for pid in findings.orphans]
     wrong += findings.problems
+    stops = [outcome.measured.stopped_s for outcome in findings.outcomes if outcome.measured.stopped_s]
     return {
         "faults": findings.num_faults,
         "rounds": len(findings.outcomes),
         "duration_s": round(findings.duration_s, 1),
         "is_ok": bool(cells) and all(cell["is_ok"] for cell in cells) and not wrong,
         "was_interrupted": findings.was_interrupted,
+        "stopped": {"rounds": len(stops), "seconds": round(sum(stops), 1)},
         "streams": dict(sum((Counter(o.measured.ended) for o in findings.outcomes), Counter())),
         "growth": grown,
         "problems": wrong,
@@ -114,4 +116,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     broken = sum(not cell["is_ok"] for cell in result["cells"])
     stopped = "interrupted; " if result["was_interrupted"] else ""
     verdict = f"{broken} of {len(result['cells'])} cells broken" if broken else "every bound was kept"
+    if (stops := result["stopped"])["rounds"]:
+        of = f"{stops['rounds']} of {result['rounds']} rounds"
+        lines.append(f"the machine stood still for {stops['seconds']:.1f} s in {of}; bounds allow for that")
     return [*lines, f"{result['faults']} faults in {result['duration_s']:.0f} s; {stopped}requests: {ended}; {verdict}"]

@@ -41,6 +41,7 @@ class Measured:
     ended: dict[str, int] = field(default_factory=dict)  # streams, by `done`, `left` or code
     problems: list[str] = field(default_factory=list)
     is_healed: bool = True  # serves again after it
+    stopped_s: float = 0.0  # that the suite's own process stood still meanwhile: so did the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,15 @@ def test_a_sleep_counts_as_two_beats_at_most() -> None:
     assert clock.now_s() == pytest.approx(12.5 * BEAT_S)
 
 
+def test_stops_are_added_up_and_small_lags_are_none() -> None:
+    wall = Wall()
+    clock = AwakeClock(lambda: wall.now_s)
+    for beat_s in (BEAT_S + STILL_S / 2, BEAT_S + 3.0, BEAT_S, BEAT_S + 1.0):
+        wall.now_s += beat_s
+        clock.beat()
+    assert clock.stopped_s == pytest.approx(4.0)
+
+
 def test_the_worst_lag_is_told_for_a_while() -> None:
     wall = Wall()
     clock = AwakeClock(lambda: wall.now_s)
