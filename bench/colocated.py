@@ -1,6 +1,6 @@
 """One engine that does prefill and decode of all requests: what disaggregated serving is compared with on one GPU.
 
-kvrelay has no colocated serving mode. This is the simplest true one: kvrelay's own engine, kernels and page pool, and
+This is the simplest true one, and no cluster as mixed workers are: kvrelay's own engine, kernels and page pool, and
 the rule that vLLM and Sarathi use (chunked prefill): every step decodes for all running requests and fills what is left
 of `max_batch_tokens` with chunks of prompts, first come first served. A request begins when pages for its prompt and
 all its output are free, so nothing is ever preempted. It runs in one process, with no router and no network: what it

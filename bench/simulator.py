@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.common import REPO, about, save
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from placement.build.worker import WorkerModel, sim_worker
 from placement.compiled.pool import call, packed, simulation_pool
 from placement.latency.base import LatencyModel
@@ -34,7 +34,7 @@ from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload, from_rows, read_request_list
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}

@@ -33,25 +33,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Literal
 
-from engine.knobs import check, knob
+from decode_worker.options import DecodeOptions
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
 
 _order = attrgetter("order")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-    max_batch_size: int = knob(64, "that decode at once; more wait, with their KV, in pages", unit="requests", ge=1)
-    admission: Literal["watermark", "worst_case"] = knob("watermark", "who gets pages: see *Choosing values*")
-    watermark: float = knob(
-        0.02, "that admission leaves free for running requests to grow into", unit="share of pages", ge=0, lt=1
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

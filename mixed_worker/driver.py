@@ -89,6 +89,7 @@ class MixedRole:
         return self._decode.waits_for_tokens
 
     def next_batch(self) -> MixedBatch | None:
+        self._decode.reservations.grant_queued()  # a prompt may have left its pages
         decode = self._decode.next_batch()
         prefill = self._prefill.next_batch(self.policy.prompt_tokens(len(decode.entries) if decode else 0))
         return MixedBatch(decode, prefill) if decode or prefill else None

@@ -10,26 +10,10 @@ of other workers do not pass it, nor it them. One that is decoded here keeps its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from decode_worker.policy import DecodeOptions, DecodePolicy
-from engine.knobs import check, knob
+from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
-from prefill_worker.policy import PrefillOptions, PrefillPolicy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedOptions(PrefillOptions, DecodeOptions):
-    chunk_tokens: int = knob(
-        128,
-        "of prompts in a step that decodes, too; more reads prompts sooner, fewer keeps the time per output token; 0: "
-        "prompts are read only while nothing decodes",
-        unit="tokens",
-        ge=0,
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+from mixed_worker.options import MixedOptions
+from prefill_worker.policy import PrefillPolicy
 
 
 class MixedPolicy:

@@ -15,6 +15,7 @@ from placement.catalogs.base import Degrees
 
 Objective = Literal["goodput", "cost", "power"]
 Pool = Literal["prefill", "decode", "link", "router", "none"]
+PoolRole = Literal["prefill", "decode", "mixed", "colocated"]  # the last only of published systems
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class RequestClass:
 class PoolPlan:
     """One pool of alike workers."""
 
-    role: Literal["prefill", "decode", "colocated"]
+    role: PoolRole
     degrees: Degrees
     replicas: int
     hardware: str
@@ -61,6 +62,7 @@ class PoolPlan:
     max_batch_size: int
     power_cap: float = 1.0  # of a machine's power
     pack_tokens: int | None = None  # no prompt joins a prefill step that has so many; None: max_batch_tokens
+    chunk_tokens: int = 0  # mixed: of prompts in a step that decodes, too
 
     @property
     def gpus(self) -> int:
@@ -69,15 +71,19 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to run: two pools, or one colocated pool with its way to share a step."""
+    """One way to run: two pools, or one whose workers do both."""
 
     pools: tuple[PoolPlan, ...]
-    sharing: Literal["", "prefill_first", "chunked"] = ""
     design: str = ""  # of Splitwise: AA, HH, HA, HHcap, Baseline-A100, ...
 
     @property
     def is_colocated(self) -> bool:
-        return self.pools[0].role == "colocated"
+        return self.pools[0].role in ("mixed", "colocated")
+
+    @property
+    def is_served(self) -> bool:
+        """`kvrelay up` can run it."""
+        return all(pool.role != "colocated" for pool in self.pools)
 
     @property
     def gpus(self) -> int:
@@ -85,9 +91,10 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """3 x prefill TP 2 + 1 x decode TP 4; 4 x colocated TP 2, chunked"""
+        """3 x prefill TP 2 + 1 x decode TP 4; 4 x mixed TP 2, chunks of 512"""
         text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)
-        text = f"{text}, {self.sharing.replace('_', ' ')}" if self.sharing else text
+        chunks = [f"chunks of {pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed"]
+        text = ", ".join([text, *chunks])
         return f"{self.design}: {text}" if self.design else text
 
 

@@ -44,19 +44,19 @@ ROLES: Mapping[str, RoleKind] = {
         RoleKind(
             name="prefill",
             phases=("prefill",),
-            options="prefill_worker.policy:PrefillOptions",
+            options="prefill_worker.options:PrefillOptions",
             driver="prefill_worker.driver:PrefillRole",
         ),
         RoleKind(
             name="decode",
             phases=("decode",),
-            options="decode_worker.policy:DecodeOptions",
+            options="decode_worker.options:DecodeOptions",
             driver="decode_worker.driver:DecodeRole",
         ),
         RoleKind(
             name="mixed",
             phases=("prefill", "decode"),
-            options="mixed_worker.policy:MixedOptions",
+            options="mixed_worker.options:MixedOptions",
             driver="mixed_worker.driver:MixedRole",
         ),
     )

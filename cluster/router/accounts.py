@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from engine.pages.pool import PageHash
 
+DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
@@ -119,11 +121,17 @@ class PrefillAccount:
     others_tokens: int = 0  # other routers' share of the report
     prefixes: OrderedDict[PageHash, None] = field(default_factory=OrderedDict)  # sent there, least recent first
     holders: dict[PageHash, set[str]] = field(default_factory=dict)  # by page, the names of all that remember it
+    beside: DecodeAccount | None = None  # of the same worker, if it decodes, too
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens still to compute, at most. Two bounds: what the report says, and what has not answered yet."""
         return min(self.report.waiting_tokens, self.others_tokens + self.seen_tokens) + self.unseen_tokens
+
+    @property
+    def load(self) -> int:
+        """Tokens that are computed beside a prompt or before it: by this the least loaded worker is found."""
+        return self.queued_tokens + (0 if self.beside is None else self.beside.batch * DECODE_TOKENS)
 
     def cached_len(self, shape: RequestShape) -> int:
         """Tokens of the prompt that were sent there before; at least one token is always computed."""

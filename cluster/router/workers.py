@@ -43,10 +43,11 @@ class Workers:
         assert not self._is_known(view.name), f"{view.name} is up already"
         empty = Report(made_s=now, available_pages=view.total_pages)
         phases = kind_of(view.role).phases
+        decode = DecodeAccount(view, empty) if "decode" in phases else None
         if "prefill" in phases:
-            self.prefill.up(PrefillAccount(view, empty))
-        if "decode" in phases:
-            self.decode.up(DecodeAccount(view, empty))
+            self.prefill.up(PrefillAccount(view, empty, beside=decode))
+        if decode is not None:
+            self.decode.up(decode)
         self._note_absence(now)
 
     def lost(self, name: str, now: float) -> PrefillAccount | DecodeAccount | None:
@@ -122,14 +123,17 @@ class Workers:
         """The request, in which the workers are noted, goes to them."""
         self.prefill.add(placed.prefill, request)
         self.decode.promise(placed.decode, request)
+        self.prefill.note(request.decode)
         self.health.on_placed(request, now)
 
     def move(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
         """It belongs to another decode worker from now on."""
         self.health.on_over(request)
         self.decode.drop(request)
+        self.prefill.note(request.decode)
         request.decode = to.view.name
         self.decode.promise(to, request)
+        self.prefill.note(request.decode)
         self.health.on_placed(request, now)
 
     def release(self, request: RoutedRequest) -> None:
@@ -137,6 +141,7 @@ class Workers:
         self.health.on_over(request)
         self.prefill.drop(request)
         self.decode.drop(request)
+        self.prefill.note(request.decode)
 
     def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:
         """Assert that the accounts hold these requests, each where it is, and nothing else."""

@@ -133,13 +133,13 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
             raise
         why = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{path} is no plan of this version: {why}; make one with kvrelay plan --out") from None
-    if candidate.is_colocated:
+    if not candidate.is_served:
         raise PlanError(
-            f"{path} chose colocated workers, which kvrelay does not serve; plan with --no-colocated for two pools"
+            f"{path} chose a published system's machines, which kvrelay does not serve; plan with --no-colocated"
         )
     workload = replace(request.workload, **AT_A_RATE | {"request_rate": rate, **changed})
     counts = [sum(pool.replicas for pool in candidate.pools if pool.role == role) for role in ROLES]
-    if request.profile is not None:
+    if request.profile is not None and not candidate.is_colocated:
         profile = read_profile(request.profile)
         return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
@@ -162,7 +162,7 @@ def _candidate(plain: Mapping[str, Any]) -> Candidate:
     from placement.catalogs.base import Degrees
 
     pools = tuple(PoolPlan(**{**pool, "degrees": Degrees(**pool["degrees"])}) for pool in plain["pools"])
-    return Candidate(pools=pools, sharing=plain.get("sharing", ""), design=plain.get("design", ""))
+    return Candidate(pools=pools, design=plain.get("design", ""))
 
 
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:

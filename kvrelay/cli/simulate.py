@@ -36,12 +36,11 @@ PARAGRAPHS = (
     "  kvrelay simulate cluster.yaml --hardware h100-sxm --trace configs/workloads/azure-conv-2023.csv --rate 4 "
     "--ttft 500ms --tpot 50ms",
     "  kvrelay simulate cluster.yaml --hardware h200-sxm --model llama-3.1-8b --random-input-len 1024 "
-    "--random-output-len 128 --rates 2,4,8,16 --ttft 250ms --tpot 25ms --colocated chunked",
+    "--random-output-len 128 --rates 2,4,8,16 --ttft 250ms --tpot 25ms --colocated",
     "  kvrelay simulate configs/local-1p1d.yaml --model ./model --profile profile.json "
     "--trace configs/workloads/azure-conv-2023.csv --trace-scale 0.25 --rate 2 --num-requests 200 --seeds 5",
 )
 HELP = "\n\n".join(PARAGRAPHS)
-SHARINGS = ("prefill_first", "chunked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +55,8 @@ class Asked:
     ] = None
     seeds: Annotated[int, typer.Option(help="Repeat with so many seeds, and take the mean.")] = 1
     colocated: Annotated[
-        str | None, typer.Option(help="Simulate the same workers doing both instead: prefill_first or chunked.")
-    ] = None
+        bool, typer.Option("--colocated", help="Simulate as many workers that do both (role mixed) instead.")
+    ] = False
 
 
 WORKLOAD = Flags(
@@ -122,14 +121,12 @@ def _sweep(asked: Asked, targets: Targets, seed: int) -> Sweep:
     for flag, value, bound in least:
         if value is not None and value < bound:
             raise PlanError(f"{flag} is {value}; give {bound} or more")
-    if asked.colocated is not None and asked.colocated not in SHARINGS:
-        raise PlanError(f"--colocated is {asked.colocated!r}; give {' or '.join(SHARINGS)}")
     return Sweep(
         slo=Slo(**targets.given_s(), attainment=asked.attainment),
         rates=_rates(asked.rate, asked.rates),
         num_requests=asked.num_requests,
         seeds=tuple(range(seed, seed + asked.seeds)),
-        sharing=asked.colocated,  # type: ignore[arg-type]
+        colocated=asked.colocated,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvrelay.plan import amounts, words
+from kvrelay.plan import amounts
 from kvrelay.plan.plots import goodput, phases
 from kvrelay.plan.plots.cost import cheapest
 from kvrelay.plan.plots.style import ranked, svg
@@ -29,7 +29,7 @@ def captioned_figures(plan: Plan, wide: Drawn, narrow: Drawn) -> Iterator[dict[s
 
 def _best_lines(plan: Plan) -> str:
     parts = [
-        f"number {rank}, {words.label(placement.candidate)}, up to {amounts.num(placement.goodput.value)}"
+        f"number {rank}, {placement.candidate.label}, up to {amounts.num(placement.goodput.value)}"
         for rank, placement in ranked(plan)
     ]
     return "; ".join(parts[:5])
@@ -51,8 +51,7 @@ def _attainment_caption(plan: Plan) -> str:
 def _goodput_alt(plan: Plan) -> str:
     rows = sorted(ranked(plan), key=lambda row: -row[1].per_gpu)[:5]
     shown = "; ".join(
-        f"number {rank}, {words.label(placement.candidate)}: {amounts.num(placement.per_gpu)}"
-        for rank, placement in rows
+        f"number {rank}, {placement.candidate.label}: {amounts.num(placement.per_gpu)}" for rank, placement in rows
     )
     return f"Goodput per GPU of every placement, requests per second, best first: {shown}."
 

@@ -1,7 +1,7 @@
 """Writes the cluster's spec of a plan, for `kvrelay up`: the pools that were chosen, with the limits they were
 simulated with. It goes through cluster.spec.model's own classes and chooses nothing.
 
-Where the plan's answer is colocation, which kvrelay does not serve yet, the best placement with two pools is written.
+Where the plan's answer is a published system's machines, which kvrelay does not serve, the best two pools are written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULE = 100  # a comment line's length
 
 def to_run(plan: Plan) -> Goodput | None:
     """What kvrelay can serve: the chosen placement, or the best one with two pools; None where there is none."""
-    if plan.is_disaggregated:
+    if plan.chosen.candidate.is_served:
         return plan.chosen
     return words.best_of(plan.tried, is_colocated=False)
 
@@ -69,10 +69,12 @@ def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpu
         data["num_gpus"] = pool.degrees.gpus
     if kv_bytes_per_token:
         data["kv_memory"] = pool.num_pages * pool.page_size * kv_bytes_per_token
-    if pool.role == "prefill":
+    if pool.role != "decode":
         pack_tokens = pool.pack_tokens or pool.max_batch_tokens  # steps were simulated filled to the brim
-        return data | {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pack_tokens}
-    return data | {"max_batch_size": pool.max_batch_size}
+        data |= {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pack_tokens}
+    if pool.role == "mixed":
+        data["chunk_tokens"] = pool.chunk_tokens
+    return data if pool.role == "prefill" else data | {"max_batch_size": pool.max_batch_size}
 
 
 def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: str) -> str:
@@ -80,7 +82,7 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
     lines = [f"Planned by kvrelay: {words.placement_words(placement.candidate)}."]
     if placement is not plan.chosen:
         lines.append(
-            f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve yet. "
+            f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve. "
             "This is the best placement with two pools."
         )
     lines.append(f"Meets {words.goal(plan)} up to {amounts.between(placement.goodput)} requests/s.")

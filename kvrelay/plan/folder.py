@@ -76,7 +76,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
     """Everything, as plain data: the plan's own fields, and in `answer` what a program wants first."""
     chosen = plan.chosen
     answer = {
-        "placement": words.label(chosen.candidate),
+        "placement": chosen.candidate.label,
         "is_disaggregated": plan.is_disaggregated,
         "gpus": chosen.candidate.gpus,
         "goodput": to_json(chosen.goodput),
@@ -92,7 +92,8 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     """(the spec's text, or why there is none, sentences to tell)."""
     placement = cluster.to_run(plan)
     if placement is None:
-        return "", "There is none: only colocated workers meet the targets, and kvrelay serves two pools.", []
+        why = "There is none: only a published system's machines meet the targets, and kvrelay does not serve them."
+        return "", why, []
     model, kv_bytes = _model_and_kv(request, plan)
     name = cluster.cluster_name(model)
     data = cluster.spec_data(placement, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
@@ -125,12 +126,12 @@ def _loaded_model(request: PlanRequest) -> str:
 
 
 def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
-    """(sentence, what to type). Two pools can be run and verified; of colocated workers kvrelay has none."""
+    """(sentence, what to type). What a published system alone serves cannot be run."""
     again = ("Plan again:", command_of(request))
     if not has_spec:
         return [again]
-    if not plan.is_disaggregated:
-        split = "kvrelay serves two pools. If that is what you want all the same, this starts the best split:"
+    if not plan.chosen.candidate.is_served:
+        split = "kvrelay does not serve that. If that is what you want all the same, this starts the best split:"
         return [(split, "kvrelay up cluster.yaml"), again]
     verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
     return [

@@ -137,7 +137,7 @@ def _tried_row(rank: int, placement: Goodput, plan: Plan) -> dict[str, Any]:
     rate = placement.goodput.value
     return {
         "rank": rank,
-        "label": words.label(placement.candidate),
+        "label": placement.candidate.label,
         "is_chosen": placement.candidate == plan.chosen.candidate,
         "is_colocated": placement.candidate.is_colocated,
         "gpus": placement.candidate.gpus,
@@ -172,7 +172,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
         "to another with what the latency model was wrong by where it was checked."
     )
     closest = [
-        words.label(placement.candidate)
+        placement.candidate.label
         for placement in plan.tried
         if placement.candidate != plan.chosen.candidate
         and placement.goodput.value

@@ -82,7 +82,7 @@ class PlanRequest(Spec):
     margin: Path | None = setting(None, "What kvrelay verify found; it widens the intervals.")
     max_pp: Count = setting(1, "Pipeline stages to try, at most.")
     tensor_parallel: Count | None = setting(None, "This degree alone. Default: all; of mixed machines, a whole node.")
-    colocated: bool = setting(True, "Also try workers that do both, for comparison. Default: yes.")
+    colocated: bool = setting(True, "Also try workers that do both, which may win. Default: yes.")
     algorithm: Literal["auto", "high", "low"] = setting(
         "auto", "DistServe's: high or low node-affinity. Default: auto, by the links."
     )

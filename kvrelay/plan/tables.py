@@ -85,7 +85,7 @@ def _alternatives(plan: Plan) -> Table:
 def _row(rank: int, placement: Goodput) -> tuple[str, ...]:
     none = f"0: {placement.limit}" if placement.limit else "0"
     goodput = amounts.between(placement.goodput) if placement.goodput.value else none
-    label, gpus = words.label(placement.candidate), f"{placement.candidate.gpus}"
+    label, gpus = placement.candidate.label, f"{placement.candidate.gpus}"
     return f"{rank}", label, gpus, goodput, amounts.num(placement.per_gpu), f"{placement.usd_per_hour:,.2f}"
 
 

@@ -23,9 +23,11 @@ COLOCATED_WORDS = POOL_WORDS | {"prefill": "the time to first token", "decode": 
 BUSY_WORDS = {
     "prefill": "prefill workers compute",
     "decode": "decode workers compute",
+    "mixed": "workers compute",
     "colocated": "workers compute",
     "prefill_kv": "KV pages of prefill workers held",
     "decode_kv": "KV pages of decode workers held",
+    "mixed_kv": "KV pages of workers held",
     "colocated_kv": "KV pages of workers held",
     "link": "link in use",
     "router": "router busy",
@@ -52,12 +54,6 @@ def pool_words(pool: PoolPlan) -> str:
     return f"{count(pool.replicas, f'{pool.role} worker')} of {pool.degrees}{capped}"
 
 
-def label(candidate: Candidate) -> str:
-    """Its label, with how many tokens a shared step has: 4 x colocated TP 2, chunked 512"""
-    tokens = f" {candidate.pools[0].max_batch_tokens:,}" if candidate.sharing == "chunked" else ""
-    return f"{candidate.label}{tokens}"
-
-
 def placement_words(candidate: Candidate) -> str:
     """two prefill workers of TP 2 and one decode worker of TP 4, on eight H100 GPUs"""
     kinds = list(dict.fromkeys(hardware_words(pool) for pool in candidate.pools))
@@ -68,10 +64,9 @@ def placement_words(candidate: Candidate) -> str:
 
 
 def sharing_words(candidate: Candidate) -> str:
-    """How colocated workers put both phases into their steps."""
-    if candidate.sharing == "chunked":
-        return f", which mix chunks of prompts into decode steps of {candidate.pools[0].max_batch_tokens:,} tokens"
-    return ", which run prompts before anything else" if candidate.sharing == "prefill_first" else ""
+    """How mixed workers put both phases into their steps."""
+    chunks = {pool.chunk_tokens for pool in candidate.pools if pool.role == "mixed"}
+    return "".join(f", which read prompts in chunks of {tokens:,} tokens in steps that decode" for tokens in chunks)
 
 
 def hardware_words(pool: PoolPlan) -> str:

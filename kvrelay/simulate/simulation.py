@@ -1,6 +1,6 @@
 """Simulates a cluster spec under a load, rate by rate: what `kvrelay simulate` asks, without its flags and tables.
 
-    spec + hardware | profile -> SimCluster (or ColocatedCluster)      placement/build/from_spec.py
+    spec + hardware | profile -> SimCluster                            placement/build/from_spec.py
     trace | random lengths    -> Traffic                               placement/workload/traffic.py
     rate by rate, seed by seed -> RatePoint with intervals             placement/goodput/estimate.py
 
@@ -21,7 +21,7 @@ from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.bench.workload import source_workload
-from placement.build.from_spec import colocated_cluster, latency_error, latency_sources, not_simulated, sim_cluster
+from placement.build.from_spec import latency_error, latency_sources, mixed_spec, not_simulated, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource
 from placement.catalogs.base import PlanError
 from placement.goodput.estimate import Effort, burst, estimate
@@ -33,7 +33,6 @@ from placement.latency.model_shape import ModelShape
 from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
-from placement.simulator.colocated.cluster import Sharing
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic
@@ -52,7 +51,7 @@ class Sweep:
     rates: tuple[float, ...]
     num_requests: int | None = None
     seeds: tuple[int, ...] = (0,)
-    sharing: Sharing | None = None  # None: the two pools of the spec
+    colocated: bool = False  # the spec's workers, all of them mixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +103,8 @@ def simulate_spec(
     spec: ClusterSpec, source: WorkerSource, traffic: Traffic, sweep: Sweep, on_progress: OnProgress
 ) -> SweepResult:
     """Raises PlanError, SetupError, WorkloadError."""
-    system = _system(spec, source, sweep.sharing)
+    spec = mixed_spec(spec) if sweep.colocated else spec
+    system = LiveSystem(sim_cluster(spec, source))
     error = latency_error(spec, source)
     rates = sweep.rates or (_own_rate(traffic),)
     total, done = len(rates) * len(sweep.seeds), 0
@@ -123,11 +123,11 @@ def simulate_spec(
         points=tuple(points),
         counters=tuple(counters),
         counted=tuple(counted),
-        workers=_workers(spec, sweep.sharing),
+        workers={pool.label: pool.replicas for pool in spec.pools},
         kv_tokens=_kv_tokens(system),
         sources=tuple(latency_sources(spec, source)),
         error=error,
-        notes=tuple(_notes(spec, source, sweep.sharing)),
+        notes=tuple(_notes(spec, source)),
     )
 
 
@@ -135,12 +135,6 @@ def _own_rate(traffic: Traffic) -> float:
     if not traffic.is_replay:
         raise PlanError("no rate is given; give --rate, or --trace-timestamps for the trace's own")
     return traffic.source.rate
-
-
-def _system(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) -> System:
-    if sharing is None:
-        return LiveSystem(sim_cluster(spec, source))
-    return colocated_cluster(spec, source, sharing)
 
 
 def _point(system: System, traffic: Traffic, rate: float, sweep: Sweep, seed: int, error: float) -> RatePoint:
@@ -188,23 +182,16 @@ def _counters(system: System, traffic: Traffic, rate: float, seed: int, count: i
     return {key: count for key, count in sorted(Counter(outcome.counters).items()) if count}
 
 
-def _workers(spec: ClusterSpec, sharing: Sharing | None) -> dict[str, int]:
-    if sharing is not None:
-        return {"colocated": sum(pool.replicas for pool in spec.pools)}
-    return {pool.label: pool.replicas for pool in spec.pools}
-
-
-def _kv_tokens(system: System) -> dict[str, int]:
-    if not isinstance(system, LiveSystem):
-        return {pool: tokens // system.workers_by_pool[pool] for pool, tokens in system.kv_tokens_by_pool.items()}
+def _kv_tokens(system: LiveSystem) -> dict[str, int]:
     workers = system.cluster.workers  # of pools by their labels: there may be several of a role
     return {worker.name.rpartition("-")[0]: worker.num_pages * worker.page_size for worker in workers}
 
 
-def _notes(spec: ClusterSpec, source: WorkerSource, sharing: Sharing | None) -> list[str]:
+def _notes(spec: ClusterSpec, source: WorkerSource) -> list[str]:
     notes = not_simulated(spec)
-    if isinstance(source, ProfileWorkers) and source.profile.is_shared_host and sharing is not None:
-        notes.append("workers slow each other down on the profile's host; colocated ones are simulated without that")
+    has_mixed = any(pool.role == "mixed" for pool in spec.pools)
+    if isinstance(source, ProfileWorkers) and source.profile.is_shared_host and has_mixed:
+        notes.append("workers slow each other down on the profile's host; mixed ones are simulated without that")
     if isinstance(source, RooflineWorkers) and not source.is_one_node(spec):
         per_node, unit = source.hardware.gpus_per_node, source.hardware.unit
         notes.append(f"the workers do not fit in one node of {per_node} {unit}s, so all KV goes between nodes")
@@ -220,7 +207,7 @@ def result_object(result: SweepResult, sweep: Sweep, **asked: Any) -> dict[str, 
     return {
         **asked,
         "slo": to_json(sweep.slo),
-        "sharing": sweep.sharing,
+        "colocated": sweep.colocated,
         "workers": dict(result.workers),
         "kv_tokens": dict(result.kv_tokens),
         "latency": list(result.sources),

@@ -16,22 +16,21 @@ LABEL_WIDTH, RATE_WIDTH = 28, 23
 BUSY = {
     "prefill": "prefill busy",
     "decode": "decode busy",
-    "colocated": "busy",
+    "mixed": "mixed busy",
     "link": "links busy",
     "prefill_kv": "prefill KV held",
     "decode_kv": "decode KV held",
-    "colocated_kv": "KV held",
+    "mixed_kv": "mixed KV held",
 }
 
 
 def summary(result: SweepResult, sweep: Sweep) -> Iterator[str]:
     """Who serves, and where the times come from."""
-    how = f", {sweep.sharing.replace('_', ' ')}" if sweep.sharing else ""
     workers = " + ".join(
         f"{count} x {label} ({result.kv_tokens.get(label, 0):,} tokens of KV each)"
         for label, count in result.workers.items()
     )
-    yield f"{workers}{how}"
+    yield workers
     for source in result.sources:
         yield f"times: {source}, within {result.error:.0%} nine times in ten"
     targets = [f"{name} {_ms(limit)} ms" for name, limit in _targets(sweep) if math.isfinite(limit)]

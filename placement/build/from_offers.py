@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
+from mixed_worker.options import MixedOptions
 from placement.build.from_profile import hosts_of
 from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
 from placement.latency.base import DecodeLine
 from placement.latency.roofline import narrowed
-from placement.plan import Candidate, PoolPlan
+from placement.plan import Candidate, PoolPlan, PoolRole
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.simulator.colocated.cluster import ColocatedCluster, Sharing
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 from worker.options import REPORT_GAP_S
 
 PLENTY = 1 << 40
@@ -67,13 +67,7 @@ def offers_of(catalog: Catalog) -> OfferOf:
     return offer_of
 
 
-def pool_of(
-    role: Literal["prefill", "decode", "colocated"],
-    offer: Offer,
-    replicas: int,
-    hardware: str,
-    max_batch_tokens: int | None = None,
-) -> PoolPlan:
+def pool_of(role: PoolRole, offer: Offer, replicas: int, hardware: str, chunk_tokens: int = 0) -> PoolPlan:
     return PoolPlan(
         role=role,
         degrees=offer.degrees,
@@ -81,9 +75,10 @@ def pool_of(
         hardware=hardware,
         num_pages=offer.num_pages,
         page_size=offer.page_size,
-        max_batch_tokens=max_batch_tokens or offer.max_batch_tokens,
+        max_batch_tokens=offer.max_batch_tokens,
         max_batch_size=offer.max_batch_size,
-        pack_tokens=offer.pack_tokens if role == "prefill" else None,
+        pack_tokens=offer.pack_tokens if role != "decode" else None,
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -91,40 +86,21 @@ def pair_of(prefill: tuple[Offer, int], decode: tuple[Offer, int], hardware: str
     return Candidate(pools=(pool_of("prefill", *prefill, hardware), pool_of("decode", *decode, hardware)))
 
 
-def colocated_of(offer: Offer, replicas: int, hardware: str, sharing: Sharing, max_batch_tokens: int) -> Candidate:
-    tokens = max_batch_tokens if sharing == "chunked" else offer.max_batch_tokens
-    return Candidate(pools=(pool_of("colocated", offer, replicas, hardware, tokens),), sharing=sharing)
+def mixed_of(offer: Offer, replicas: int, hardware: str, chunk_tokens: int) -> Candidate:
+    return Candidate(pools=(pool_of("mixed", offer, replicas, hardware, chunk_tokens),))
 
 
 def assemble(
     candidate: Candidate, offer_of: OfferOf, *, within_node: bool, router: RouterOptions | None = None
 ) -> System:
     """The candidate as it would run. `within_node`: KV leaves over the fast link only."""
-    if candidate.is_colocated:
-        (pool,) = candidate.pools
-        offer = offer_of(pool.degrees, True)
-        assert candidate.sharing
-        return ColocatedCluster(
-            latency=offer.latency,
-            num_workers=pool.replicas,
-            num_pages=pool.num_pages,
-            page_size=pool.page_size,
-            sharing=candidate.sharing,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_batch_size=pool.max_batch_size,
-            step_overhead_s=offer.step_overhead_s,
-            message_s=offer.message_s,
-        )
     workers: list[SimWorker] = []
     offers = [offer_of(pool.degrees, within_node) for pool in candidate.pools]
-    takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role == "decode"]
+    takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role != "prefill"]
     for offer, pool in zip(offers, candidate.pools, strict=True):
-        assert pool.role != "colocated"
-        if pool.role == "prefill":
+        if pool.role != "decode":
             offer = replace(offer, latency=narrowed(offer.latency, takers))
-        workers += [
-            sim_worker(f"{pool.role}-{i}", pool.role, offer, _policy(pool.role, pool)) for i in range(pool.replicas)
-        ]
+        workers += [sim_worker(f"{pool.role}-{i}", pool.role, offer, _policy(pool)) for i in range(pool.replicas)]
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
     cluster = SimCluster(
         workers=tuple(workers),
@@ -137,10 +113,17 @@ def assemble(
     return LiveSystem(cluster)
 
 
-def _policy(role: str, pool: PoolPlan) -> RolePolicy:
-    if role == "prefill":
+def _policy(pool: PoolPlan) -> RolePolicy:
+    if pool.role == "prefill":
         return PrefillOptions(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens)
-    return DecodeOptions(max_batch_size=pool.max_batch_size)
+    if pool.role == "decode":
+        return DecodeOptions(max_batch_size=pool.max_batch_size)
+    return MixedOptions(
+        max_batch_tokens=pool.max_batch_tokens,
+        pack_tokens=pool.pack_tokens,
+        max_batch_size=pool.max_batch_size,
+        chunk_tokens=pool.chunk_tokens,
+    )
 
 
 def phase_alone(role: Literal["prefill", "decode"], offer: Offer) -> SimCluster:
@@ -151,7 +134,7 @@ def phase_alone(role: Literal["prefill", "decode"], offer: Offer) -> SimCluster:
         "prefill": PrefillOptions(max_batch_tokens=1 << 30, max_prefill_requests=1 << 20, pack_tokens=None),
         "decode": DecodeOptions(max_batch_size=1 << 20),
     }
-    worker = sim_worker(role, role, offer, _policy(role, pool_of(role, offer, 1, "")))
+    worker = sim_worker(role, role, offer, _policy(pool_of(role, offer, 1, "")))
     return SimCluster(workers=(worker, sim_worker(other, other, nothing, policies[other])), router=SIZED_FOR_BURSTS)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from engine.knobs import read
 from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.latency.profile import PoolFacts, Profile, ProfileError
 from placement.latency.profile_latency import ProfileLatency
 from placement.simulator.cluster import SharedHost, SimCluster, SimWorker
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 from worker.options import REPORT_GAP_S
 
 T = TypeVar("T")
@@ -56,10 +56,12 @@ def shared_hosts(profile: Profile, workers: Iterable[SimWorker]) -> tuple[Shared
 def hosts_of(
     rows: tuple[tuple[int, float, float], ...], workers: Iterable[SimWorker], per_host: tuple[int, int] = (1, 1)
 ) -> tuple[SharedHost, ...]:
-    """`rows`: SharedHost.by_batch; `per_host`: prefill and decode workers of a host. In the order of the workers."""
+    """`rows`: SharedHost.by_batch; `per_host`: prefill and decode workers of a host. In the order of the workers; those
+    that are mixed are left out: what they do to others was not measured."""
     names: dict[str, list[str]] = {"prefill": [], "decode": []}
     for worker in workers:
-        names[worker.role].append(worker.name)
+        if worker.role in names:
+            names[worker.role].append(worker.name)
     count = max(-(-len(names[role]) // most) for role, most in zip(names, per_host, strict=True))
     shared = [
         [name for role, most in zip(names, per_host, strict=True) for name in names[role][i * most : (i + 1) * most]]

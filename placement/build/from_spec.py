@@ -1,7 +1,7 @@
 """From a cluster's spec to what is simulated: the workers that `kvrelay up` would start, with the options it gives.
 
-    ClusterSpec + WorkerSource -> SimCluster          the live policies, with every key that the live system gives them
-                               -> ColocatedCluster    as many alike workers that do both, for comparison
+    ClusterSpec + WorkerSource -> SimCluster     the live policies, with every key that the live system gives them
+                -> mixed_spec -> ClusterSpec     as many workers that do both, for comparison
 
 It decides nothing and simulates nothing; `not_simulated` says in sentences what of a spec the simulation leaves out.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.router.options import RouterOptions
+from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec
-from decode_worker.policy import DecodeOptions
+from engine.knobs import knobs_of
 from engine.pages.layout import KvLayout
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import MAX_GROUPS, layer_groups
@@ -22,9 +23,9 @@ from placement.build.worker import WorkerModel, sim_worker
 from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
 from placement.simulator.cluster import SimCluster, check_simulated
-from placement.simulator.colocated.cluster import ColocatedCluster, Sharing
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 from worker.options import REPORT_GAP_S, WorkerOptions
+from worker.roles import PHASES, kind_of
 
 TYPICAL_PROMPT_TOKENS = 1024  # a prompt is cut into layer groups by its own length; the simulator has one number
 LAYOUT_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float8": "float8_e4m3fn"}
@@ -55,28 +56,19 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
     )
 
 
-def colocated_cluster(spec: ClusterSpec, source: WorkerSource, sharing: Sharing) -> ColocatedCluster:
-    """As many workers as the spec has, alike, each with the pages and the batch of a decode worker and the step's
-    tokens of a prefill worker. Raises PlanError: workers that differ cannot all be one."""
-    models = _models(spec, source)
+def mixed_spec(spec: ClusterSpec) -> ClusterSpec:
+    """As many workers, all of them mixed: each with the pages and the batch of a decode worker, and with the steps of a
+    prefill worker. Raises PlanError: workers that differ cannot all be one."""
     if len({degrees_of(pool) for pool in spec.pools}) > 1:
         listed = ", ".join(f"{pool.label} {degrees_of(pool)}" for pool in spec.pools)
-        raise PlanError(f"pools have different degrees ({listed}); colocated workers are alike, so give one for all")
-    at = next(i for i, pool in enumerate(spec.pools) if pool.role == "decode")
-    decode = spec.pools[at].options(DecodeOptions)
-    prefill = next(pool for pool in spec.pools if pool.role == "prefill").options(PrefillOptions)
-    return ColocatedCluster(
-        latency=models[at].latency,
-        num_workers=sum(pool.replicas for pool in spec.pools),
-        num_pages=models[at].num_pages,
-        page_size=spec.page_size,
-        sharing=sharing,
-        max_batch_tokens=max(prefill.max_batch_tokens, decode.max_batch_size + 1),
-        max_batch_size=decode.max_batch_size,
-        watermark=decode.watermark,
-        step_overhead_s=max(model.step_overhead_s for model in models),
-        message_s=source.message_s,
+        raise PlanError(f"pools have different degrees ({listed}); mixed workers are alike, so give one for all")
+    prefill, decode = (
+        next(pool for pool in spec.pools if phase in kind_of(pool.role).phases).model_dump(exclude_unset=True)
+        for phase in PHASES
     )
+    steps = {key: value for key, value in prefill.items() if key in knobs_of(PrefillOptions)}
+    pool = decode | steps | {"role": "mixed", "name": "", "replicas": sum(pool.replicas for pool in spec.pools)}
+    return parse_spec(spec.model_dump(exclude_unset=True) | {"pools": [pool]})
 
 
 def latency_error(spec: ClusterSpec, source: WorkerSource) -> float:
@@ -105,10 +97,11 @@ def _models(spec: ClusterSpec, source: WorkerSource) -> list[WorkerModel]:
     for pool in spec.pools:
         check_simulated(f"{pool.label}-0", pool.role)
     models = [source.worker(spec, index) for index in range(len(spec.pools))]
-    decodes = [m.latency for m, pool in zip(models, spec.pools, strict=True) if pool.role == "decode"]
+    phases = [kind_of(pool.role).phases for pool in spec.pools]
+    decodes = [model.latency for model, computed in zip(models, phases, strict=True) if "decode" in computed]
     return [
-        replace(model, latency=narrowed(model.latency, decodes)) if pool.role == "prefill" else model
-        for pool, model in zip(spec.pools, models, strict=True)
+        replace(model, latency=narrowed(model.latency, decodes)) if "prefill" in computed else model
+        for computed, model in zip(phases, models, strict=True)
     ]
 
 

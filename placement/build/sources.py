@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from engine.pages.layout import LayerKv
 from placement.build.worker import WorkerModel
 from placement.catalogs.base import Degrees, PlanError
@@ -17,7 +17,8 @@ from placement.latency.hardware import Hardware
 from placement.latency.model_shape import ModelShape
 from placement.latency.profile import Profile
 from placement.latency.profile_latency import ProfileLatency
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
+from worker.roles import kind_of
 
 MESSAGE_S = 0.0005  # one way, between two processes
 
@@ -28,11 +29,12 @@ def degrees_of(pool: PoolSpec) -> Degrees:
 
 def largest_step(pool: PoolSpec) -> tuple[int, int]:
     """Tokens and requests of the largest step that a worker of the pool computes."""
-    if pool.role == "decode":
-        batch = pool.options(DecodeOptions).max_batch_size
+    phases = kind_of(pool.role).phases
+    batch = pool.options(DecodeOptions).max_batch_size if "decode" in phases else 0
+    if "prefill" not in phases:
         return batch, batch
     options = pool.options(PrefillOptions)
-    return options.max_batch_tokens, options.max_prefill_requests
+    return max(batch, options.max_batch_tokens), batch + options.max_prefill_requests
 
 
 class WorkerSource(Protocol):
@@ -141,6 +143,7 @@ class ProfileWorkers:
         if isinstance(pool.kv_memory, int) and self.shape is not None:
             token_bytes = self.shape.with_dtype(spec.dtype).kv_bytes_per_token
             pages = max(1, pool.kv_memory // (token_bytes * spec.page_size))
-        error = profile.error.prefill if pool.role == "prefill" else profile.error.decode
+        errors = {"prefill": profile.error.prefill, "decode": profile.error.decode}
+        error = max(errors[phase] for phase in kind_of(pool.role).phases)
         # its steps hold their overhead
         return WorkerModel(latency=self._latency, num_pages=pages, page_size=spec.page_size, error=error)

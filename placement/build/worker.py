@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from placement.latency.base import LatencyModel
 from placement.simulator.cluster import SimWorker
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 
 RolePolicy = PrefillOptions | DecodeOptions
 

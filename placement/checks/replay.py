@@ -19,10 +19,13 @@ from typing import Any
 from cluster.router.accounts import Past, PeerTrouble, Report, RequestShape, WorkerView
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
-from decode_worker.policy import DecodeOptions, DecodePolicy
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
-from mixed_worker.policy import MixedOptions, MixedPolicy
-from prefill_worker.policy import PrefillOptions, PrefillPolicy
+from mixed_worker.options import MixedOptions
+from mixed_worker.policy import MixedPolicy
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillPolicy
 from worker.plain import plain
 
 POLICIES = {

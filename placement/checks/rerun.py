@@ -9,7 +9,7 @@ Clients that left are left out; a worker that was lost is lost at its time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,14 @@ import numpy as np
 
 from cluster.router.decisions import Assigned
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
 from placement.build.worker import WorkerModel, sim_worker
 from placement.checks.replay import Recording, RecordingError
 from placement.latency.base import DecodeLine
 from placement.simulator.cluster import Loss, SimCluster, SimWorker
 from placement.simulator.simulate import Simulation
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillOptions
 from worker.options import REPORT_GAP_S
+from worker.roles import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class StepTimes:
         return DecodeLine(base + each * batch_size + per_token * context_tokens, per_token)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
-        raise NotImplementedError("a recorded worker has one role")
+        return self.prefill_s(chunks) + self.decode_line(batch_size, context_tokens).step_s - self.prefill[0]
 
     def transfer_s(self, num_tokens: int) -> float:
         return 0.0
@@ -165,35 +164,48 @@ def _simulated(cluster: SimCluster, workload: Workload) -> list[Course]:
 
 def _worker(recording: Recording) -> SimWorker:
     model = WorkerModel(latency=fitted(recording), num_pages=recording.num_pages, page_size=recording.page_size)
-    if recording.policy == "PrefillPolicy":
-        return sim_worker(recording.name, "prefill", model, PrefillOptions(**recording.limits))
-    return sim_worker(recording.name, "decode", model, DecodeOptions(**recording.limits))
+    role = recording.policy.removesuffix("Policy").lower()
+    return sim_worker(recording.name, role, model, kind_of(role).load_options()(**recording.limits))
 
 
 def fitted(recording: Recording) -> StepTimes:
     """The times between next_batch and on_batch_done, by least squares over what the batches held."""
-    rows: list[list[float]] = []
-    took_s: list[float] = []
-    for at, call in enumerate(recording.calls):
-        if call.method != "on_batch_done":
-            continue
-        number = call.args[0]["result"]
-        made = recording.calls[number]
-        rows.append(_held(made.result))
-        took_s.append(recording.calls[at].at_s - made.at_s)
-    if not rows:
+    steps = [(held, end_s - begun_s) for held, begun_s, end_s in _steps(recording)]
+    if not steps:
         raise RecordingError(f"{recording.name} ran no step; give the recording of a run in which it worked")
-    coefficients = _least_squares(np.array(rows), np.array(took_s))
-    if recording.policy == "PrefillPolicy":
-        return StepTimes(prefill=(coefficients[0], coefficients[1]))
-    return StepTimes(decode=(coefficients[0], coefficients[1], coefficients[2]))
+    base_s, token_s, request_s, context_s = _least_squares(
+        np.array([held for held, _ in steps]), np.array([took_s for _, took_s in steps])
+    )
+    return StepTimes(prefill=(base_s, token_s), decode=(base_s, request_s, context_s))
+
+
+def _steps(recording: Recording) -> Iterator[tuple[list[float], float, float]]:
+    """What each held, when it was made and when it was done. A mixed worker's two batches of one step are one."""
+    decode: tuple[list[float], float, float] | None = None
+    for call in recording.calls:
+        if not call.method.endswith("on_batch_done"):
+            continue
+        made = recording.calls[call.args[0]["result"]]
+        step = (_held(made.result), made.at_s, call.at_s)
+        if decode is not None and "PrefillBatch" in made.result and decode[1] <= made.at_s <= decode[2]:
+            yield [max(pair) for pair in zip(decode[0], step[0], strict=True)], decode[1], call.at_s
+            decode = None
+            continue
+        if decode is not None:
+            yield decode
+        decode = step if "DecodeBatch" in made.result else None
+        if decode is None:
+            yield step
+    if decode is not None:
+        yield decode
 
 
 def _held(batch: Mapping[str, Any]) -> list[float]:
+    """1, tokens of prompts, requests that decode, their context."""
     if "PrefillBatch" in batch:
-        return [1.0, sum(chunk["ChunkPlan"]["length"] for chunk in batch["PrefillBatch"]["chunks"])]
+        return [1.0, sum(chunk["ChunkPlan"]["length"] for chunk in batch["PrefillBatch"]["chunks"]), 0.0, 0.0]
     entries = batch["DecodeBatch"]["entries"]
-    return [1.0, len(entries), sum(entry["DecodeEntry"]["position"] + 1 for entry in entries)]
+    return [1.0, 0.0, len(entries), sum(entry["DecodeEntry"]["position"] + 1 for entry in entries)]
 
 
 def _least_squares(rows: Any, values: Any) -> list[float]:

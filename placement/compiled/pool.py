@@ -27,10 +27,7 @@ from placement.papers import registry
 
 PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
     ("cluster.router.options", "RouterOptions"),
-    ("prefill_worker.policy", "PrefillOptions"),
-    ("decode_worker.policy", "DecodeOptions"),
     ("placement.latency.base", "DecodeLine"),
-    ("placement.simulator.colocated.cluster", "ColocatedCluster"),
     *registry.PASSED_TO_PROCESSES,
 )
 

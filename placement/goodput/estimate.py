@@ -210,11 +210,13 @@ class _Look:
         """Shares of the whole run, its beginning and end too."""
         outcome, counts = self.outcome, dict(self.system.workers_by_pool)
         span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0]) or math.inf
-        counts["link"] = counts.get("prefill", 1)
+        counts["link"] = max(1, counts.get("prefill", 0) + counts.get("mixed", 0))
         shares = {name: spent / (span_s * counts[name]) for name, spent in outcome.busy_s.items() if counts.get(name)}
         if outcome.phases:
             held = self._held_token_s()
             kv_tokens = self.system.kv_tokens_by_pool
+            if "mixed" in kv_tokens and len(kv_tokens) > 1:
+                kv_tokens = {}  # of a request it is not known which of them held it
             shares |= {f"{name}_kv": min(1.0, held[name] / (span_s * n)) for name, n in kv_tokens.items()}
         return shares
 
@@ -226,7 +228,7 @@ class _Look:
         decoding = grown * phases["decode"]
         at_decode = float((prompt * (phases["prefill"] + phases["decode_queue"]) + decoding).sum())
         at_prefill = float((prompt * (phases["prefill"] + phases["handoff"])).sum())
-        return {"prefill": at_prefill, "decode": at_decode, "colocated": at_decode}
+        return {"prefill": at_prefill, "decode": at_decode, "mixed": at_decode, "colocated": at_decode}
 
 
 def _mean(values: Floats) -> float:

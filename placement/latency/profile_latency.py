@@ -70,8 +70,8 @@ def _shared_slope(by_x: Mapping[float, Sequence[tuple[float, float]]]) -> float:
 class ProfileLatency:
     """One worker as it was measured; a step's time holds what lies between it and the next one.
 
-    `mixed_s`: nothing of kvrelay runs both in one step, so none was measured; it is the sum of what the two would take
-    by themselves, less the step that a prefill of one token has in common with it.
+    `mixed_s`: no step of both was measured; it is the sum of what the two would take by themselves, less the step that
+    a prefill of one token has in common with it.
     """
 
     def __init__(self, profile: Profile) -> None:

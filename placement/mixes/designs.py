@@ -12,7 +12,7 @@ from typing import Literal
 
 from placement.catalogs.base import PlanError
 from placement.mixes.machines import MachineType
-from placement.plan import Candidate, PoolPlan
+from placement.plan import Candidate, PoolPlan, PoolRole
 
 Resource = Literal["usd_per_hour", "power", "gpus"]
 
@@ -51,21 +51,22 @@ class Mix:
         first, second = self.design.unit_costs(resource)
         return first * self.num_prompt + second * self.num_token
 
-    def candidate(self, sharing: Literal["", "prefill_first", "chunked"] = "") -> Candidate:
+    def candidate(self, baseline: Literal["mixed", "colocated"] = "colocated") -> Candidate:
+        """`baseline`: the role of the machines of one that has no two kinds of pools."""
         first, second = self.design.machines
         pools: tuple[PoolPlan, ...]
         if self.design.is_baseline:
-            pools = (_pool("colocated", first, self.num_prompt),)
+            pools = (_pool(baseline, first, self.num_prompt),)
         else:
             pools = (_pool("prefill", first, self.num_prompt), _pool("decode", second, self.num_token))
-        return Candidate(pools=pools, sharing=sharing if self.design.is_baseline else "", design=self.design.name)
+        return Candidate(pools=pools, design=self.design.name)
 
     def __str__(self) -> str:
         counts = f"{self.num_prompt}" if self.design.is_baseline else f"{self.num_prompt},{self.num_token}"
         return f"{self.design.name} ({counts})"
 
 
-def _pool(role: Literal["prefill", "decode", "colocated"], machine: MachineType, count: int) -> PoolPlan:
+def _pool(role: PoolRole, machine: MachineType, count: int) -> PoolPlan:
     offer = machine.offer
     return PoolPlan(
         role=role,
@@ -77,6 +78,7 @@ def _pool(role: Literal["prefill", "decode", "colocated"], machine: MachineType,
         max_batch_tokens=offer.max_batch_tokens,
         max_batch_size=offer.max_batch_size,
         power_cap=machine.power_cap,
+        chunk_tokens=offer.max_batch_tokens if role == "mixed" else 0,
     )
 
 

@@ -1,8 +1,8 @@
 """Rules say by what policies a mix of machines serves: they make of it a System that can be simulated.
 
-The live rules are the policies that serve: machines keep their role, and a baseline is colocated workers with chunked
-prefill. Those of published simulators, whose machines may lend themselves to the other phase under load, are had by
-name from placement/papers/registry.py.
+The live rules are the policies that serve: machines keep their role, and those of a baseline are mixed workers. Those
+of published simulators, whose machines may lend themselves to the other phase under load, are had by name from
+placement/papers/registry.py.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
+from mixed_worker.options import MixedOptions
 from placement.build.worker import RolePolicy, sim_worker
 from placement.catalogs.base import PlanError
 from placement.mixes.designs import Mix
 from placement.mixes.machines import MachineType
 from placement.papers import registry
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.simulator.colocated.cluster import ColocatedCluster
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 
 ROOMY = RouterOptions(max_queued_requests=1 << 30, max_queued_tokens=1 << 40)  # a queue that is too long misses the SLO
 
@@ -44,8 +44,8 @@ class MixRules(Protocol):
         """Whether machines lend themselves to the other phase under load."""
 
     @property
-    def baseline_sharing(self) -> Literal["", "chunked"]:
-        """How a baseline's machines share a step, where it has a name."""
+    def baseline(self) -> Literal["mixed", "colocated"]:
+        """The role of a baseline's machines."""
 
     def system(self, mix: Mix, workload: Workload) -> System:
         """The mix, to play the workload. Raises PlanError for machines that the rules do not know how to use."""
@@ -57,10 +57,10 @@ class LiveRules:
     policies: str = "the live policies"
     simulator: str = "the live policies"
     is_lending: bool = False
-    baseline_sharing: Literal["", "chunked"] = "chunked"
+    baseline: Literal["mixed", "colocated"] = "mixed"
 
     def system(self, mix: Mix, workload: Workload) -> System:
-        return _colocated(mix) if mix.design.is_baseline else LiveSystem(_live_cluster(mix))
+        return LiveSystem(_live_cluster(mix))
 
 
 LIVE = LiveRules()
@@ -83,28 +83,19 @@ def rules_to_compare(rules: MixRules) -> MixRules:
 
 def _live_cluster(mix: Mix) -> SimCluster:
     first, second = mix.design.machines
-    workers = _workers("prefill", first, mix.num_prompt) + _workers("decode", second, mix.num_token)
+    if mix.design.is_baseline:
+        workers = _workers("mixed", first, mix.num_prompt)
+    else:
+        workers = _workers("prefill", first, mix.num_prompt) + _workers("decode", second, mix.num_token)
     return SimCluster(workers=workers, router=ROOMY)
 
 
 def _workers(role: str, machine: MachineType, count: int) -> tuple[SimWorker, ...]:
     offer = machine.offer
-    policy: RolePolicy = DecodeOptions(max_batch_size=offer.max_batch_size)
-    if role == "prefill":
-        policy = PrefillOptions(max_batch_tokens=offer.max_batch_tokens, pack_tokens=None)
-    return tuple(sim_worker(f"{role}-{i}", role, offer, policy) for i in range(count))
-
-
-def _colocated(mix: Mix) -> ColocatedCluster:
-    offer = mix.design.prompt.offer
-    if offer.latency.stages > 1:
-        raise PlanError(f"{mix.design.name} has pipeline stages; colocated machines are simulated with PP 1 only")
-    return ColocatedCluster(
-        latency=offer.latency,
-        num_workers=mix.num_prompt,
-        num_pages=offer.num_pages,
-        page_size=offer.page_size,
-        max_batch_tokens=offer.max_batch_tokens,
-        max_batch_size=offer.max_batch_size,
-        step_overhead_s=offer.step_overhead_s,
-    )
+    tokens, batch = offer.max_batch_tokens, offer.max_batch_size
+    policies: dict[str, RolePolicy] = {
+        "prefill": PrefillOptions(max_batch_tokens=tokens, pack_tokens=None),
+        "decode": DecodeOptions(max_batch_size=batch),
+        "mixed": MixedOptions(max_batch_tokens=tokens, pack_tokens=None, max_batch_size=batch, chunk_tokens=tokens),
+    }
+    return tuple(sim_worker(f"{role}-{i}", role, offer, policies[role]) for i in range(count))

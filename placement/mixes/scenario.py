@@ -92,7 +92,7 @@ def _at_percentiles(values: Floats) -> dict[str, float]:
 
 
 def _busy(outcome: Outcome, mix: Mix) -> dict[str, float]:
-    counts = {"prefill": mix.num_prompt, "decode": mix.num_token, "colocated": mix.num_prompt}
+    counts = {"prefill": mix.num_prompt, "decode": mix.num_token, "mixed": mix.num_prompt, "colocated": mix.num_prompt}
     span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0])
     if not span_s > 0:
         return {}

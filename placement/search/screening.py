@@ -8,10 +8,10 @@ is decided between rounds: the answer does not depend on the number of processes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from placement.build.from_offers import assemble, colocated_of, first_tokens_of, phase_alone
+from placement.build.from_offers import assemble, first_tokens_of, mixed_of, phase_alone
 from placement.catalogs.base import Offer, PlanError
 from placement.goodput.bounds import (
     decode_batch,
@@ -28,12 +28,11 @@ from placement.goodput.search import GoodputProblem, find_goodput
 from placement.plan import Candidate
 from placement.search.infeasible import idle_reason
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
-from placement.simulator.colocated.cluster import Sharing
 from placement.simulator.systems import LiveSystem
 
 ROUND = 4  # searches between two looks at what can be left out
 WORTH = 0.75  # of the best goodput per GPU: what is below is not used
-CHUNKS = (256, 512, 1024, 2048)
+CHUNKS = (128, 256, 512, 1024, 2048)
 SCREENING = Effort(first_requests=1500, max_requests=6000, half_width=0.02, decides=True)
 
 
@@ -86,35 +85,32 @@ def _phase_search(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> G
 def screen_colocated(
     problem: PlacementProblem, runner: Runner, offers: Sequence[Offer], log: SearchLog
 ) -> list[WorkerGoodput]:
-    """One colocated worker of each degree, in each way of sharing a step, the best per GPU first."""
+    """One mixed worker of each degree, with each size of chunks, the best per GPU first."""
     contenders = []
     for offer in offers:
         if floor_share(offer, offer, problem.traffic.source, problem.targets) < 0:
             reason = idle_reason(problem, "prefill", offer) or idle_reason(problem, "decode", offer)
             log.refused[f"colocated {offer.degrees}"] = reason or "not enough requests meet both targets when idle"
             continue
-        for sharing, tokens in _ways(problem, offer):
-            unit = colocated_of(offer, 1, problem.hardware, sharing, tokens)
+        for chunk_tokens in _chunks(problem, offer):
+            unit = mixed_of(offer, 1, problem.hardware, chunk_tokens)
             contenders.append(_Contender(offer=offer, search=_colocated_search(problem, offer, unit), unit=unit))
     return _best_first(runner, contenders, log, "colocated workers alone")
 
 
-def _ways(problem: PlacementProblem, offer: Offer) -> Iterator[tuple[Sharing, int]]:
-    """prefill_first, and chunked with full steps and with steps that keep the TPOT target."""
-    yield "prefill_first", offer.max_batch_tokens
+def _chunks(problem: PlacementProblem, offer: Offer) -> list[int]:
+    """The largest chunk beside which half of the largest batch keeps the TPOT target, and whole steps."""
     source = problem.traffic.source
     tpot_s, context = loosest_tpot_s(problem.targets), mean_context(source)
     batch = max(1, decode_batch(offer, source, tpot_s) // 2)
-    sizes = [size for size in CHUNKS if batch < size < offer.max_batch_tokens] + [offer.max_batch_tokens]
+    context_tokens = math.ceil(batch * context)
+    sizes = [size for size in CHUNKS if size < offer.max_batch_tokens] or [offer.max_batch_tokens]
     fitting = [
         size
         for size in sizes
-        if offer.latency.mixed_s([(size - batch, 0)], batch, math.ceil(batch * context)) * offer.latency.stages
-        <= tpot_s
-        and size > batch
+        if offer.latency.mixed_s([(size, 0)], batch, context_tokens) * offer.latency.stages <= tpot_s
     ]
-    for size in sorted({max(fitting, default=sizes[0]), offer.max_batch_tokens}):
-        yield "chunked", size
+    return sorted({max(fitting, default=sizes[0]), offer.max_batch_tokens})
 
 
 def _colocated_search(problem: PlacementProblem, offer: Offer, unit: Candidate) -> GoodputProblem:
@@ -124,7 +120,7 @@ def _colocated_search(problem: PlacementProblem, offer: Offer, unit: Candidate) 
         system=assemble(unit, problem.offer_of, within_node=True),
         traffic=problem.traffic,
         targets=problem.targets,
-        top=1 / sum(1 / rate for rate in most) if unit.sharing == "prefill_first" else min(most),
+        top=min(most),
         effort=SCREENING.times(problem.thoroughness),
         precision=0.04,
         seed=problem.seed,

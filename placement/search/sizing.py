@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from placement.catalogs.base import Degrees, Offer
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
-from placement.plan import Candidate, Pool, RatePoint
+from placement.plan import Candidate, Pool, PoolRole, RatePoint
 from placement.search.placements import Placement, system_of, with_candidate
 from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
@@ -82,7 +81,7 @@ def binding_pool(point: RatePoint, missed_ttft: float, missed_tpot: float) -> Po
     return "prefill"
 
 
-def with_one_more(candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1) -> Candidate:
+def with_one_more(candidate: Candidate, role: PoolRole, count: int = 1) -> Candidate:
     pools = tuple(replace(p, replicas=p.replicas + count) if p.role == role else p for p in candidate.pools)
     return replace(candidate, pools=pools)
 
@@ -123,16 +122,14 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     return SizedPlacement(placement=placement, keeps_slo=estimated.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
 
 
-def _role_to_add(candidate: Candidate, now: Estimate) -> Literal["prefill", "decode", "colocated"]:
+def _role_to_add(candidate: Candidate, now: Estimate) -> PoolRole:
     if candidate.is_colocated:
-        return "colocated"
+        return candidate.pools[0].role
     binding = binding_pool(now.point, now.missed_ttft, now.missed_tpot)
     return "decode" if binding == "decode" else "prefill"
 
 
-def more(
-    placement: Placement, candidate: Candidate, role: Literal["prefill", "decode", "colocated"], count: int = 1
-) -> Candidate:
+def more(placement: Placement, candidate: Candidate, role: PoolRole, count: int = 1) -> Candidate:
     """`count` workers of the role more; of whole pairs, where those are repeated."""
     if placement.copies == 1:
         return with_one_more(candidate, role, count)

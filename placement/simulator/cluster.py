@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from placement.latency.base import LatencyModel
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
+from worker.roles import PHASES, kind_of
 
-SIMULATED = ("prefill", "decode")  # roles that have a machine on the virtual clock
+SIMULATED = ("prefill", "decode", "mixed")  # roles that have a machine on the virtual clock
 
 
 class SetupError(ValueError):
@@ -22,7 +23,9 @@ class SetupError(ValueError):
 def check_simulated(name: str, role: str) -> None:
     """Raises SetupError for a worker of a role that has no machine on the virtual clock."""
     if role not in SIMULATED:
-        raise SetupError(f"{name} has the role {role}, which is not simulated; give {' or '.join(SIMULATED)}")
+        raise SetupError(
+            f"{name} has the role {role}, which is not simulated; give {', '.join(SIMULATED[:-1])} or {SIMULATED[-1]}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,9 @@ class SimCluster:
                 raise SetupError(f"two workers are named {name}; give each its own name")
         for worker in self.workers:
             check_simulated(worker.name, worker.role)
-        for role in SIMULATED:
-            if all(worker.role != role for worker in self.workers):
-                raise SetupError(f"no worker has the role {role}; give at least one")
+        for phase in PHASES:
+            if not any(phase in kind_of(worker.role).phases for worker in self.workers):
+                raise SetupError(f"no worker has the role {phase}, or mixed; give at least one")
         for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):
             if not getattr(self, key) >= 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
@@ -105,10 +108,13 @@ class SimCluster:
     def _check_hosts(self) -> None:
         seen: set[str] = set()
         stages = {worker.name: worker.latency.stages for worker in self.workers}
+        mixed = {worker.name for worker in self.workers if worker.role == "mixed"}
         for host in self.hosts:
             for name in host.workers:
                 if name not in stages:
                     raise SetupError(f"a shared host names {name}; the workers are {', '.join(stages)}")
+                if name in mixed:
+                    raise SetupError(f"a shared host names {name}, which is mixed; give workers of one phase")
                 if name in seen:
                     raise SetupError(f"{name} is on two shared hosts; give it one")
                 if stages[name] > 1:

@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 
 from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
-from decode_worker.policy import DecodeOptions, DecodePolicy
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
 from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
@@ -25,12 +26,20 @@ from placement.simulator.reporting import Reporter
 
 
 class DecodeMachine(Decoder):
-    def __init__(self, router: Dispatcher, worker: SimWorker, pool: PagePool, host: Host | None = None) -> None:
+    def __init__(
+        self,
+        router: Dispatcher,
+        worker: SimWorker,
+        pool: PagePool,
+        host: Host | None = None,
+        policy: DecodePolicy | None = None,
+    ) -> None:
+        """`policy`: where it is made already, over the pool."""
         super().__init__(worker.name)
         self.router = router
         self.worker = worker
         assert isinstance(worker.policy, DecodeOptions), worker.name
-        self.policy = DecodePolicy(pool, worker.policy, name=worker.name)
+        self.policy = policy or DecodePolicy(pool, worker.policy, name=worker.name)
         self._run = DecodeRun(self.policy)
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
@@ -71,6 +80,7 @@ class DecodeMachine(Decoder):
 
     @property
     def is_running(self) -> bool:
+        """A step is under way."""
         return self._count > 0
 
     def made_by(self, attempt: Attempt) -> int:
@@ -118,13 +128,17 @@ class DecodeMachine(Decoder):
     def commit(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead:
             return
-        router, now = self.router, self.router.clock.now
+        now = self.router.clock.now
         self.reporter.touch(now)
         self.policy.on_committed(attempt.id)
-        router.ledger.enter(attempt.index, DECODE_QUEUE, now)
-        router.clock.at(now + router.message_s, router.on_handed_off, attempt)
+        self._tell_ready(attempt)
         self.reporter.mark(now)
         self._join()
+
+    def _tell_ready(self, attempt: Attempt) -> None:
+        router, now = self.router, self.router.clock.now
+        router.ledger.enter(attempt.index, DECODE_QUEUE, now)
+        router.clock.at(now + router.message_s, router.on_handed_off, attempt)
 
     def begin(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead:
@@ -134,7 +148,7 @@ class DecodeMachine(Decoder):
 
     def _join(self) -> None:
         """Somebody may be ready for the batch."""
-        if not self._count:
+        if not self.is_running:
             self._start()
         elif self._count < self.policy.options.max_batch_size:
             self._cut_short()
@@ -150,7 +164,7 @@ class DecodeMachine(Decoder):
         attempt.joined_step = -1
         self._grant_queued()
         self.reporter.mark(now)
-        if self._count:
+        if self.is_running:
             self._cut_short()
         else:
             self._start()
@@ -158,43 +172,52 @@ class DecodeMachine(Decoder):
     # the run
 
     def _start(self) -> None:
+        joined = self._begin_run()
+        if self._count:
+            self._plan_run(joined)
+        self._tell_host()
+
+    def _begin_run(self) -> tuple[str, ...]:
+        """Settle who decodes from now on, perhaps nobody. Returns those who do so for the first time."""
         schedule = self._run.begin()
         for request_id in schedule.preempted:
             self._preempt(self._attempts.pop(request_id))
         if schedule.preempted:
             self._grant_queued()
-        count = len(schedule.requests)
-        if not count:
+        self._count = len(schedule.requests)
+        if not self._count:
             self._run.end()
-            self._count = 0
-            self._tell_host()
-            return
-        now, worker = self.router.clock.now, self.worker
         for request_id in schedule.joined:
             attempt = self._attempts[request_id]
             attempt.joined_step = self._steps
             heappush(self._ends, (self._steps + attempt.left, attempt.index, attempt.number, attempt))
-            self.router.ledger.enter(attempt.index, DECODE, now)
-        context_tokens = self._run.context_tokens
+            self.router.ledger.enter(attempt.index, DECODE, self.router.clock.now)
+        return schedule.joined
+
+    def _plan_run(self, joined: tuple[str, ...]) -> None:
+        """Steps that decode, as many as pass before anything changes."""
+        worker, count, context_tokens = self.worker, self._count, self._run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
         self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
         alone_s = line.step_s * stages + worker.step_overhead_s
         self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
-        for request_id in schedule.joined:
-            attempt = self._attempts[request_id]
-            if attempt.past.deaths:
-                steps = FORGIVEN_AFTER_TOKENS if attempt.past.is_retried else 1
-                tokens_s = now + decode_run_s(self._line, count, steps)
-                self.router.clock.at(tokens_s + self.router.message_s, partial(self.router.on_decoded, steps), attempt)
-        self._count = count
-        self._begun_s = now
-        self._advanced = 0
         planned = min(self._next_end() - self._steps, 1 + self._run.steps_ahead)
         if line.until_tokens < context_tokens + planned * count:
             planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
+        self._begin_steps(planned, joined)
+
+    def _begin_steps(self, planned: int, joined: tuple[str, ...]) -> None:
+        now = self.router.clock.now
+        for request_id in joined:
+            attempt = self._attempts[request_id]
+            if attempt.past.deaths:
+                steps = FORGIVEN_AFTER_TOKENS if attempt.past.is_retried else 1
+                tokens_s = now + decode_run_s(self._line, self._count, steps)
+                self.router.clock.at(tokens_s + self.router.message_s, partial(self.router.on_decoded, steps), attempt)
+        self._begun_s = now
+        self._advanced = 0
         self._plan(planned)
-        self._tell_host()
 
     def _tell_host(self) -> None:
         if self.host is not None:
@@ -216,7 +239,7 @@ class DecodeMachine(Decoder):
         step_s = line.step_s + line.per_token_s * self._count * ended  # of the one under way
         done_s = now - self._begun_s - decode_run_s(line, self._count, ended)
         begun_s = now - min(done_s, step_s) * ratio
-        self.router.ledger.busy_s["decode"] += begun_s - self._begun_s
+        self.router.ledger.busy_s[self.worker.role] += begun_s - self._begun_s
         self._line = DecodeLine(step_s * ratio, line.per_token_s * ratio)
         self._pace = pace
         self._begun_s = begun_s
@@ -260,13 +283,19 @@ class DecodeMachine(Decoder):
     def _on_end(self, version: int) -> None:
         if version != self._version or self.is_dead:
             return
-        router, now = self.router, self.router.clock.now
+        now = self.router.clock.now
         self.reporter.touch(now)
+        self._end_run()
+        self._start()
+        self.reporter.mark(now)
+
+    def _end_run(self) -> None:
+        router, now = self.router, self.router.clock.now
         self._run.advance(self._planned - 1 - self._advanced)
         self._run.end()
         self._steps += self._planned
         self._count = self._advanced = 0
-        router.ledger.busy_s["decode"] += now - self._begun_s
+        router.ledger.busy_s[self.worker.role] += now - self._begun_s
         while self._ends and self._ends[0][0] <= self._steps:
             attempt = heappop(self._ends)[3]
             if attempt.joined_step >= 0:
@@ -275,8 +304,6 @@ class DecodeMachine(Decoder):
                 attempt.left = 0
                 router.clock.at(now + router.message_s, router.on_finished, attempt)
         self._grant_queued()
-        self._start()
-        self.reporter.mark(now)
 
     def _preempt(self, attempt: Attempt) -> None:
         attempt.left -= self.made_by(attempt)

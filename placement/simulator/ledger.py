@@ -23,7 +23,7 @@ class Ledger:
         count = len(workload)
         self.workload = workload
         self.counters: Counter[str] = Counter()
-        self.busy_s = {"prefill": 0.0, "decode": 0.0, "colocated": 0.0, "link": 0.0}  # of all workers together
+        self.busy_s = {"prefill": 0.0, "decode": 0.0, "mixed": 0.0, "link": 0.0}  # of all workers together
         self.first_token = [math.nan] * count
         self.finish = [math.nan] * count
         self._phase = [ROUTE] * count

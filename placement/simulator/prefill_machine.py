@@ -13,16 +13,25 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.reporting import Reporter
-from prefill_worker.policy import PrefillBatch, PrefillOptions, PrefillPolicy
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillBatch, PrefillPolicy
 
 
 class PrefillMachine(Prefiller):
-    def __init__(self, router: Dispatcher, worker: SimWorker, pool: PagePool, host: Host | None = None) -> None:
+    def __init__(
+        self,
+        router: Dispatcher,
+        worker: SimWorker,
+        pool: PagePool,
+        host: Host | None = None,
+        policy: PrefillPolicy | None = None,
+    ) -> None:
+        """`policy`: where it is made already, over the pool."""
         super().__init__(worker.name)
         self.router = router
         self.worker = worker
         assert isinstance(worker.policy, PrefillOptions), worker.name
-        self.policy = PrefillPolicy(pool, worker.policy)
+        self.policy = policy or PrefillPolicy(pool, worker.policy)
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
         self.is_busy = False  # its first stage
@@ -83,18 +92,7 @@ class PrefillMachine(Prefiller):
         self.is_busy = True
         self.last_done_s = done_s
         router.ledger.busy_s["prefill"] += taken_s if latency.stages == 1 else self.worker.step_overhead_s + stage_s
-        for chunk in batch.chunks:
-            attempt = self._attempts[chunk.request_id]
-            if chunk.is_first:
-                router.ledger.enter(attempt.index, PREFILL, now)
-                router.ledger.counters["prefix_hit_tokens"] += chunk.start
-                if attempt.max_new > 1:
-                    self._open_handoff(attempt)
-            if attempt.max_new > 1:
-                tokens = chunk.length + (chunk.start if chunk.is_first else 0)  # what its own cache held goes too
-                attempt.segments.append((tokens, now, done_s))
-                if attempt.granted:
-                    self._send_segments(attempt)
+        self.note_begun(batch, done_s)
         if self.host is None:
             router.clock.at(done_s, self._on_done, batch)
         else:
@@ -104,6 +102,27 @@ class PrefillMachine(Prefiller):
         if latency.stages > 1:
             router.clock.at(now + self.worker.step_overhead_s + stage_s, self._on_stage_free, 0)
         self.reporter.mark(now)
+
+    def note_begun(self, batch: PrefillBatch, done_s: float) -> None:
+        """Its chunks are computed from now until done_s."""
+        router, now = self.router, self.router.clock.now
+        for chunk in batch.chunks:
+            attempt = self._attempts[chunk.request_id]
+            leaves = self._leaves(attempt)
+            if chunk.is_first:
+                router.ledger.enter(attempt.index, PREFILL, now)
+                router.ledger.counters["prefix_hit_tokens"] += chunk.start
+                if leaves:
+                    self._open_handoff(attempt)
+            if leaves:
+                tokens = chunk.length + (chunk.start if chunk.is_first else 0)  # what its own cache held goes too
+                attempt.segments.append((tokens, now, done_s))
+                if attempt.granted:
+                    self._send_segments(attempt)
+
+    def _leaves(self, attempt: Attempt) -> bool:
+        """Its KV goes to another worker."""
+        return attempt.max_new > 1
 
     def change_pace(self) -> None:
         """What else runs on the host has changed: what is left of the step takes longer or shorter."""
@@ -138,6 +157,16 @@ class PrefillMachine(Prefiller):
             return
         now = self.router.clock.now
         self.reporter.touch(now)
+        self.note_done(batch)
+        if self.worker.latency.stages == 1:
+            self.is_busy = False
+            self._start()
+            if self.host is not None:
+                self.host.tell_prefill(self.name, self.is_busy)
+        self.reporter.mark(now)
+
+    def note_done(self, batch: PrefillBatch) -> None:
+        """Its chunks are computed."""
         for chunk in batch.chunks:
             attempt = self._attempts.get(chunk.request_id)
             if chunk.is_last and attempt is not None and not attempt.is_gone:
@@ -145,12 +174,6 @@ class PrefillMachine(Prefiller):
         self.policy.on_batch_done(batch)
         for chunk in batch.chunks:
             self._forget_if_gone(chunk.request_id)
-        if self.worker.latency.stages == 1:
-            self.is_busy = False
-            self._start()
-            if self.host is not None:
-                self.host.tell_prefill(self.name, self.is_busy)
-        self.reporter.mark(now)
 
     def _on_first_token(self, attempt: Attempt) -> None:
         router, now = self.router, self.router.clock.now
@@ -159,7 +182,10 @@ class PrefillMachine(Prefiller):
         router.clock.at(now + router.message_s, router.on_first_token, attempt)
         if not attempt.left:
             self.policy.on_cancelled(attempt.id)
-            return
+        else:
+            self._hand_on(attempt)
+
+    def _hand_on(self, attempt: Attempt) -> None:
         attempt.computed = True
         if attempt.granted:
             self._commit(attempt)

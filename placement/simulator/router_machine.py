@@ -54,11 +54,12 @@ class RouterMachine(Dispatcher):
         self._stalled: dict[str, Attempt] = {}
         self._parked: list[Attempt] = []  # a role has no worker
 
-    def on_worker_up(self, view: WorkerView, machine: Prefiller | Decoder) -> None:
-        if isinstance(machine, Prefiller):
-            self.prefills[view.name] = machine
-        else:
-            self.decodes[view.name] = machine
+    def on_worker_up(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
+        """It is ready. What it is for each phase that it computes."""
+        if prefill is not None:
+            self.prefills[view.name] = prefill
+        if decode is not None:
+            self.decodes[view.name] = decode
         for given_up in self.policy.on_worker_up(view, self.clock.now):
             self._retry(self._attempts[given_up.request_id], given_up)
 
@@ -249,15 +250,15 @@ class RouterMachine(Dispatcher):
 
     # losses
 
-    def on_worker_lost(self, lost: Prefiller | Decoder) -> None:
+    def on_worker_lost(self, lost: str) -> None:
         """The router has noticed. What was there is sent again; the other worker of each attempt is told."""
         self.ledger.counters["workers_lost"] += 1
-        for retry in self.policy.on_worker_lost(lost.name, "it died", self.clock.now):
+        for retry in self.policy.on_worker_lost(lost, "it died", self.clock.now):
             attempt = self._attempts[retry.request_id]
             told_s = self.clock.now + self.message_s
-            if attempt.prefill is not None and attempt.prefill is not lost:
+            if attempt.prefill is not None and attempt.prefill.name != lost:
                 self.clock.at(told_s, attempt.prefill.end, attempt)
-            if attempt.decode is not None and attempt.decode is not lost:
+            if attempt.decode is not None and attempt.decode.name != lost:
                 self.clock.at(told_s, attempt.decode.cancel, attempt)
             self._retry(attempt, retry)
         for prefill in self.prefills.values():

@@ -5,9 +5,9 @@
                     +------ finished; or preempted, handoff failed, worker lost: sent again ------+
 
 The same objects that serve decide here (cluster.router.policy, prefill_worker.policy, decode_worker.policy,
-engine.pages.pool). This module builds the cluster, lets requests come and workers die; it draws no random number: one
-workload gives one outcome. What it leaves out beside what RouterMachine does: generated tokens that a later prompt
-repeats (their pages are not cached here).
+mixed_worker.policy, engine.pages.pool). A MixedMachine is both of the above in one. This module builds the cluster,
+lets requests come and workers die; it draws no random number: one workload gives one outcome. What it leaves out beside
+what RouterMachine does: generated tokens that a later prompt repeats (their pages are not cached here).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.decode_machine import DecodeMachine
 from placement.simulator.host import Host
 from placement.simulator.ledger import Ledger
+from placement.simulator.mixed_machine import MixedMachine
 from placement.simulator.outcome import Outcome
 from placement.simulator.pages import CountedPool
 from placement.simulator.prefill_machine import PrefillMachine
@@ -72,14 +73,19 @@ class Simulation:
         has_hits = worker.prefix_cache and self._has_prefixes
         pool = (PagePool if has_hits else CountedPool)(worker.num_pages, worker.page_size)
         host = self._hosts.get(worker.name)
-        machine: PrefillMachine | DecodeMachine
-        if worker.role == "prefill":
-            machine = PrefillMachine(self.router, worker, pool, host)
-        else:
-            machine = DecodeMachine(self.router, worker, pool, host)
-        self.machines[worker.name] = machine
         view = WorkerView(name=worker.name, role=worker.role, total_pages=worker.num_pages, page_size=worker.page_size)
-        self.router.on_worker_up(view, machine)
+        if worker.role == "prefill":
+            prefill = PrefillMachine(self.router, worker, pool, host)
+            self.machines[worker.name] = prefill
+            self.router.on_worker_up(view, prefill, None)
+        elif worker.role == "decode":
+            decode = DecodeMachine(self.router, worker, pool, host)
+            self.machines[worker.name] = decode
+            self.router.on_worker_up(view, None, decode)
+        else:
+            mixed = MixedMachine(self.router, worker, pool)
+            self.machines[worker.name] = mixed
+            self.router.on_worker_up(view, mixed.prompts, mixed)
 
     def _lose(self, loss: Loss) -> None:
         machine = self.machines[loss.worker]
@@ -87,7 +93,7 @@ class Simulation:
             return
         machine.lose()
         noticed_s = self.clock.now + self.cluster.noticed_s
-        self.clock.at(noticed_s, self.router.on_worker_lost, machine)
+        self.clock.at(noticed_s, self.router.on_worker_lost, loss.worker)
         if loss.back_s is not None:
             self.clock.at(max(loss.back_s, noticed_s), self._on_back, machine)
 

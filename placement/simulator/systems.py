@@ -1,7 +1,7 @@
 """System is what can be simulated: workers, and the rules by which they serve. LiveSystem is the cluster that serves.
 
-Colocated workers (placement/simulator/colocated/) and published simulators (placement/papers) are systems of their
-own. A slower or faster copy carries a latency model's error through to an estimate.
+Published simulators (placement/papers) are systems of their own. A slower or faster copy carries a latency model's
+error through to an estimate.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.policy import DecodeOptions, DecodePolicy
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import Reservations
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted

@@ -27,7 +27,7 @@ class ScanningPrefillCandidates(PrefillCandidates):
         ]
         return min(
             fitting,
-            key=lambda p: (shunned.get(p.view.name, SOUND), p.queued_tokens - p.cached_len(shape), p.view.name),
+            key=lambda p: (shunned.get(p.view.name, SOUND), p.load - p.cached_len(shape), p.view.name),
             default=None,
         )
 
@@ -48,7 +48,11 @@ class ScanningDecodeCandidates(DecodeCandidates):
         account.ended = account.ended_pages = 0
 
     def best(self, shape: RequestShape, shunned: Shunned = NOBODY, first: str = "") -> DecodeAccount | str:
-        assert first not in self.accounts, "no worker here computes both phases"
+        reader = self.accounts.get(first)
+        if reader in self._by_preference(shape, shunned) and first not in shunned:
+            assert reader is not None
+            if reader.batch == 0 or reader.free_pages >= self._needed(reader, shape):
+                return reader
         why = "no decode worker that takes new requests has so many pages"
         for worker in self._by_preference(shape, shunned):
             overcommit = int(worker.view.total_pages * self._overcommit)

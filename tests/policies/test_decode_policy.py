@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from decode_worker.policy import DecodeBatch, DecodeOptions, DecodePolicy
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodeBatch, DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
 

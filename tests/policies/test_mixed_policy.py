@@ -9,7 +9,8 @@ import pytest
 from decode_worker.policy import DecodeBatch
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
-from mixed_worker.policy import MixedOptions, MixedPolicy
+from mixed_worker.options import MixedOptions
+from mixed_worker.policy import MixedPolicy
 from prefill_worker.policy import PrefillBatch
 
 pytestmark = pytest.mark.unit

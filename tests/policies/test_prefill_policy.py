@@ -7,7 +7,8 @@ import random
 import pytest
 
 from engine.pages.pool import PagePool, page_hashes
-from prefill_worker.policy import PrefillBatch, PrefillOptions, PrefillPolicy
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillBatch, PrefillPolicy
 
 pytestmark = pytest.mark.unit
 

@@ -27,9 +27,10 @@ SYSTEM = list(range(3 * PAGE))  # what many prompts begin with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """`num`: workers of each role. `load`: requests sent for each that ends. `page_sizes` of the workers."""
+    """`num`: prefill and decode workers each; `mixed`: of both phases. `load`: requests sent for each that ends."""
 
     num: int
+    mixed: int = 0
     load: float
     max_pages: int = 40
     page_sizes: tuple[int, ...] = (PAGE,)
@@ -45,6 +46,9 @@ WALKS = (
     Walk(num=90, load=20.0, failures=0.005),  # pages are short almost everywhere
     Walk(num=90, load=4.0, page_sizes=(8, 16, 32), failures=0.1, avoid=0.6),
     Walk(num=90, load=1.5, max_pages=400, failures=0.005, avoid=0.0),  # prefixes spread far
+    Walk(num=0, mixed=4, load=2.0),
+    Walk(num=3, mixed=3, load=2.0, failures=0.05),
+    Walk(num=30, mixed=60, load=8.0, page_sizes=(8, 16)),
 )
 
 
@@ -65,9 +69,10 @@ class Lockstep:
         self.shapes: dict[str, RequestShape] = {}
         self.now = 0.0
         self.prompts = [self._prompt() for _ in range(25)]
-        for i in range(walk.num):
-            self.bring_up(f"p{i}", "prefill")
-            self.bring_up(f"d{i}", "decode")
+        counts = {"prefill": walk.num, "decode": walk.num, "mixed": walk.mixed}
+        self.roles = {f"{role[0]}{i}": role for role, count in counts.items() for i in range(count)}
+        for name in self.roles:
+            self.bring_up(name)
 
     def both(self, name: str, *args: object, **more: object) -> object:
         answers = [getattr(policy, name)(*args, **more) for policy in (self.indexed, self.scanning)]
@@ -79,9 +84,10 @@ class Lockstep:
         head = SYSTEM[: PAGE * rng.randrange(4)]
         return head + [rng.randrange(500) for _ in range(rng.randrange(1, 200))]
 
-    def bring_up(self, name: str, role: str) -> None:
+    def bring_up(self, name: str) -> None:
         pages = self.rng.choice((self.walk.max_pages, self.walk.max_pages, self.walk.max_pages // 2))
-        view = WorkerView(name=name, role=role, total_pages=pages, page_size=self.rng.choice(self.walk.page_sizes))
+        page_size = self.rng.choice(self.walk.page_sizes)
+        view = WorkerView(name=name, role=self.roles[name], total_pages=pages, page_size=page_size)
         self.up[name] = view
         self.seqs[name] = 0
         for misfit in self.both("on_worker_up", view, self.now):  # type: ignore[attr-defined]
@@ -190,11 +196,11 @@ class Lockstep:
         rng = self.rng
         self.now += 0.003
         if rng.random() < self.walk.failures:
-            name = f"{rng.choice('pd')}{rng.randrange(self.walk.num)}"
+            name = rng.choice(sorted(self.roles))
             if name in self.up:
                 self.lose(name)
             else:
-                self.bring_up(name, "prefill" if name.startswith("p") else "decode")
+                self.bring_up(name)
         elif rng.random() < 0.1 and self.up:
             self.hear(rng.choice(sorted(self.up)))
         elif rng.random() < 0.3:

@@ -70,6 +70,17 @@ def test_a_worker_of_both_phases_writes_what_it_has_read_while_it_has_pages() ->
     assert [(each.prefill, each.decode) for each in placed] == [("m0", "m0"), ("m0", "m0"), ("m0", "d0")]
 
 
+def test_workers_of_both_phases_share_what_they_write() -> None:
+    policy = cluster("m0", "m1", pages=100)
+    for name, wanted in (("a", "m0"), ("b", "m1"), ("c", "m0")):
+        placed = assigned(policy.assign(shape(name, 50), 0.0))
+        assert (placed.prefill, placed.decode) == (wanted, wanted)
+        policy.on_first_token(name, 0.0)  # nothing is queued anywhere when the next one comes
+    policy.on_finished("b")
+    assert assigned(policy.assign(shape("d", 50), 0.0)).prefill == "m1"
+    policy.check_invariants()
+
+
 def test_what_was_read_for_another_worker_does_not_come_back_to_its_reader() -> None:
     policy = cluster("d0", "m0", pages=10)
     for name in ("a", "b", "c"):

@@ -49,7 +49,7 @@ def _check_write(sender: ModelSendThread) -> None:
 
 
 def _leases(process: Process) -> LeaseTable[object]:
-    table: LeaseTable[object] = process.role.reservations.handoffs.leases._table
+    table: LeaseTable[object] = process.reservations.handoffs.leases._table
     return table
 
 
@@ -57,7 +57,7 @@ def no_lease_is_overdue(world: World) -> None:
     """When all timers ring in time."""
     now = world.cluster.loop.now_s
     for process in world.cluster.processes.values():
-        if not process.is_alive or process.options.role != "decode":
+        if not process.is_alive or not process.decodes:
             continue
         for lease in _leases(process)._leases.values():
             is_bounded = lease.state is LeaseState.QUARANTINED or now <= lease.due_s <= now + MOST_LEASE_S
@@ -102,7 +102,7 @@ def _check_idle(process: Process) -> None:
     usage = process.pool.usage
     assert not process.role.requests, f"{process.name} keeps {list(process.role.requests)}"
     assert not usage.held, f"{process.name} keeps {usage.held} pages"
-    if process.options.role == "decode":
-        leases = process.role.reservations.handoffs.leases
+    if process.decodes:
+        leases = process.reservations.handoffs.leases
         assert not leases._reservations, f"{process.name} keeps reservations"
         assert not leases.leased_pages, f"{process.name} keeps leases"

@@ -27,6 +27,7 @@ from tests.protocol.process import Link, Process, Watch
 from tests.protocol.setting import Setting
 from tests.protocol.streams import Aborted, Call, RouterSide
 from tests.protocol.threads import ModelSendThread
+from worker.roles import ROLES
 
 BROKEN, UP = "broken", "up"  # beside messages: a stream's end is heard, a worker is dialled again
 
@@ -49,13 +50,13 @@ class Cluster:
     # processes
 
     def start(self) -> None:
-        for role, count in (("prefill", self.setting.prefill), ("decode", self.setting.decode)):
-            for i in range(count):
+        for role in ROLES:
+            for i in range(getattr(self.setting, role)):
                 self._start(f"{role}-{i}", role)
         self.start_router()
 
     def _start(self, name: str, role: str) -> None:
-        num_pages = self.setting.prefill_pages if role == "prefill" else self.setting.decode_pages
+        num_pages = getattr(self.setting, f"{role}_pages")
         self.processes[name] = Process(
             name, role, str(self.count(name)), num_pages=num_pages, prefix_cache=self.setting.prefix_cache
         )
@@ -226,7 +227,7 @@ class Cluster:
                 call.task = self.loop.create_task(self._serve(call, call.target))
 
     async def _serve(self, call: Call, target: Process) -> None:
-        servicer = target.role.reservations.handoffs
+        servicer = target.reservations.handoffs
         ending = (grpc.StatusCode.OK, "")
         context = SimpleNamespace(write=call.context_write, abort=call.abort)
         try:

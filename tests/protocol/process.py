@@ -42,7 +42,8 @@ INFO = ModelInfo(
 
 @cache
 def _options(name: str, role: str, prefix_cache: bool) -> WorkerOptions:
-    return worker_options(name, role, secret=name, transports=("loopback",), checksums=False, prefix_cache=prefix_cache)
+    settings = {"transports": ("loopback",), "checksums": False, "prefix_cache": prefix_cache, "chunk_tokens": 2}
+    return worker_options(name, role, secret=name, **settings)
 
 
 @cache
@@ -130,10 +131,24 @@ class Process(Worker[Any]):
         self.is_awake = True
 
     @property
+    def decodes(self) -> bool:
+        return "decode" in kind_of(self.options.role).phases
+
+    @property
+    def reservations(self) -> Any:
+        """Of one that decodes."""
+        return self.role._decode.reservations if self.options.role == "mixed" else self.role.reservations
+
+    @property
     def is_idle(self) -> bool:
         """A step would compute nothing, and change nothing."""
         policy = self.role.policy
-        return not (policy._queue() if self.options.role == "prefill" else policy._ready or policy._running)
+        if self.options.role == "prefill":
+            return not policy._queue()
+        if self.options.role == "decode":
+            return not (policy._ready or policy._running)
+        decode = policy.decode
+        return not (policy.prefill._queue() or decode._ready or decode._running or decode._queued)
 
     def computes(self, request_id: str) -> bool:
         return any(chunk.request_id == request_id for chunk in self._chunks())

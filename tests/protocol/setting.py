@@ -29,10 +29,12 @@ def next_token(tokens: Sequence[int]) -> int:
 class Setting:
     prefill: int = 1
     decode: int = 1
+    mixed: int = 0
     prompts: tuple[int, ...] = (5,)  # tokens of each request
     max_tokens: int = 3
     prefill_pages: int = 8
     decode_pages: int = 8
+    mixed_pages: int = 8
     prefix_cache: bool = False
     arrivals: bool = False  # requests after the first come at any time, not at once
     reports: bool = False  # workers tell what they hold, at any time after it has changed

@@ -60,8 +60,11 @@ def test_what_is_taken_to_commute_does_after_a_fault(fault: str) -> None:
         replace(CROWD, decode=2, faults=ALL, num_faults=3, prefix_cache=True),
         Setting(poison=(0, "prefill"), prompts=(4, 5)),
         Setting(poison=(1, "decode"), prompts=(4, 5), decode=2),
+        Setting(prefill=0, decode=0, mixed=1, prompts=(5, 9), faults=ALL),
+        replace(CROWD, decode=0, mixed=2, mixed_pages=4, faults=ALL, num_faults=2, prefix_cache=True),
+        replace(CROWD, prefill=0, mixed=1, mixed_pages=5, faults=ALL, num_faults=2),
     ],
-    ids=["one pair", "two pairs", "a crowd", "a poison at prefill", "a poison at decode"],
+    ids=["one pair", "two pairs", "a crowd", "a poison at prefill", "a poison at decode", "mixed", "read", "written"],
 )
 def test_faults_at_any_place_lose_nothing(setting: Setting) -> None:
     for seed in range(30):

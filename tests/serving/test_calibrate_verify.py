@@ -16,7 +16,7 @@ from engine.options import EngineOptions
 from placement.build.from_profile import sim_cluster
 from placement.checks.margin import load_margin
 from placement.latency.profile_file import read_profile
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 from tests.serving.conftest import ModelDir
 
 MAX_LEN = 192

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,12 +107,11 @@ NEW_TOKENS = 10
 GAP_S = 0.25  # so that a simulated wave, too, has ended before the next one comes
 
 
-async def _run_calmly(model: Path, folder: Path) -> None:
+async def _run_calmly(model: Path, folder: Path, pools: dict[str, Any]) -> None:
     """Waves of three prompts at once, each after the last one's end."""
     cluster = LocalCluster(
         str(model),
-        prefill=2,
-        decode=2,
+        **pools,
         engine=engine_with(),
         worker=worker_with(record=str(folder), transports=("loopback",)),
         router=router_with(record=str(folder)),
@@ -123,13 +123,17 @@ async def _run_calmly(model: Path, folder: Path) -> None:
             await asyncio.sleep(GAP_S)
 
 
-def test_the_same_arrivals_simulated_go_to_the_same_workers(model_dir: ModelDir, tmp_path: Path) -> None:
-    asyncio.run(_run_calmly(model_dir("llama"), tmp_path))
-    router, *workers = (read_recording(tmp_path / f"{name}.jsonl") for name in NAMES)
+@pytest.mark.parametrize("pools", [{"prefill": 2, "decode": 2}, {"prefill": 0, "decode": 0, "mixed": 2}])
+def test_the_same_arrivals_simulated_go_to_the_same_workers(
+    pools: dict[str, Any], model_dir: ModelDir, tmp_path: Path
+) -> None:
+    asyncio.run(_run_calmly(model_dir("llama"), tmp_path, pools))
+    names = [f"{role}-{i}" for role, count in pools.items() for i in range(count)]
+    router, *workers = (read_recording(tmp_path / f"{name}.jsonl") for name in ("router-0", *names))
     found = rerun(router, workers)
     assert len(found.live) == len(found.simulated) == 3 * WAVES
-    assert {course.prefill for course in found.simulated} == {"prefill-0", "prefill-1"}
-    assert {course.decode for course in found.simulated} == {"decode-0", "decode-1"}
+    used = {name for course in found.simulated for name in (course.prefill, course.decode)}
+    assert used == set(names)
     for role in ("prefill", "decode"):
         assert found.same(role) >= 1 - CHOICES_TOLERANCE, found
     for what in ("ttft_s", "e2e_s"):  # how near they are is for a quiet machine to say

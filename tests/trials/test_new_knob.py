@@ -49,7 +49,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = copied(tmp_path_factory.mktemp("tree"))
-    inserted(tree / "decode_worker" / "policy.py", "class DecodeOptions:\n", KNOB)
+    inserted(tree / "decode_worker" / "options.py", "class DecodeOptions:\n", KNOB)
     return tree
 
 

@@ -17,7 +17,8 @@ POLICY = '''
 from dataclasses import dataclass
 
 from engine.knobs import knob
-from prefill_worker.policy import PrefillOptions, PrefillPolicy
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,5 +101,5 @@ def test_a_third_kind_of_worker_is_explained_and_not_simulated(changed: Path) ->
     page = (changed / "docs" / "serving.md").read_text()
     assert "| `eagerness` | eager | `1.0` | - | from 0 to 1 | how much the newest prompt counts |" in page
     assert run(changed, "-c", SIMULATED) == (
-        "eager-0 has the role eager, which is not simulated; give prefill or decode\n"
+        "eager-0 has the role eager, which is not simulated; give prefill, decode or mixed\n"
     )

@@ -21,12 +21,12 @@ FEW = 32  # workers, looked at one by one
 
 
 class PrefillCandidates:
-    """The best is the one that would be done with a prompt first: least queued, less what it has cached of it."""
+    """The best is the one that would be done with a prompt first: least to compute, less what it has cached of it."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, PrefillAccount] = {}
         self.most_tokens = 0  # that any of them can hold
-        self._by_queue = Ranking()  # those that take new requests
+        self._by_load = Ranking()  # those that take new requests
         self._changed: dict[str, None] = {}
         self._holders: dict[PageHash, set[str]] = {}  # to whom a page was sent
         self._page_size = 1  # the largest
@@ -63,6 +63,11 @@ class PrefillCandidates:
             account.drop(request)
             self._changed[request.prefill] = None
 
+    def note(self, name: str) -> None:
+        """What the worker decodes has changed."""
+        if name in self.accounts:
+            self._changed[name] = None
+
     @property
     def open_names(self) -> list[str]:
         """Of the workers that take new requests."""
@@ -72,7 +77,7 @@ class PrefillCandidates:
     def is_open(self) -> bool:
         """Some worker takes new requests."""
         self._rank()
-        return len(self._by_queue) > 0
+        return len(self._by_load) > 0
 
     def best(self, shape: RequestShape, shunned: Shunned = NOBODY) -> PrefillAccount | None:
         """None when no worker that takes new requests, or none that is not barred, could hold the prompt."""
@@ -84,16 +89,16 @@ class PrefillCandidates:
             account = self.accounts[name]
             if name in shunned or not self._fits(account, shape):
                 continue
-            left = account.queued_tokens - account.cached_len(shape)
+            left = account.load - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
                 best, least = account, left
-        for queued, name in self._by_queue.keys:
-            if best is not None and (queued - elsewhere_tokens, name) > (least, best.view.name):
+        for load, name in self._by_load.keys:
+            if best is not None and (load - elsewhere_tokens, name) > (least, best.view.name):
                 break  # nor could any after it be better
             account = self.accounts[name]
             if name in shunned or not self._fits(account, shape):
                 continue
-            left = queued - account.cached_len(shape)
+            left = load - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
                 best, least = account, left
         return best if best is not None else self._best_shunned(shape, shunned)
@@ -119,7 +124,7 @@ class PrefillCandidates:
             account = self.accounts.get(name)
             if account is None or grade == BARRED or not self._fits(account, shape):
                 continue
-            rank = (grade, account.queued_tokens - account.cached_len(shape), name)
+            rank = (grade, account.load - account.cached_len(shape), name)
             if best is None or rank < least:
                 best, least = account, rank
         return best
@@ -134,9 +139,9 @@ class PrefillCandidates:
         for name in self._changed:
             account = self.accounts.get(name)
             if account is None or account.report.draining:
-                self._by_queue.drop(name)
+                self._by_load.drop(name)
             else:
-                self._by_queue.put(name, account.queued_tokens)
+                self._by_load.put(name, account.load)
         self._changed.clear()
 
     def check_invariants(self) -> None:
@@ -144,7 +149,7 @@ class PrefillCandidates:
         accounts = self.accounts.values()
         for account in accounts:
             account.check_invariants()
-        self._by_queue.check_invariants({a.view.name: a.queued_tokens for a in accounts if not a.report.draining})
+        self._by_load.check_invariants({a.view.name: a.load for a in accounts if not a.report.draining})
         holders: dict[PageHash, set[str]] = {}
         for account in accounts:
             for page_hash in account.prefixes:

@@ -8,7 +8,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvrelay.plan import words
 from kvrelay.plan.plots.style import (
     DECODE,
     INCHES,
@@ -42,7 +41,7 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
     axes.set_xlim(0, max(placement.goodput.high / placement.candidate.gpus for _, placement in rows) * 1.12 or 1)
     axes.set_yticks([])
     if width == "wide":
-        axes.set_yticks(range(len(rows)), [words.label(placement.candidate) for _, placement in rows])
+        axes.set_yticks(range(len(rows)), [placement.candidate.label for _, placement in rows])
         axes.tick_params(axis="y", pad=30)
         for tick, (_, placement) in zip(axes.get_yticklabels(), rows, strict=True):
             tick.set_color(colour_of(placement))
@@ -72,7 +71,7 @@ def _goodput_row(axes: Axes, y: int, rank: int, placement: Goodput, *, is_chosen
             "fontweight": weight,
             "in_layout": False,
         }
-        axes.annotate(words.label(placement.candidate), at, (22, 0), textcoords="offset points", **style)
+        axes.annotate(placement.candidate.label, at, (22, 0), textcoords="offset points", **style)
     if not placement.goodput.value:
         label_after(axes, (0, y), "no rate meets the targets", MUTED, gap=9)
 

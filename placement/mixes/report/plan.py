@@ -67,7 +67,7 @@ def _goodput(rated: RatedMix, simulations: Simulations) -> Goodput:
     curve = [_rate_point(rated, rate, [simulations.results[point] for point in points]) for rate, points in by_rate]
     miss = first_miss(rated, simulations)
     return Goodput(
-        candidate=rated.mix.candidate(simulations.scenario.rules.baseline_sharing),
+        candidate=rated.mix.candidate(simulations.scenario.rules.baseline),
         goodput=rated.highest_rate,
         curve=tuple(curve),
         usd_per_hour=rated.mix.total("usd_per_hour"),

@@ -27,7 +27,7 @@ class SplitwiseRules:
     policies: str = "Splitwise's rules"
     simulator: str = "Splitwise's simulator"
     is_lending: bool = True
-    baseline_sharing: Literal["", "chunked"] = ""
+    baseline: Literal["mixed", "colocated"] = "colocated"
 
     def system(self, mix: Mix, workload: Workload) -> SplitwiseCluster:
         prompt, token = machine_times(mix.design.machines, mean_context(workload))

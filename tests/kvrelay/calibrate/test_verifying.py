@@ -23,7 +23,7 @@ from placement.catalogs.base import PlanError
 from placement.checks.verification import predict
 from placement.latency.profile_file import write_profile
 from placement.plan import Plan, Slo
-from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point
+from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point, together
 from tests.placement.latency.test_profile import profile
 
 pytestmark = pytest.mark.unit
@@ -75,10 +75,17 @@ def test_a_plan_made_from_first_principles_is_verified_by_them(tmp_path: Path) -
     assert claim.cluster.workers[0].latency.source.startswith("roofline")
 
 
+def test_a_plan_of_workers_that_do_both_is_verified(tmp_path: Path) -> None:
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=8, **WORKLOAD)
+    claim = verifying.of_plan(plan_file(tmp_path, COLOCATED, request), {})
+    assert {worker.role for worker in claim.cluster.workers} == {"mixed"}
+
+
 def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
     request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=8, **WORKLOAD)
-    with pytest.raises(PlanError, match="chose colocated workers"):
-        verifying.of_plan(plan_file(tmp_path, COLOCATED, request), {})
+    theirs = replace(COLOCATED.chosen, candidate=together(2, 4, "colocated"))
+    with pytest.raises(PlanError, match="chose a published system's machines"):
+        verifying.of_plan(plan_file(tmp_path, replace(COLOCATED, chosen=theirs), request), {})
 
 
 def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ USD, WATTS = 2.99, 700.0
 STEPS = (0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 1.0, 1.04, 1.1, 1.2)  # of the goodput: where the search stepped
 
 
-def pool(role: str, tp: int, replicas: int, *, pp: int = 1, num_pages: int = 24_000) -> PoolPlan:
+def pool(role: str, tp: int, replicas: int, *, pp: int = 1, num_pages: int = 24_000, chunk_tokens: int = 0) -> PoolPlan:
     return PoolPlan(
         role=role,  # type: ignore[arg-type]
         degrees=Degrees(tp, pp),
@@ -23,6 +23,7 @@ def pool(role: str, tp: int, replicas: int, *, pp: int = 1, num_pages: int = 24_
         page_size=16,
         max_batch_tokens=2048,
         max_batch_size=256,
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -31,8 +32,8 @@ def apart(prefill: tuple[int, int], decode: tuple[int, int]) -> Candidate:
     return Candidate(pools=(pool("prefill", *prefill), pool("decode", *decode)))
 
 
-def together(tp: int, replicas: int, sharing: str = "chunked") -> Candidate:
-    return Candidate(pools=(pool("colocated", tp, replicas),), sharing=sharing)  # type: ignore[arg-type]
+def together(tp: int, replicas: int, role: str = "mixed", chunk_tokens: int = 512) -> Candidate:
+    return Candidate(pools=(pool(role, tp, replicas, chunk_tokens=chunk_tokens),))
 
 
 def point(rate: float, knee: float, *, attainment_at_knee: float = 0.9) -> RatePoint:
@@ -94,10 +95,10 @@ TRIED = (
     goodput(together(2, 4), 8.9),
     goodput(together(4, 2), 8.6),
     goodput(together(8, 1), 6.3),
-    goodput(together(4, 2, "prefill_first"), 5.2),
+    goodput(together(4, 2, chunk_tokens=2048), 5.2),
     goodput(together(1, 8), 3.1),
     goodput(apart((2, 1), (2, 1)), 5.8),
-    goodput(together(1, 2, "prefill_first"), 0.0, limit="decode at batch 1 already takes longer than the target"),
+    goodput(together(1, 2, chunk_tokens=2048), 0.0, limit="decode at batch 1 already takes longer than the target"),
 )
 
 REFUSED = {

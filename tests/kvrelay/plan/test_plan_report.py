@@ -19,7 +19,7 @@ from kvrelay.plan.folder import save
 from kvrelay.plan.reading import build_request
 from kvrelay.plan.tables import tables
 from placement.plan import Interval, Objective, Plan, Slo, to_json
-from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput
+from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput, together
 
 pytestmark = pytest.mark.unit
 
@@ -90,19 +90,37 @@ def test_the_spec_says_how_it_came_about(folder: Path) -> None:
     assert [pool["num_gpus"] for pool in data["pools"]] == [2, 4]
 
 
-def test_colocated_is_told_and_the_best_two_pools_are_written(tmp_path: Path) -> None:
+def test_workers_that_do_both_are_told_and_their_spec_is_written(tmp_path: Path) -> None:
     save(COLOCATED, REQUEST, tmp_path)
+    (pool,) = yaml.safe_load((tmp_path / "cluster.yaml").read_text())["pools"]
+    assert (pool["role"], pool["replicas"], pool["chunk_tokens"]) == ("mixed", 4, 512)
+    page = (tmp_path / "report.html").read_text()
+    assert "Do not disaggregate: run four mixed workers of TP 2, which read prompts in chunks of 512 tokens" in page
+    assert "kvrelay verify plan.json" in page
+
+
+def published(plan: Plan) -> Plan:
+    """The same, but that those who do both are a published system's machines."""
+    theirs = [
+        replace(each, candidate=together(2, 4, "colocated")) if each.candidate.is_colocated else each
+        for each in plan.tried
+    ]
+    return replace(plan, chosen=next(each for each in theirs if each.candidate.is_colocated), tried=tuple(theirs))
+
+
+def test_what_a_published_system_serves_is_told_and_the_best_two_pools_are_written(tmp_path: Path) -> None:
+    save(published(COLOCATED), REQUEST, tmp_path)
     text = (tmp_path / "cluster.yaml").read_text()
-    assert "which kvrelay does not serve yet" in " ".join(line.lstrip("# ") for line in text.splitlines())
+    assert "which kvrelay does not serve" in " ".join(line.lstrip("# ") for line in text.splitlines())
     assert [pool["role"] for pool in yaml.safe_load(text)["pools"]] == ["prefill", "decode"]
-    assert "Do not disaggregate: run four colocated workers of TP 2" in (tmp_path / "report.html").read_text()
 
 
-def test_where_only_colocated_works_there_is_no_spec(tmp_path: Path) -> None:
-    only = replace(COLOCATED, tried=TRIED[6:9])
+def test_where_only_a_published_system_serves_there_is_no_spec(tmp_path: Path) -> None:
+    plan = published(COLOCATED)
+    only = replace(plan, tried=tuple(each for each in plan.tried if each.candidate.is_colocated))
     save(only, REQUEST, tmp_path)
     assert not (tmp_path / "cluster.yaml").exists()
-    assert "only colocated workers meet the targets" in (tmp_path / "report.html").read_text()
+    assert "machines meet the targets, and kvrelay does not serve them" in (tmp_path / "report.html").read_text()
 
 
 def test_classes_have_targets_of_their_own() -> None:

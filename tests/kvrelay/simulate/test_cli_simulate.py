@@ -81,8 +81,8 @@ def test_the_long_run_has_wider_intervals_than_chance_alone_for_the_times_may_be
 
 
 def test_the_same_workers_colocated_for_comparison(spec: str) -> None:
-    found = run_json(spec, *FEW, "--rate", "10", "--colocated", "chunked")
-    assert (found["workers"], found["sharing"]) == ({"colocated": 2}, "chunked")
+    found = run_json(spec, *FEW, "--rate", "10", "--colocated")
+    assert (found["workers"], found["colocated"]) == ({"mixed": 2}, True)
 
 
 def test_a_trace_is_played_at_its_own_pace_where_no_rate_is_given(spec: str, tmp_path: Path) -> None:
@@ -136,7 +136,6 @@ def test_what_the_simulation_leaves_out_is_noted(tmp_path: Path) -> None:
         (("--rate", "1", *FEW, "--ttft", "soon"), "--ttft is 'soon'; give a time above 0 such as 250ms"),
         (("--rate", "1", *FEW, "--attainment", "90"), "--attainment is 90; give a share above 0 and below 1"),
         (("--rate", "1", *FEW, "--seeds", "0"), "--seeds is 0; give 1 or more"),
-        (("--rate", "1", *FEW, "--colocated", "both"), "--colocated is 'both'; give prefill_first or chunked"),
         (("--rate", "1", *FEW, "--model", "opt-175b"), "pools[0] (prefill): opt-175b, 349 GB of weights, does not fit"),
         (("--rate", "1", *FEW, "--random-output-len", "0"), "random output length is 0; give 1 or more"),
     ],

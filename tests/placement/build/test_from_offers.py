@@ -18,7 +18,7 @@ from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.plan import Goodput, Interval
 from placement.simulator.systems import LiveSystem
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 from tests.placement.toys import toy_offer
 
 pytestmark = pytest.mark.unit

@@ -12,8 +12,9 @@ from cluster.spec.load import load_spec, parse_spec
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve, workers_of
 from engine.knobs import knobs_of
+from mixed_worker.options import MixedOptions
 from placement.build import from_spec
-from placement.build.from_spec import colocated_cluster, sim_cluster
+from placement.build.from_spec import mixed_spec, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers
 from placement.catalogs.base import PlanError
 from placement.latency.hardware import load_hardware
@@ -51,6 +52,18 @@ ODD: dict[str, Any] = {  # no value is a default
             "short_prompt_tokens": 55,
             "short_share": 0.25,
             "prefix_cache": False,
+        },
+        {
+            "role": "mixed",
+            "max_batch_tokens": 900,
+            "max_prefill_requests": 6,
+            "pack_tokens": 98,
+            "short_prompt_tokens": 54,
+            "short_share": 0.3,
+            "max_batch_size": 8,
+            "admission": "worst_case",
+            "watermark": 0.2,
+            "chunk_tokens": 77,
         },
         {"role": "decode", "name": "tokens", "max_batch_size": 9, "admission": "worst_case", "watermark": 0.1},
     ],
@@ -107,12 +120,12 @@ def test_every_limit_is_what_the_live_worker_and_router_make_of_the_same_spec() 
 def test_no_limit_of_a_policy_is_left_at_its_default() -> None:
     """A knob that is added to a policy must be added here, too."""
     cluster = sim_cluster(parse_spec(ODD), roofline())
-    prefill, decode = cluster.workers[0], cluster.workers[-1]
-    for options in (cluster.router, prefill.policy, decode.policy):
+    prefill, _, mixed, decode = cluster.workers
+    for options in (cluster.router, prefill.policy, mixed.policy, decode.policy):
         for name, knob in knobs_of(type(options)).items():
             assert getattr(options, name) != knob.default, name
     assert (prefill.page_size, prefill.prefix_cache) == (32, False)
-    assert [worker.name for worker in cluster.workers] == ["prefill-0", "prefill-1", "tokens-0"]
+    assert [worker.name for worker in cluster.workers] == ["prefill-0", "prefill-1", "mixed-0", "tokens-0"]
 
 
 def test_reports_come_as_often_as_live_workers_send_them() -> None:
@@ -179,17 +192,22 @@ def test_a_profile_of_other_workers_is_refused() -> None:
 
 @unit
 @pytest.mark.parametrize("source", [roofline(), ProfileWorkers(profile())], ids=["roofline", "profile"])
-def test_what_comes_out_serves_every_request(source: Any) -> None:
-    outcome = simulate(sim_cluster(spec(), source), WORKLOAD)
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",), ("prefill", "mixed")], ids="+".join)
+def test_what_comes_out_serves_every_request(source: Any, roles: tuple[str, ...]) -> None:
+    outcome = simulate(sim_cluster(spec(pools=[{"role": role} for role in roles]), source), WORKLOAD)
     assert outcome.served == len(WORKLOAD)
 
 
 @unit
-def test_colocated_workers_are_as_many_and_hold_what_a_decode_worker_holds() -> None:
-    two = spec(pools=[{"role": "prefill", "replicas": 2, "max_batch_tokens": 700}, {"role": "decode"}])
-    cluster = colocated_cluster(two, roofline(), "chunked")
-    assert (cluster.num_workers, cluster.sharing, cluster.max_batch_tokens) == (3, "chunked", 700)
-    assert cluster.num_pages == sim_cluster(two, roofline()).workers[-1].num_pages
+def test_mixed_workers_are_as_many_and_hold_what_a_decode_worker_holds() -> None:
+    prefill = {"role": "prefill", "replicas": 2, "max_batch_tokens": 700}
+    two = spec(pools=[prefill, {"role": "decode", "max_batch_size": 9, "name": "tokens"}])
+    workers = sim_cluster(mixed_spec(two), roofline()).workers
+    assert [worker.role for worker in workers] == ["mixed"] * 3
+    assert isinstance(workers[0].policy, MixedOptions)
+    assert (workers[0].policy.max_batch_tokens, workers[0].policy.max_batch_size) == (700, 9)
+    alone = sim_cluster(two, roofline()).workers[-1].num_pages
+    assert 0.99 * alone < workers[0].num_pages < alone, "its steps hold prompts, too"
 
 
 @unit

@@ -9,7 +9,8 @@ import pytest
 from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned
 from cluster.router.policy import RouterPolicy
-from decode_worker.policy import DecodeOptions, DecodePolicy
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from placement.checks.replay import RecordingError, main, read_recording, replay
 from worker.recording import record_calls

@@ -15,7 +15,6 @@ from placement.compiled.pool import call, packed, simulation_pool
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.papers.distserve.rules import simulate as simulate_distserve
-from placement.simulator.colocated.cluster import ColocatedCluster, simulate_colocated
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from tests.placement.simulator.test_simulate import cluster, requests, workers
@@ -30,12 +29,12 @@ def where_the_policies_are() -> str:
 def test_the_compiled_simulator_finds_the_same() -> None:
     latency = distserve_latency("opt_13b", 1)
     short = cluster(workers("prefill", 2, latency=latency), workers("decode", 2, latency=latency, num_pages=60))
-    both = ColocatedCluster(latency=latency, num_workers=2, num_pages=100)
+    both = cluster(workers("mixed", 2, latency=latency, num_pages=60), workers("prefill", latency=latency))
     workload = requests(rate=10)
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
             pool.apply(call, (packed(simulate, short, workload),)),
-            pool.apply(call, (packed(simulate_colocated, both, workload),)),
+            pool.apply(call, (packed(simulate, both, workload),)),
             pool.apply(
                 call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
             ),
@@ -43,7 +42,7 @@ def test_the_compiled_simulator_finds_the_same() -> None:
         assert not pool.apply(where_the_policies_are).endswith(".py")
     expected = [
         simulate(short, workload),
-        simulate_colocated(both, workload),
+        simulate(both, workload),
         simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
     ]
     assert expected[0].counters["preempted"] > 0

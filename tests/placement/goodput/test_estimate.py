@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mixed_worker.options import MixedOptions
 from placement.build.from_offers import phase_alone
 from placement.goodput.bounds import decode_bound, prefill_alone_s, prefill_bound, relaxed
 from placement.goodput.estimate import Effort, Estimate, burst, estimate
@@ -22,7 +23,7 @@ from placement.goodput.stationary import (
 )
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.simulator.colocated.cluster import ColocatedCluster
+from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.toys import Toy, alike, toy_offer
@@ -118,7 +119,8 @@ def test_each_class_is_judged_by_its_own_targets() -> None:
 
 
 def test_scaling_a_system_scales_its_times() -> None:
-    both = ColocatedCluster(latency=Toy(), num_workers=1, num_pages=100)
+    mixed = SimWorker(name="mixed-0", role="mixed", latency=Toy(), num_pages=100, policy=MixedOptions())
+    both = LiveSystem(SimCluster(workers=(mixed,)))
     for system, factor in ((both, 2.0), (one_prefill(), 2.0)):
         slow = system.scaled(factor)
         traffic, targets = Traffic(source=alike(50, output=1)), Targets(slo=Slo())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import Degrees
 from placement.catalogs.profile import ProfileCatalog
@@ -29,7 +29,7 @@ from placement.latency.profile_file import profile_from, profile_object, read_pr
 from placement.latency.profile_latency import ProfileLatency
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 
 pytestmark = pytest.mark.unit
 

@@ -110,14 +110,15 @@ def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
     assert system.workers_by_pool == {"prefill": 1, "decode": 1}
 
 
-def test_colocated_workers_are_candidates_in_both_ways() -> None:
+def test_workers_that_do_both_are_candidates_with_small_chunks_and_with_whole_steps() -> None:
     log = SearchLog()
     with open_runner(0) as runner:
         found = screen_colocated(problem(), runner, [toy_offer(1)], log)
     loose = problem(slo=Slo(ttft_s=1.0, tpot_s=0.2))
     with open_runner(0) as runner:
         found = screen_colocated(loose, runner, [toy_offer(1)], log)
-    assert {one.unit.sharing for one in found if one.unit} == {"prefill_first", "chunked"}
+    chunks = {one.unit.pools[0].chunk_tokens for one in found if one.unit}
+    assert max(chunks) == toy_offer(1).max_batch_tokens
     (placement, *_) = colocated_placements(found, lambda one: 3)
     assert placement.candidate.gpus == 3
     assert placement.promised == pytest.approx(3 * found[0].goodput.value)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from cluster.router.options import RouterOptions
-from decode_worker.policy import DecodeOptions
+from decode_worker.options import DecodeOptions
+from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload
-from prefill_worker.policy import PrefillOptions
+from prefill_worker.options import PrefillOptions
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +49,7 @@ def workers(role: Any, count: int = 1, latency: LatencyModel | None = None, **gi
     policies = {
         "prefill": PrefillOptions(max_batch_tokens=256, pack_tokens=None),
         "decode": DecodeOptions(max_batch_size=16),
+        "mixed": MixedOptions(max_batch_tokens=256, max_batch_size=16, chunk_tokens=64),
     }
     options = {"num_pages": 400, "policy": policies[role], **given}
     return [SimWorker(name=f"{role}-{i}", role=role, latency=latency or Plain(), **options) for i in range(count)]

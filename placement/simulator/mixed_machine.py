@@ -1,0 +1,115 @@
+"""MixedMachine is mixed_worker/driver.py on the virtual clock: a DecodeMachine whose steps hold chunks of prompts, too.
+
+It decides nothing of its own. While prompts are read each step is an event; between them steps pass many at once, as at
+any DecodeMachine. Its PromptSide does for prompts what a PrefillMachine does, but that its steps are the machine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.router.accounts import Report
+from engine.pages.pool import PagePool
+from mixed_worker.options import MixedOptions
+from mixed_worker.policy import MixedPolicy
+from placement.latency.base import DecodeLine
+from placement.simulator.attempt import Attempt, Dispatcher
+from placement.simulator.cluster import SimWorker
+from placement.simulator.decode_machine import DecodeMachine
+from placement.simulator.prefill_machine import PrefillMachine
+from prefill_worker.policy import PrefillBatch
+
+
+class MixedMachine(DecodeMachine):
+    def __init__(self, router: Dispatcher, worker: SimWorker, pool: PagePool) -> None:
+        assert isinstance(worker.policy, MixedOptions), worker.name
+        self.both = MixedPolicy(pool, worker.policy, name=worker.name)
+        super().__init__(router, worker, pool, policy=self.both.decode)
+        self.prompts = PromptSide(self, pool)
+        self._batch: PrefillBatch | None = None  # of the step under way
+
+    def report(self, made_s: float) -> Report:
+        tokens = self.both.prefill.waiting_tokens
+        return replace(super().report(made_s), last_submit_seq=self.prompts.last_seq, waiting_tokens=tokens)
+
+    @property
+    def is_running(self) -> bool:
+        """A step is under way."""
+        return self._count > 0 or self._batch is not None
+
+    def adopt(self, attempt: Attempt) -> None:
+        """Its prompt is read here, and it stays."""
+        prompts = self.both.prefill
+        self.policy.adopt(attempt.id, prompts.pages_of(attempt.id), prompts.hashes_of(attempt.id))
+        self._attempts[attempt.id] = attempt
+        self._tell_ready(attempt)
+
+    def on_prompts_changed(self) -> None:
+        """A prompt has come, or one that has gone has left its pages to others."""
+        if self.is_running:
+            self._cut_short()
+        else:
+            self._start()
+        self.reporter.mark(self.router.clock.now)
+
+    def _start(self) -> None:
+        self._grant_queued()
+        joined = self._begin_run()
+        self._batch = self.both.prefill.next_batch(self.both.prompt_tokens(self._count))
+        if self._batch is not None:
+            self._plan_step(self._batch, joined)
+        elif self._count:
+            self._plan_run(joined)
+
+    def _plan_step(self, batch: PrefillBatch, joined: tuple[str, ...]) -> None:
+        """One step with chunks of prompts."""
+        latency, count = self.worker.latency, self._count
+        chunks = [(chunk.length, chunk.start) for chunk in batch.chunks]
+        step_s = latency.mixed_s(chunks, count, self._run.context_tokens) if count else latency.prefill_s(chunks)
+        self._line = DecodeLine(step_s * latency.stages + self.worker.step_overhead_s, 0.0)
+        self.prompts.note_begun(batch, self.router.clock.now + self._line.step_s)
+        self._begin_steps(1, joined)
+
+    def _end_run(self) -> None:
+        super()._end_run()
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self.prompts.note_done(batch)
+
+    def lose(self) -> None:
+        super().lose()
+        self.prompts.is_dead = True
+
+
+class PromptSide(PrefillMachine):
+    """Of a MixedMachine: `decode` of a request that stays is that machine."""
+
+    def __init__(self, machine: MixedMachine, pool: PagePool) -> None:
+        super().__init__(machine.router, machine.worker, pool, policy=machine.both.prefill)
+        self.machine = machine
+        self.reporter = machine.reporter
+
+    def submit(self, attempt: Attempt) -> None:
+        if attempt.is_gone or self.is_dead:
+            return
+        router, machine = self.router, self.machine
+        self.reporter.touch(router.clock.now)
+        max_len = attempt.num_tokens + (attempt.left - 1 if attempt.decode is machine else 0)
+        if machine.policy.expect(attempt.id, num_tokens=attempt.num_tokens, max_len=max_len, is_held=attempt.is_held):
+            self.last_seq = attempt.seq
+            router.clock.at(router.clock.now + router.message_s, router.on_handoff_failed, attempt)
+        else:
+            super().submit(attempt)
+
+    def _start(self) -> None:
+        self.machine.on_prompts_changed()
+
+    def _leaves(self, attempt: Attempt) -> bool:
+        return super()._leaves(attempt) and attempt.decode is not self.machine
+
+    def _hand_on(self, attempt: Attempt) -> None:
+        if attempt.decode is self.machine:
+            self.machine.adopt(attempt)
+            self.policy.on_cancelled(attempt.id)
+        else:
+            super()._hand_on(attempt)

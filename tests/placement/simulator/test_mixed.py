@@ -1,0 +1,108 @@
+"""A simulated mixed worker: the live policy's steps, of which those between two prompts pass at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mixed_worker.options import MixedOptions
+from placement.simulator.cluster import Loss, SetupError, SharedHost
+from placement.simulator.simulate import simulate
+from placement.workload.requests import Workload
+from tests.placement.simulator.test_simulate import Plain, cluster, play, requests, same, workers
+
+pytestmark = pytest.mark.unit
+
+
+def policy(**changes: Any) -> MixedOptions:
+    return MixedOptions(**({"max_batch_tokens": 256, "max_batch_size": 16, "chunk_tokens": 64} | changes))
+
+
+def lone(prompt_len: int, output_len: int, *more: tuple[float, int, int]) -> Workload:
+    rows = [(5.0, prompt_len, output_len), *more]
+    arrival_s, prompts, outputs = zip(*rows, strict=True)
+    return Workload(arrival_s=np.array(arrival_s), prompt_len=np.array(prompts), output_len=np.array(outputs))
+
+
+def test_a_lone_request_is_written_where_it_is_read_and_nothing_is_handed_over() -> None:
+    _, outcome = play(cluster(workers("mixed"), message_s=0.001), lone(100, 3))
+    prefill_s = 0.01 + 0.01
+    assert outcome.ttft_s[0] == pytest.approx(0.001 + prefill_s + 0.001)
+    steps_s = sum(0.01 + 1e-4 + 1e-6 * context for context in (101, 102))
+    assert outcome.e2e_s[0] == pytest.approx(0.001 + prefill_s + steps_s + 0.001)
+    assert outcome.busy_s == {"mixed": pytest.approx(prefill_s + steps_s)}
+
+
+def test_a_prompt_is_read_in_chunks_beside_those_that_write() -> None:
+    """One writes when 200 tokens come, 64 at a time beside it: four steps of both, each a chunk longer than its own."""
+    workload = lone(10, 100, (5.1, 200, 1))
+    one, two = (play(cluster(workers("mixed")), w)[1] for w in (lone(10, 100), workload))
+    each_s = 0.01 + 0.0001 * 200 / 4  # Plain: a step of both takes the sum
+    assert two.finish_s[0] - one.finish_s[0] == pytest.approx(4 * each_s, rel=1e-6)
+    assert two.ttft_s[1] == pytest.approx(4 * (each_s + 0.0102), rel=0.2)
+
+
+def test_without_a_chunk_a_prompt_waits_until_nobody_writes() -> None:
+    slow = cluster(workers("mixed", policy=policy(chunk_tokens=0)))
+    _, outcome = play(slow, lone(10, 100, (5.1, 200, 1)))
+    assert outcome.first_token_s[1] > outcome.finish_s[0]
+
+
+@pytest.mark.parametrize("num_pages", [400, 60])
+@pytest.mark.parametrize("beside", [(), ("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)
+def test_passing_over_steps_changes_nothing(num_pages: int, beside: tuple[str, ...]) -> None:
+    """Alone and beside others, with pages enough and with few; reports so dense that none is left out."""
+    many, single = (
+        play(
+            cluster(
+                *(workers(role, latency=latency, num_pages=num_pages) for role in ("mixed", *beside)),
+                report_gap_s=1e-5,
+            ),
+            requests(rate=15),
+        )[1]
+        for latency in (Plain(), Plain(single_steps=True))
+    )
+    assert many.served == len(many)
+    assert many.finish_s == pytest.approx(single.finish_s, rel=1e-9)
+    assert many.counters == single.counters
+
+
+def test_counted_pages_decide_as_numbered_ones() -> None:
+    plain = requests(rate=15)
+    setup = cluster(workers("mixed", 2, num_pages=60))
+    blocks = [(i,) for i in range(len(plain))]
+    numbered = simulate(setup, replace(plain, blocks=blocks, block_len=10_000))
+    counted = simulate(setup, plain)
+    assert numbered.served == counted.served == len(plain)
+    assert numbered.e2e_s.mean() == pytest.approx(counted.e2e_s.mean(), rel=0.3)
+
+
+def test_what_prompts_share_is_read_once() -> None:
+    plain = replace(requests(50, rate=4), prompt_len=np.full(50, 256))
+    shared = replace(plain, blocks=[(1,)] * 50, block_len=240)
+    setup = cluster(workers("mixed"))
+    alone, again = simulate(setup, plain), simulate(setup, shared)
+    assert again.counters["prefix_hit_tokens"] >= 49 * 240
+    assert again.ttft_s.mean() < 0.7 * alone.ttft_s.mean()
+
+
+def test_a_lost_worker_loses_no_request() -> None:
+    setup = cluster(
+        workers("mixed", 2), workers("prefill"), losses=(Loss(worker="mixed-0", at_s=3, back_s=6),), noticed_s=0.2
+    )
+    _, outcome = play(setup, requests(rate=15))
+    assert outcome.served == len(outcome)
+    assert outcome.counters["retries"] > 0
+    assert same(outcome, simulate(setup, requests(rate=15)))
+
+
+def test_it_shares_no_host_that_was_measured_for_others() -> None:
+    with pytest.raises(SetupError, match="names mixed-0, which is mixed"):
+        cluster(
+            workers("mixed"),
+            workers("prefill"),
+            hosts=(SharedHost(workers=("prefill-0", "mixed-0"), by_batch=((1, 1.2, 1.1),)),),
+        )
