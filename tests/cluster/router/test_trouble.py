@@ -12,6 +12,7 @@ import pytest
 
 from cluster.front.server import server_options
 from cluster.router import driver
+from cluster.router.health.circuits import MIN_OPEN_S
 from engine.types import SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -79,13 +80,14 @@ def _fail_step(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
 async def test_a_pair_that_cannot_hand_over_is_avoided_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1, 2) as h:
         monkeypatch.setattr(h.prefill(), "compute", partial(_fail_to_reach, h.prefill(), "decode-0"))
-        attempts = []
+        attempts, began_s = [], time.monotonic()
         for i in range(8):
             answer = await h.generate.GenerateOnce(request([5, 6, i], max_tokens=4))
             assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, i], 4)
             attempts.append(answer.timeline.attempts)
         assert attempts[0] == 2
-        assert sum(attempts) < 12  # a try now and then at most
+        tries = 2 + (time.monotonic() - began_s) / MIN_OPEN_S  # now and then at most, however slow the machine is
+        assert sum(attempts) <= len(attempts) + tries
         [[pair]] = [list(w.pairs) for w in (await h.status()).workers if w.name == "prefill-0"]
         assert (pair.peer, pair.reason) == ("decode-0", "prefill-0: no route")
 
