@@ -24,6 +24,7 @@ SHAPES = {
         Shape(name="small", num_pages=48),
         Shape(name="ranks", prefill=1, ranks=2),
         Shape(name="ray", under_ray=True),
+        Shape(name="mixed", prefill=1, decode=0, mixed=2, num_pages=40),
     )
 }
 DEPLOYMENT = {"liveness_timeout_s": 5.0}
@@ -32,6 +33,7 @@ ENGINE = {"dtype": "float32", "page_size": 16, "max_model_len": 512, "threads": 
 WORKER: dict[str, Any] = {
     "max_batch_tokens": 48,
     "short_prompt_tokens": 32,
+    "chunk_tokens": 24,
     "timeout_s": 1.0,
     "connect_timeout_s": 1.0,
     "peer_silent_s": 2.0,

@@ -48,6 +48,13 @@ CELLS = [
         Cell(name=f"client/{fate}", bound="client", act=partial(clients, fate=fate, count=AT_ONCE), share=share)
         for fate, share in FATES.items()
     ),
+    Cell(
+        name="client/cancel/mixed",
+        bound="client",
+        act=partial(clients, fate="cancel", count=AT_ONCE),
+        share=300,
+        shape="mixed",
+    ),
     Cell(name="client/vanish", bound="client", act=partial(vanish, how="reset"), share=20),
     Cell(name="client/cable", bound="client-cut", act=partial(vanish, how="cut"), share=3),
 ]

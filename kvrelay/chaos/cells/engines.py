@@ -12,10 +12,10 @@ from kvrelay.chaos.round import Round
 FOREVER = 10**9
 
 
-async def engine(round_: Round, do: str, phase: str, times: int, for_s: float = 0.0) -> None:
-    """Once, or from then on."""
+async def engine(round_: Round, do: str, phase: str, times: int, for_s: float = 0.0, of: str = "") -> None:
+    """Once, or from then on. `of`: the role of the worker, where it is not the one that computes the phase."""
     at, role = PHASES[phase]
-    victim = round_.rng.choice(round_.cluster.names(role))
+    victim = round_.rng.choice(round_.cluster.names(of or role))
     await in_phase(round_, phase, victim, do=do, times=times, for_s=for_s, at=at if times == 1 else "step")
     if round_.missed:
         round_.fault()
@@ -39,23 +39,23 @@ async def poison(round_: Round) -> None:
     cluster.disarm()
 
 
-def _cells(role: str, phase: str) -> list[Cell]:
-    act = partial(engine, phase=phase)
+def _cells(role: str, phase: str, shape: str = "pools") -> list[Cell]:
+    act = partial(engine, phase=phase, of=role)
+    ways = {
+        "fail": ("engine-failed", partial(act, do="fail", times=1), 60),
+        "nan": ("engine-failed", partial(act, do="nan", times=1), 60),
+        "sticky": ("engine-sticky", partial(act, do="fail", times=FOREVER), 2),
+        "hang": ("engine-hung", partial(act, do="hang", times=1, for_s=float(FOREVER)), 1),
+    }
     return [
-        Cell(name=f"engine/{role}/fail", bound="engine-failed", act=partial(act, do="fail", times=1), share=60),
-        Cell(name=f"engine/{role}/nan", bound="engine-failed", act=partial(act, do="nan", times=1), share=60),
-        Cell(name=f"engine/{role}/sticky", bound="engine-sticky", act=partial(act, do="fail", times=FOREVER), share=2),
-        Cell(
-            name=f"engine/{role}/hang",
-            bound="engine-hung",
-            act=partial(act, do="hang", times=1, for_s=float(FOREVER)),
-            share=1,
-        ),
+        Cell(name=f"engine/{role}/{do}", bound=bound, act=way, share=share, shape=shape)
+        for do, (bound, way, share) in ways.items()
     ]
 
 
 CELLS = [
     *_cells("prefill", "first chunk"),
     *_cells("decode", "decoding"),
+    *_cells("mixed", "decoding", "mixed"),
     Cell(name="poison/prompt", bound="poison", act=poison, share=2),
 ]

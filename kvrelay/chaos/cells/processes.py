@@ -31,9 +31,10 @@ END_PHASES = ("decoding", "last token")
 PHASES_OF = {
     "prefill": (*BOTH_PHASES, "later chunk", "first token", *END_PHASES),
     "decode": (*BOTH_PHASES, "reserving", "announced", *END_PHASES),
+    "mixed": ("idle", "first chunk", "later chunk", "first token", "reserving", "receipt", *END_PHASES),
     "router": ("idle", "queued", "first chunk", "mid-transfer", "commit", "decoding"),
 }
-SHARES = {"prefill": (6.0, 1.0), "decode": (6.0, 1.0), "router": (3.0, 1.0)}  # of kill and stop
+SHARES = {"prefill": (6.0, 1.0), "decode": (6.0, 1.0), "mixed": (6.0, 1.0), "router": (3.0, 1.0)}  # of kill and stop
 
 
 async def process(round_: Round, do: str, role: str, phase: str) -> None:
@@ -110,7 +111,7 @@ def _cell(do: str, role: str, phase: str, share: float) -> Cell:
         act=partial(process, do=do, role=role, phase=phase),
         share=share,
         allowed=allowed_of(role),
-        shape="small" if phase in CROWDED else "pools",
+        shape="mixed" if role == "mixed" else "small" if phase in CROWDED else "pools",
         is_crowded=phase in CROWDED,
     )
 

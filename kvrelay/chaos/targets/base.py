@@ -21,6 +21,7 @@ class Shape:
     name: str = "pools"
     prefill: int = 2
     decode: int = 2
+    mixed: int = 0
     ranks: int = 1  # processes of decode-0
     num_pages: int = 256  # of each worker
     under_ray: bool = False
@@ -52,7 +53,7 @@ class Target(Protocol):
         """End it; returns the ids of its processes that are left."""
 
     def names(self, role: str) -> list[str]:
-        """prefill, decode, router, controller: those that there are, in order."""
+        """prefill, decode, mixed, router, controller: those that there are, in order. Mixed ones are of all three."""
 
     def pid(self, name: str) -> int:
         """Of the process that runs under the name now; 0 while there is none."""

@@ -16,7 +16,7 @@ from worker.options import WorkerOptions
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
 
 PRELOAD = (
-    *("engine.engine", "worker.driver", "prefill_worker.driver", "decode_worker.driver"),
+    *("engine.engine", "worker.driver", "prefill_worker.driver", "decode_worker.driver", "mixed_worker.driver"),
     "cluster.deploy.router_service",
 )
 LOOPBACK = "127.0.0.1"

@@ -30,6 +30,7 @@ from kvrelay.chaos.targets.base import ROUTER, ProcessState, Shape, states_of
 from kvrelay.chaos.targets.members import PRELOAD, run_router, run_worker
 from kvrelay.chaos.targets.proxy import Proxy
 from worker.options import worker_options
+from worker.roles import PHASES
 
 POLL_S = 0.005
 START_S = 120.0
@@ -69,8 +70,9 @@ class ProcessCluster:
         self._folder = folder
         self._engine = {**engine, "num_pages": shape.num_pages}
         self._worker, self._router = dict(worker), dict(router)
-        self._members = {f"prefill-{i}": Member(f"prefill-{i}", "prefill") for i in range(shape.prefill)}
-        self._members |= {f"decode-{i}": Member(f"decode-{i}", "decode") for i in range(shape.decode)}
+        counts = {"prefill": shape.prefill, "decode": shape.decode, "mixed": shape.mixed}
+        self._workers = {f"{role}-{i}": role for role, count in counts.items() for i in range(count)}
+        self._members = {name: Member(name, role) for name, role in self._workers.items()}
         self._members[ROUTER] = Member(ROUTER, "router")
         self._addresses: list[tuple[str, str, str]] = []  # of the workers, as the router is told
         self._advertised: dict[str, str] = {}
@@ -95,7 +97,7 @@ class ProcessCluster:
         first = self._context.Process(target=os.getpid)  # returns when the fork server has imported all that
         first.start()
         await asyncio.to_thread(first.join)
-        for name in [*self.names("prefill"), *self.names("decode")]:
+        for name in self._workers:
             for_router = await self._listen(name, lambda _: ROUTER)
             self._addresses.append((name, self._members[name].role, for_router))
             self._advertised[name] = await self._listen(name, self._owner_of)
@@ -188,7 +190,8 @@ class ProcessCluster:
     # Who is there
 
     def names(self, role: str) -> list[str]:
-        return [name for name, member in self._members.items() if member.role == role]
+        mixed = ("mixed", *PHASES)
+        return [n for n, m in self._members.items() if m.role == role or (m.role == "mixed" and role in mixed)]
 
     def pid(self, name: str) -> int:
         process = self._members[name].process
@@ -240,7 +243,7 @@ class ProcessCluster:
 
     def _owner_of(self, port: int) -> str:
         """The worker whose connection comes from this port."""
-        for name in [*self.names("prefill"), *self.names("decode")]:
+        for name in self._workers:
             with contextlib.suppress(psutil.Error):
                 if any(at.laddr.port == port for at in psutil.Process(self.pid(name)).net_connections("tcp")):
                     return name
