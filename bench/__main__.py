@@ -20,6 +20,7 @@ NAMES = (
     "flood",
     "guards",
     "e2e",
+    "arrangements",
     "startup",
     "simulator",
     "roofline",

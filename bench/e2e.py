@@ -245,11 +245,11 @@ def measure(rates: Sequence[float], repeats: int, seconds: float, patience_s: fl
     runs: list[Run] = []
     with cluster(spec(demo_model("125m"))) as served:
         for rate in [*rates] * repeats:
-            runs.append(_play(served, rate, seconds, len(runs)))
+            runs.append(play(served, rate, seconds, len(runs)))
         deadline_s = time.monotonic() + patience_s
         while (noisy := _fewest_quiet(runs, rates, repeats)) is not None and time.monotonic() < deadline_s:
             wait_quiet(deadline_s - time.monotonic(), say=console.print)
-            runs.append(_play(served, noisy, seconds, len(runs)))
+            runs.append(play(served, noisy, seconds, len(runs)))
         return runs, served.ready_s
 
 
@@ -259,7 +259,7 @@ def _fewest_quiet(runs: Sequence[Run], rates: Sequence[float], wanted: int) -> f
     return fewest if counts[fewest] < wanted else None
 
 
-def _play(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
+def play(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
     """`seed`: another one each time, so that no prompt is in a prefix cache."""
     before = {"busy_cores_before": round(other_cores(1.0), 3), "load_average_before": os.getloadavg()[0]}
     result = {**before, **asyncio.run(play_rate(served, rate, seconds, seed))}

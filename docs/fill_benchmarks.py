@@ -93,6 +93,16 @@ def e2e(result: Mapping[str, Any]) -> str:
     return f"{shown}\n\nHeld to {result['held_per_s']:g} requests/s. Ready after {result['ready_s']:.1f} s."
 
 
+def arrangements(result: Mapping[str, Any]) -> str:
+    rates = [f"{row['asked_per_s']:g}/s" for row in next(iter(result["rows"].values()))]
+    rows: list[list[object]] = []
+    for name, of_rates in result["rows"].items():
+        p90 = [slashed([row["latency_ms"][metric]["p90"] for metric in ("ttft", "tpot")]) for row in of_rates]
+        cells = [f"{row['attainment']:.0%} ({times})" for row, times in zip(of_rates, p90, strict=True)]
+        rows.append([name, *cells, f"{result['goodput'][name]:g}/s"])
+    return table(["arrangement", *rates, "90% within both to"], rows)
+
+
 def handoff(result: Mapping[str, Any]) -> str:
     rows = [
         [f"{row['model']}, {row['prompt_tokens']}, {way}", f"{row['mbytes']:.0f}", f"{speed:.1f}"]
@@ -520,6 +530,7 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "chaos": chaos,
     "e2e": e2e,
+    "arrangements": arrangements,
     "fuzz": fuzz,
     "handoff": handoff,
     "paper_distserve": paper_distserve,

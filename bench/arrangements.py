@@ -1,0 +1,111 @@
+"""Which arrangement of workers serves most on this machine: one pool for each phase, or workers of both, in turns.
+
+    python -m bench.arrangements [--quick] [--rates 1,2,3,4,6] [--repeats 3] [NAMES...]
+
+The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7M parameters in bf16, prompts of 128 to
+384 and outputs of 32 to 96 tokens, Poisson arrivals). In each repeat each arrangement is started, played at every rate
+with the same requests, and stopped; the next repeat begins with another one. The table shows medians over repeats: the
+share of requests within TTFT 500 ms and TPOT 50 ms, and from the rates that were played how many requests a second are
+served within them. Kept in bench/results/arrangements.json. Exit code 1 when a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from bench.common import about, demo_model, save
+from bench.e2e import SECONDS, Run, cluster, console, median_of, play, problems_of, spec
+
+RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
+QUICK_SECONDS = 10.0
+BOTH = {"role": "mixed", "kv_memory": "512MiB"}
+
+
+def arrangements() -> dict[str, list[dict[str, Any]]]:
+    """The pools of each, by name."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    halves = [BOTH | {"name": f"mixed-{i}", "threads": 1, "cpus": [core]} for i, core in enumerate((first, second))]
+    whole = BOTH | {"threads": 2, "cpus": [first, second]}
+    return {
+        "1P1D, a core each": spec(demo_model("125m"))["pools"],
+        "one mixed, chunks of 128": [whole],
+        "one mixed, chunks of 32": [whole | {"chunk_tokens": 32}],
+        "two mixed, a core each": halves,
+    }
+
+
+def measure(names: Sequence[str], rates: Sequence[float], repeats: int, seconds: float) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
+            console.print(f"[bold]{name}")
+            with cluster(spec(demo_model("125m")) | {"pools": arrangements()[name]}) as served:
+                runs[name] += [play(served, rate, seconds, 100 * repeat + i) for i, rate in enumerate(rates)]
+    return runs
+
+
+def goodput(rows: Sequence[dict[str, Any]], wanted: float = 0.9) -> float:
+    """The rate at which so many are still within both targets: straight between the rates that were played."""
+    best = 0.0
+    for below, above in zip(rows, [*rows[1:], None], strict=True):
+        if below["attainment"] < wanted:
+            break
+        best = below["asked_per_s"]
+        if above is not None and above["attainment"] < wanted:
+            share = (below["attainment"] - wanted) / (below["attainment"] - above["attainment"])
+            best += share * (above["asked_per_s"] - best)
+    return round(best, 2)
+
+
+def shown(rows: dict[str, list[dict[str, Any]]], rates: Sequence[float]) -> Table:
+    table = Table(title="Within TTFT 500 ms and TPOT 50 ms (TTFT P90 / TPOT P90 in ms)", title_justify="left")
+    table.add_column("arrangement", no_wrap=True)
+    for rate in rates:
+        table.add_column(f"{rate:g}/s", justify="right")
+    table.add_column("90% to", justify="right")
+    for name, of_rates in rows.items():
+        latency = [(row["latency_ms"]["ttft"]["p90"], row["latency_ms"]["tpot"]["p90"]) for row in of_rates]
+        cells = [
+            f"{row['attainment']:.0%} ({ttft:.0f}/{tpot:.0f})"
+            for row, (ttft, tpot) in zip(of_rates, latency, strict=True)
+        ]
+        table.add_row(name, *cells, f"{goodput(of_rates):g}/s")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.arrangements", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
+    parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
+    parser.add_argument("--repeats", type=int, help="of each; default 3")
+    parser.add_argument("names", nargs="*", help="of the arrangements; all when none is given")
+    args = parser.parse_args()
+    rates = args.rates or ((1.0, 3.0) if args.quick else RATES)
+    repeats = args.repeats or (1 if args.quick else 3)
+    if unknown := set(args.names) - arrangements().keys():
+        parser.error(f"{min(unknown)!r} is no arrangement; give some of {', '.join(map(repr, arrangements()))}")
+    head = about()
+    names = args.names or list(arrangements())
+    runs = measure(names, rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
+    rows = {
+        name: [median_of([one for one in of_name if one["asked_per_s"] == rate]) for rate in rates]
+        for name, of_name in runs.items()
+    }
+    console.print(shown(rows, rates))
+    if not args.quick:
+        held = {name: goodput(of_name) for name, of_name in rows.items()}
+        path = save("arrangements", {**head, "goodput": held, "rows": rows, "runs": runs})
+        console.print(f"written to {os.path.relpath(path)}")
+    problems = [f"{name}, {text}" for name, of_name in runs.items() for one in of_name for text in problems_of(one)]
+    for problem in problems:
+        console.print(f"[red]{problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
