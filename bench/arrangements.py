@@ -19,10 +19,9 @@ from typing import Any
 from rich.table import Table
 
 from bench.common import about, demo_model, save
-from bench.e2e import SECONDS, Run, cluster, console, median_of, play, problems_of, spec
+from bench.e2e import QUICK_SECONDS, SECONDS, Run, cluster, console, median_of, play, problems_of, spec
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
-QUICK_SECONDS = 10.0
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
 
 

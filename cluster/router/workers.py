@@ -122,24 +122,28 @@ class Workers:
     def take(self, request: RoutedRequest, placed: Placed, now: float) -> None:
         """The request, in which the workers are noted, goes to them."""
         self.prefill.add(placed.prefill, request)
-        self.decode.promise(placed.decode, request)
-        self.prefill.note(request.decode)
+        self._promise(placed.decode, request)
         self.health.on_placed(request, now)
 
     def move(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
         """It belongs to another decode worker from now on."""
         self.health.on_over(request)
-        self.decode.drop(request)
-        self.prefill.note(request.decode)
+        self._drop(request)
         request.decode = to.view.name
-        self.decode.promise(to, request)
-        self.prefill.note(request.decode)
+        self._promise(to, request)
         self.health.on_placed(request, now)
 
     def release(self, request: RoutedRequest) -> None:
         """It is over."""
         self.health.on_over(request)
         self.prefill.drop(request)
+        self._drop(request)
+
+    def _promise(self, to: DecodeAccount, request: RoutedRequest) -> None:
+        self.decode.promise(to, request)
+        self.prefill.note(to.view.name)
+
+    def _drop(self, request: RoutedRequest) -> None:
         self.decode.drop(request)
         self.prefill.note(request.decode)
 

@@ -12,10 +12,8 @@ from heapq import heappop, heappush
 
 from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
-from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
-from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher
@@ -26,20 +24,11 @@ from placement.simulator.reporting import Reporter
 
 
 class DecodeMachine(Decoder):
-    def __init__(
-        self,
-        router: Dispatcher,
-        worker: SimWorker,
-        pool: PagePool,
-        host: Host | None = None,
-        policy: DecodePolicy | None = None,
-    ) -> None:
-        """`policy`: where it is made already, over the pool."""
+    def __init__(self, router: Dispatcher, worker: SimWorker, policy: DecodePolicy, host: Host | None = None) -> None:
         super().__init__(worker.name)
         self.router = router
         self.worker = worker
-        assert isinstance(worker.policy, DecodeOptions), worker.name
-        self.policy = policy or DecodePolicy(pool, worker.policy, name=worker.name)
+        self.policy = policy
         self._run = DecodeRun(self.policy)
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False

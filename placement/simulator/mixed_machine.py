@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.router.accounts import Report
-from engine.pages.pool import PagePool
-from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
 from placement.latency.base import DecodeLine
 from placement.simulator.attempt import Attempt, Dispatcher
@@ -21,11 +19,10 @@ from prefill_worker.policy import PrefillBatch
 
 
 class MixedMachine(DecodeMachine):
-    def __init__(self, router: Dispatcher, worker: SimWorker, pool: PagePool) -> None:
-        assert isinstance(worker.policy, MixedOptions), worker.name
-        self.both = MixedPolicy(pool, worker.policy, name=worker.name)
-        super().__init__(router, worker, pool, policy=self.both.decode)
-        self.prompts = PromptSide(self, pool)
+    def __init__(self, router: Dispatcher, worker: SimWorker, policy: MixedPolicy) -> None:
+        super().__init__(router, worker, policy.decode)
+        self.both = policy
+        self.prompts = PromptSide(self)
         self._batch: PrefillBatch | None = None  # of the step under way
 
     def report(self, made_s: float) -> Report:
@@ -84,8 +81,8 @@ class MixedMachine(DecodeMachine):
 class PromptSide(PrefillMachine):
     """Of a MixedMachine: `decode` of a request that stays is that machine."""
 
-    def __init__(self, machine: MixedMachine, pool: PagePool) -> None:
-        super().__init__(machine.router, machine.worker, pool, policy=machine.both.prefill)
+    def __init__(self, machine: MixedMachine) -> None:
+        super().__init__(machine.router, machine.worker, machine.both.prefill)
         self.machine = machine
         self.reporter = machine.reporter
 

@@ -63,8 +63,8 @@ class CountedPool(PagePool):
         assert 0 <= self._left <= self.num_pages, f"{self._left} of {self.num_pages} pages are left"
 
     def check_holders(self, held: dict[int, int]) -> None:
-        most = self.num_pages - self._left + self._held_twice
-        assert sum(held.values()) <= most, f"{sum(held.values())} pages are held, and {most} given out"
+        given = self.num_pages - self._left + self._held_twice
+        assert sum(held.values()) == given, "the pages held are not those that are missing"
 
 
 def block_hashes(blocks: Sequence[int], block_len: int, prompt_len: int, page_size: int) -> list[PageHash]:

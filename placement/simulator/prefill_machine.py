@@ -7,31 +7,20 @@ is computed, over a link that all handoffs of the worker share, and must fit in 
 from __future__ import annotations
 
 from cluster.router.accounts import Report
-from engine.pages.pool import PagePool
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.reporting import Reporter
-from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
 
 
 class PrefillMachine(Prefiller):
-    def __init__(
-        self,
-        router: Dispatcher,
-        worker: SimWorker,
-        pool: PagePool,
-        host: Host | None = None,
-        policy: PrefillPolicy | None = None,
-    ) -> None:
-        """`policy`: where it is made already, over the pool."""
+    def __init__(self, router: Dispatcher, worker: SimWorker, policy: PrefillPolicy, host: Host | None = None) -> None:
         super().__init__(worker.name)
         self.router = router
         self.worker = worker
-        assert isinstance(worker.policy, PrefillOptions), worker.name
-        self.policy = policy or PrefillPolicy(pool, worker.policy)
+        self.policy = policy
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
         self.is_busy = False  # its first stage

@@ -15,7 +15,11 @@ from __future__ import annotations
 import math
 
 from cluster.router.accounts import WorkerView
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
+from mixed_worker.options import MixedOptions
+from mixed_worker.policy import MixedPolicy
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.decode_machine import DecodeMachine
@@ -27,6 +31,8 @@ from placement.simulator.pages import CountedPool
 from placement.simulator.prefill_machine import PrefillMachine
 from placement.simulator.router_machine import OnAssigned, RouterMachine
 from placement.workload.requests import Workload
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillPolicy
 
 
 def simulate(cluster: SimCluster, workload: Workload) -> Outcome:
@@ -74,16 +80,20 @@ class Simulation:
         pool = (PagePool if has_hits else CountedPool)(worker.num_pages, worker.page_size)
         host = self._hosts.get(worker.name)
         view = WorkerView(name=worker.name, role=worker.role, total_pages=worker.num_pages, page_size=worker.page_size)
+        options = worker.policy
         if worker.role == "prefill":
-            prefill = PrefillMachine(self.router, worker, pool, host)
+            assert isinstance(options, PrefillOptions), worker.name
+            prefill = PrefillMachine(self.router, worker, PrefillPolicy(pool, options), host)
             self.machines[worker.name] = prefill
             self.router.on_worker_up(view, prefill, None)
         elif worker.role == "decode":
-            decode = DecodeMachine(self.router, worker, pool, host)
+            assert isinstance(options, DecodeOptions), worker.name
+            decode = DecodeMachine(self.router, worker, DecodePolicy(pool, options, name=worker.name), host)
             self.machines[worker.name] = decode
             self.router.on_worker_up(view, None, decode)
         else:
-            mixed = MixedMachine(self.router, worker, pool)
+            assert isinstance(options, MixedOptions), worker.name
+            mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
             self.machines[worker.name] = mixed
             self.router.on_worker_up(view, mixed.prompts, mixed)
 

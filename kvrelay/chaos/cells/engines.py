@@ -12,10 +12,10 @@ from kvrelay.chaos.round import Round
 FOREVER = 10**9
 
 
-async def engine(round_: Round, do: str, phase: str, times: int, for_s: float = 0.0, of: str = "") -> None:
-    """Once, or from then on. `of`: the role of the worker, where it is not the one that computes the phase."""
-    at, role = PHASES[phase]
-    victim = round_.rng.choice(round_.cluster.names(of or role))
+async def engine(round_: Round, do: str, role: str, phase: str, times: int, for_s: float = 0.0) -> None:
+    """Once, or from then on."""
+    at, _ = PHASES[phase]
+    victim = round_.rng.choice(round_.cluster.names(role))
     await in_phase(round_, phase, victim, do=do, times=times, for_s=for_s, at=at if times == 1 else "step")
     if round_.missed:
         round_.fault()
@@ -40,7 +40,7 @@ async def poison(round_: Round) -> None:
 
 
 def _cells(role: str, phase: str, shape: str = "pools") -> list[Cell]:
-    act = partial(engine, phase=phase, of=role)
+    act = partial(engine, role=role, phase=phase)
     ways = {
         "fail": ("engine-failed", partial(act, do="fail", times=1), 60),
         "nan": ("engine-failed", partial(act, do="nan", times=1), 60),

@@ -14,6 +14,7 @@ from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
+from placement.simulator.mixed_machine import MixedMachine
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload
@@ -77,6 +78,8 @@ def play(setup: SimCluster, workload: Workload) -> tuple[Simulation, Outcome]:
     for machine in simulation.machines.values():
         if not machine.is_dead:
             machine.policy.check_invariants()
+            if isinstance(machine, MixedMachine):
+                machine.prompts.policy.check_invariants()
             assert machine.policy.pool.available == machine.worker.num_pages, machine.name
     return simulation, outcome
 
