@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Any
 
 from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from worker.step_costs import StepCosts
 
 FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
@@ -56,6 +58,14 @@ def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
         eos_token_ids=info.eos_token_ids,
         fingerprint=info.fingerprint,
     )
+
+
+def step_costs_to_proto(costs: StepCosts) -> pb.StepCosts:
+    return pb.StepCosts(**asdict(costs))
+
+
+def step_costs_from_proto(costs: pb.StepCosts) -> StepCosts:
+    return StepCosts(**{field.name: getattr(costs, field.name) for field in fields(StepCosts)})
 
 
 def token_output(

@@ -26,7 +26,7 @@ from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
-from worker.convert import model_info_to_proto
+from worker.convert import model_info_to_proto, step_costs_to_proto
 from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
@@ -183,6 +183,9 @@ class Worker(Generic[RoleT]):
         report.draining = self.is_draining
         report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
         report.num_tasks = self.clock.num_tasks
+        report.prompt_share = self._watched.times.prompt_share
+        if costs := self._watched.times.costs():
+            report.step_costs.CopyFrom(step_costs_to_proto(costs))
         report.counters.update(self.counters)
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens

@@ -1,4 +1,5 @@
-"""WatchedEngine is a worker's engine, of which can be seen from outside its thread since when it is at which step.
+"""WatchedEngine is a worker's engine, of which can be seen from outside its thread since when it is at which step, and
+what steps take.
 
 It decides one thing: that a step has run too long. A thread that hangs cannot be ended, so what follows is the end of
 the process, and that is for whoever keeps the worker (Worker.wait_broken).
@@ -6,12 +7,14 @@ the process, and that is for whoever keeps the worker (Worker.wait_broken).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from engine.errors import EngineBroken
 from engine.pending import PendingStep
 from engine.types import SampledToken, Step
+from worker.step_times import StepTimes
 
 T = TypeVar("T")
 NAMED = 8  # requests of a step that hangs
@@ -31,15 +34,28 @@ class WatchedEngine:
         self._engine = engine
         self._now_s = now_s
         self._running: tuple[Step, float] | None = None  # what the engine's thread is at, and since when
+        self._begun: deque[tuple[PendingStep, float]] = deque(maxlen=2)  # and when
+        self._ended_s = 0.0  # of the last step
+        self.times = StepTimes()
 
     def step(self, step: Step) -> list[SampledToken]:
-        return self._watched(step, lambda: self._engine.step(step))
+        begun_s = self._now_s()
+        tokens = self._watched(step, lambda: self._engine.step(step))
+        self._note(step, begun_s)
+        return tokens
 
     def begin(self, step: Step) -> PendingStep:
-        return self._watched(step, lambda: self._engine.begin(step))
+        begun_s = self._now_s()
+        pending = self._watched(step, lambda: self._engine.begin(step))
+        self._begun.append((pending, begun_s))
+        return pending
 
     def result(self, step: Step, pending: PendingStep) -> list[SampledToken]:
-        return self._watched(step, pending.result)
+        tokens = self._watched(step, pending.result)
+        for begun, begun_s in self._begun:
+            if begun is pending:
+                self._note(step, max(begun_s, self._ended_s))  # it ran behind the one before it
+        return tokens
 
     def probe(self) -> SampledToken:
         return self._watched(Step(chunks=()), self._engine.probe)
@@ -56,6 +72,12 @@ class WatchedEngine:
         if running is not None and (age_s := self._now_s() - running[1]) > timeout_s:
             what = _described(running[0])
             raise EngineBroken(f"{what} has not ended after {age_s:.1f} s; step_timeout_s is {timeout_s:g}")
+
+    def _note(self, step: Step, begun_s: float) -> None:
+        self._ended_s = self._now_s()
+        decoded = [chunk.start + 1 for chunk in step.chunks if chunk.start and len(chunk.token_ids) == 1]
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in step.chunks) - len(decoded)
+        self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s)
 
     def _watched(self, step: Step, call: Callable[[], T]) -> T:
         self._running = step, self._now_s()

@@ -75,6 +75,7 @@ async def check_request(
         prompt_ids=prompt_ids,
         owner=CALLER.get(),
         cache_salt=cache_salt,
+        slo=(_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms)),
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
@@ -106,6 +107,12 @@ def _cache_salt(given: str, caller: str) -> str:
     if len(given) > MAX_ID_CHARS or not given.isprintable():
         raise InvalidRequest(f"cache_salt has {len(given)} characters; give at most {MAX_ID_CHARS}, all printable")
     return f"{caller}\n{given}" if caller else given
+
+
+def _target_s(key: str, given_ms: float) -> float:
+    if not 0 <= given_ms < float("inf"):
+        raise InvalidRequest(f"{key} is {given_ms:g}; give milliseconds above 0, or 0 for the router's own target")
+    return given_ms / 1e3
 
 
 async def _prompt_ids(

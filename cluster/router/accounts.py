@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.pages.pool import PageHash
+from worker.step_costs import StepCosts
 
 DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
 
@@ -25,6 +26,8 @@ class WorkerView:
     total_pages: int
     page_size: int
     incarnation: str = ""
+    step_tokens: int = 0  # of prompts that a step computes at most; 0: none, or not known
+    chunk_tokens: int = 0  # of prompts in one that decodes, too
 
     @property
     def life(self) -> str:
@@ -56,6 +59,8 @@ class Report:
     step_age_s: float = 0.0  # how long its step has been running
     loop_lag_s: float = 0.0  # by how much its event loop was late, at worst, of late
     peers: tuple[PeerTrouble, ...] = ()  # prefill
+    costs: StepCosts | None = None  # of its steps; None: not known yet
+    prompt_share: float = 0.0  # mixed: tokens of prompts in a step that decodes, of late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,8 @@ class RequestShape:
     page_hashes: Sequence[PageHash] = ()
     past: Past = FRESH
     owner: str = ""  # the client whose it is; empty: not known
+    slo_ttft_s: float = 0.0  # the time to its first token that it wants; 0: the router's
+    slo_tpot_s: float = 0.0  # likewise for each token after it
 
 
 @dataclass(slots=True)

@@ -170,6 +170,8 @@ class Dispatcher:
             page_hashes=self._served.page_hashes(live.hashes, live.output_ids),
             past=live.past,
             owner=live.owner,
+            slo_ttft_s=live.slo[0],
+            slo_tpot_s=live.slo[1],
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:

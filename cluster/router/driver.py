@@ -39,7 +39,7 @@ from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
-from worker.convert import FINISH_REASON_FROM_PROTO
+from worker.convert import FINISH_REASON_FROM_PROTO, step_costs_from_proto
 from worker.recording import record_calls
 from worker.wire.tls import TlsFiles
 
@@ -180,6 +180,8 @@ class Router:
             total_pages=hello.num_pages,
             page_size=hello.page_size,
             incarnation=hello.worker.incarnation,
+            step_tokens=int(hello.limits.get("max_batch_tokens", 0)),
+            chunk_tokens=int(hello.limits.get("chunk_tokens", 0)),
         )
         self._dispatcher.pardon(view.life)
         misfits = self.policy.on_worker_up(view, self._clock())
@@ -205,6 +207,8 @@ class Router:
                 step_age_s=report.step_age_ms / 1e3,
                 loop_lag_s=report.loop_lag_ms / 1e3,
                 peers=self._troubles(report, now),
+                costs=step_costs_from_proto(report.step_costs) if report.HasField("step_costs") else None,
+                prompt_share=report.prompt_share,
             ),
             now,
         )

@@ -46,6 +46,14 @@ class RouterOptions:
         60.0, "how long a request waits while a role has no worker at all; 0: it fails at once", unit="s", ge=0
     )
 
+    slo_ttft_ms: float = knob(
+        0.0,
+        "that a request's first token should take, unless it says otherwise; by it, and by `slo_tpot_ms`, requests are "
+        "placed where there are mixed workers; 0: no target",
+        unit="ms",
+        ge=0,
+    )
+    slo_tpot_ms: float = knob(0.0, "likewise for each token after the first", unit="ms", ge=0)
     refuse_late: bool = knob(
         False,
         "whether a request that the queue would keep beyond its deadline, at the rate of late, is refused at once with "

@@ -3,7 +3,8 @@ asked notes the choice (cluster/router/policy.py).
 
 The decode worker is chosen after the prefill worker, because a pair may be unable to hand over: then another prefill
 worker is taken, if there is one for which nothing stands against it. A worker that computes both phases keeps the
-requests whose prompts it reads, as long as it has pages for them.
+requests whose prompts it reads, as long as it has pages for them. Where there are such workers, and targets to keep,
+both are chosen at once, by what is predicted (cluster/router/predicting.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
+from cluster.router.options import RouterOptions
+from cluster.router.predicting import Target, best_predicted
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -25,13 +28,14 @@ MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 class Placed:
     prefill: PrefillAccount
     decode: DecodeAccount
+    predicted: str = ""  # in words
 
     def reason(self, shape: RequestShape) -> str:
         prefill, decode = self.prefill, self.decode
         return (
             f"{prefill.view.name}: {prefill.queued_tokens} prompt tokens queued, {prefill.cached_len(shape)} of "
             f"{shape.prompt_len} cached; {decode.view.name}: {decode.free_pages} of {decode.view.total_pages} "
-            f"pages free, batch {decode.batch}"
+            f"pages free, batch {decode.batch}{'; ' if self.predicted else ''}{self.predicted}"
         )
 
 
@@ -45,12 +49,13 @@ class Unplaced:
 
 class Placing:
     def __init__(
-        self, prefill: PrefillCandidates, decode: DecodeCandidates, health: Health, max_backlog_tokens: int
+        self, prefill: PrefillCandidates, decode: DecodeCandidates, health: Health, options: RouterOptions
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._health = health
-        self._max_backlog_tokens = max_backlog_tokens
+        self._max_backlog_tokens = options.max_backlog_tokens
+        self._target = Target(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
 
     def why_never(self, shape: RequestShape) -> str:
         """Why no worker that is there could ever serve it, even alone; empty if one could."""
@@ -67,6 +72,8 @@ class Placing:
 
     def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
         shape, past = request.shape, request.past
+        if (predicted := self._predicted(request, now)) is not None:
+            return predicted
         unheard = self._unheard_since(past.died_s) if past.deaths else []
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
@@ -93,6 +100,27 @@ class Placing:
             shunned = {**shunned, name: (BROKEN, now)}
         assert first is not None
         return first
+
+    def _predicted(self, request: RoutedRequest, now: float) -> Placed | None:
+        """Where its targets are kept at the least cost to others. None where there is no target or no choice between
+        kinds of workers, where something stands against a placement, or too little is known."""
+        shape, past, asked = request.shape, request.past, self._target
+        target = Target(ttft_s=shape.slo_ttft_s or asked.ttft_s, tpot_s=shape.slo_tpot_s or asked.tpot_s)
+        if past.avoid or past.deaths or not (target.ttft_s or target.tpot_s) or not self._prefill.has_both:
+            return None
+        prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))
+        best = best_predicted(
+            shape,
+            target,
+            now - request.queued_s,
+            [account for account in prefills if not self._backlog(account, shape)],
+            self._decode.few(shape, self._health.shunned(past, DECODE, now)),
+            lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
+        )
+        if best is None:
+            return None
+        words = target.words(best.read.takes_s, best.written.takes_s)
+        return Placed(prefill=best.prefill, decode=best.decode, predicted=words)
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""

@@ -26,7 +26,7 @@ class Workers:
         self.prefill = prefill or PrefillCandidates()
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
-        self.placing = Placing(self.prefill, self.decode, self.health, options.max_backlog_tokens)
+        self.placing = Placing(self.prefill, self.decode, self.health, options)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options
 

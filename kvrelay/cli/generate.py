@@ -60,6 +60,10 @@ class Sampling:
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
 
     cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes with the same salt only.")] = None
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Time its first token should take. Default: the server's.")
+    ] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Likewise each token after it.")] = None
 
     def options(self) -> GenerateOptions:
         """Those that were given. Raises KvrelayError."""

@@ -37,6 +37,8 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     request = generate_pb2.GenerateRequest()
     for key in ("model", "request_id", "cache_salt"):
         _set(request, key, values.pop(key, ""))
+    for key in ("slo_ttft_ms", "slo_tpot_ms"):
+        _set(request, key, values.pop(key, 0.0))
     if isinstance(prompt, str):
         _set(request, "text", prompt, "prompt")
     else:

@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     model [the one served], request_id [made by the server].
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
         another has asked; where clients have names, each shares with itself only.
+    slo_ttft_ms, slo_tpot_ms [the server's]: what its first token, and each after it, should take; it is placed by them.
     """
 
     temperature: float
@@ -70,6 +71,8 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     request_id: str
     cache_salt: str
+    slo_ttft_ms: float
+    slo_tpot_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

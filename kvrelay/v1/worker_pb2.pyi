@@ -230,7 +230,7 @@ class Outputs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks")
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,8 @@ class WorkerReport(_message.Message):
     LOOP_LAG_MS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
     made_ns: int
     last_submit_seq: int
     num_waiting: int
@@ -274,7 +276,23 @@ class WorkerReport(_message.Message):
     loop_lag_ms: int
     peers: _containers.RepeatedCompositeFieldContainer[PeerHealth]
     num_tasks: int
-    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+    step_costs: StepCosts
+    prompt_share: float
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ...) -> None: ...
+
+class StepCosts(_message.Message):
+    __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_S_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    BOTH_S_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    prompt_token_s: float
+    request_s: float
+    context_token_s: float
+    both_s: float
+    def __init__(self, fixed_s: _Optional[float] = ..., prompt_token_s: _Optional[float] = ..., request_s: _Optional[float] = ..., context_token_s: _Optional[float] = ..., both_s: _Optional[float] = ...) -> None: ...
 
 class PeerHealth(_message.Message):
     __slots__ = ("name", "incarnation", "failures", "reason", "age_ms")

@@ -100,7 +100,9 @@ def assemble(
     for offer, pool in zip(offers, candidate.pools, strict=True):
         if pool.role != "decode":
             offer = replace(offer, latency=narrowed(offer.latency, takers))
-        workers += [sim_worker(f"{pool.role}-{i}", pool.role, offer, _policy(pool)) for i in range(pool.replicas)]
+        first = sum(worker.role == pool.role for worker in workers)
+        names = [f"{pool.role}-{first + i}" for i in range(pool.replicas)]
+        workers += [sim_worker(name, pool.role, offer, _policy(pool)) for name in names]
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
     cluster = SimCluster(
         workers=tuple(workers),

@@ -27,6 +27,7 @@ from mixed_worker.policy import MixedPolicy
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
 from worker.plain import plain
+from worker.step_costs import StepCosts
 
 POLICIES = {
     "RouterPolicy": RouterOptions,
@@ -34,7 +35,9 @@ POLICIES = {
     "DecodePolicy": DecodeOptions,
     "MixedPolicy": MixedOptions,
 }
-TOLD = {kind.__name__: kind for kind in (Past, PeerTrouble, Report, RequestShape, WorkerView)}  # passed to a policy
+TOLD = {
+    kind.__name__: kind for kind in (Past, PeerTrouble, Report, RequestShape, StepCosts, WorkerView)
+}  # passed to a policy
 CONTEXT = 4  # calls told before a difference
 
 

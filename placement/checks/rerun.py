@@ -25,26 +25,28 @@ from placement.simulator.simulate import Simulation
 from placement.workload.requests import Workload
 from worker.options import REPORT_GAP_S
 from worker.roles import kind_of
+from worker.step_costs import StepCosts
+from worker.step_times import StepTimes
+
+Held = tuple[int, int, int]  # tokens of prompts, requests that decode, their context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """A LatencyModel of one worker, fitted to its recorded steps: base + each token, request or token of context."""
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """A LatencyModel of one worker, fitted to its recorded steps."""
 
-    prefill: tuple[float, float] = (0.0, 0.0)  # s, s for each token
-    decode: tuple[float, float, float] = (0.0, 0.0, 0.0)  # s, s for each request, s for each token of context
+    costs: StepCosts
     source: str = "fitted to recorded steps"
     stages: int = 1
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.prefill[0] + self.prefill[1] * sum(tokens for tokens, _ in chunks)
+        return self.costs.step_s(sum(tokens for tokens, _ in chunks), 0, 0, both=0)
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        base, each, per_token = self.decode
-        return DecodeLine(base + each * batch_size + per_token * context_tokens, per_token)
+        return DecodeLine(self.costs.step_s(0, batch_size, context_tokens, both=0), self.costs.context_token_s)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
-        return self.prefill_s(chunks) + self.decode_line(batch_size, context_tokens).step_s - self.prefill[0]
+        return self.costs.step_s(sum(tokens for tokens, _ in chunks), batch_size, context_tokens, both=1)
 
     def transfer_s(self, num_tokens: int) -> float:
         return 0.0
@@ -168,27 +170,27 @@ def _worker(recording: Recording) -> SimWorker:
     return sim_worker(recording.name, role, model, kind_of(role).load_options()(**recording.limits))
 
 
-def fitted(recording: Recording) -> StepTimes:
-    """The times between next_batch and on_batch_done, by least squares over what the batches held."""
-    steps = [(held, end_s - begun_s) for held, begun_s, end_s in _steps(recording)]
-    if not steps:
+def fitted(recording: Recording) -> RecordedSteps:
+    """The times between next_batch and on_batch_done, by what the batches held."""
+    times = StepTimes()
+    for held, begun_s, end_s in _steps(recording):
+        times.note(*held, end_s - begun_s)
+    costs = times.costs(enough=1)
+    if costs is None:
         raise RecordingError(f"{recording.name} ran no step; give the recording of a run in which it worked")
-    base_s, token_s, request_s, context_s = _least_squares(
-        np.array([held for held, _ in steps]), np.array([took_s for _, took_s in steps])
-    )
-    return StepTimes(prefill=(base_s, token_s), decode=(base_s, request_s, context_s))
+    return RecordedSteps(costs)
 
 
-def _steps(recording: Recording) -> Iterator[tuple[list[float], float, float]]:
+def _steps(recording: Recording) -> Iterator[tuple[Held, float, float]]:
     """What each held, when it was made and when it was done. A mixed worker's two batches of one step are one."""
-    decode: tuple[list[float], float, float] | None = None
+    decode: tuple[Held, float, float] | None = None
     for call in recording.calls:
         if not call.method.endswith("on_batch_done"):
             continue
         made = recording.calls[call.args[0]["result"]]
         step = (_held(made.result), made.at_s, call.at_s)
         if decode is not None and "PrefillBatch" in made.result and decode[1] <= made.at_s <= decode[2]:
-            yield [max(pair) for pair in zip(decode[0], step[0], strict=True)], decode[1], call.at_s
+            yield (step[0][0], *decode[0][1:]), decode[1], call.at_s
             decode = None
             continue
         if decode is not None:
@@ -200,23 +202,8 @@ def _steps(recording: Recording) -> Iterator[tuple[list[float], float, float]]:
         yield decode
 
 
-def _held(batch: Mapping[str, Any]) -> list[float]:
-    """1, tokens of prompts, requests that decode, their context."""
+def _held(batch: Mapping[str, Any]) -> Held:
     if "PrefillBatch" in batch:
-        return [1.0, sum(chunk["ChunkPlan"]["length"] for chunk in batch["PrefillBatch"]["chunks"]), 0.0, 0.0]
+        return sum(chunk["ChunkPlan"]["length"] for chunk in batch["PrefillBatch"]["chunks"]), 0, 0
     entries = batch["DecodeBatch"]["entries"]
-    return [1.0, 0.0, len(entries), sum(entry["DecodeEntry"]["position"] + 1 for entry in entries)]
-
-
-def _least_squares(rows: Any, values: Any) -> list[float]:
-    """None below 0: what comes out negative is left out, and the rest fitted again."""
-    kept = list(range(rows.shape[1]))
-    while True:
-        slopes = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
-        if (slopes >= 0).all() or len(kept) == 1:
-            break
-        kept = [column for column, value in zip(kept, slopes, strict=True) if value >= 0] or [0]
-    full = [0.0] * rows.shape[1]
-    for column, value in zip(kept, slopes, strict=True):
-        full[column] = max(float(value), 1e-6 if column == 0 else 0.0)
-    return full
+    return 0, len(entries), sum(entry["DecodeEntry"]["position"] + 1 for entry in entries)

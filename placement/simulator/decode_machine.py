@@ -21,6 +21,7 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import DECODE, DECODE_QUEUE
 from placement.simulator.reporting import Reporter
+from worker.step_costs import StepCosts
 
 
 class DecodeMachine(Decoder):
@@ -33,6 +34,7 @@ class DecodeMachine(Decoder):
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
         self.host = host  # that it shares with prefill workers
+        self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
         self._attempts: dict[str, Attempt] = {}
         self._changes = 0  # of who is here, when _ids was made
@@ -58,6 +60,7 @@ class DecodeMachine(Decoder):
             num_running=policy.num_running,
             available_pages=policy.spare_pages,
             request_ids=self._request_ids(),
+            costs=self.costs,
         )
 
     def _request_ids(self) -> frozenset[str]:

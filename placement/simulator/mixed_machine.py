@@ -16,6 +16,7 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.decode_machine import DecodeMachine
 from placement.simulator.prefill_machine import PrefillMachine
 from prefill_worker.policy import PrefillBatch
+from worker.step_costs import share_after
 
 
 class MixedMachine(DecodeMachine):
@@ -24,10 +25,13 @@ class MixedMachine(DecodeMachine):
         self.both = policy
         self.prompts = PromptSide(self)
         self._batch: PrefillBatch | None = None  # of the step under way
+        self._prompt_share = 0.0
 
     def report(self, made_s: float) -> Report:
         tokens = self.both.prefill.waiting_tokens
-        return replace(super().report(made_s), last_submit_seq=self.prompts.last_seq, waiting_tokens=tokens)
+        told = super().report(made_s)
+        last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self._advanced)
+        return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share)
 
     @property
     def is_running(self) -> bool:
@@ -68,8 +72,11 @@ class MixedMachine(DecodeMachine):
         self._begin_steps(1, joined)
 
     def _end_run(self) -> None:
-        super()._end_run()
         batch, self._batch = self._batch, None
+        if self._count:
+            prompt_tokens = sum([chunk.length for chunk in batch.chunks]) if batch is not None else 0
+            self._prompt_share = share_after(self._prompt_share, prompt_tokens, self._planned)
+        super()._end_run()
         if batch is not None:
             self.prompts.note_done(batch)
 

@@ -13,6 +13,7 @@ from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.reporting import Reporter
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
+from worker.step_costs import StepCosts
 
 
 class PrefillMachine(Prefiller):
@@ -28,6 +29,7 @@ class PrefillMachine(Prefiller):
         self.egress_free_s = 0.0
         self.last_seq = 0  # of Submits that it has seen
         self.host = host  # that it shares with decode workers
+        self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the step under way: its time, as a multiple of its time alone
         self._version = 0  # of the step's end
         self._batch: PrefillBatch | None = None  # under way; with stages, the last that began
@@ -44,6 +46,7 @@ class PrefillMachine(Prefiller):
             num_running=policy.num_running,
             waiting_tokens=policy.waiting_tokens,
             available_pages=policy.pool.available,
+            costs=self.costs,
         )
 
     def report_anew(self, now: float) -> None:

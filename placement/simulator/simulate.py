@@ -22,6 +22,7 @@ from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
+from placement.simulator.costs import costs_of
 from placement.simulator.decode_machine import DecodeMachine
 from placement.simulator.host import Host
 from placement.simulator.ledger import Ledger
@@ -33,6 +34,7 @@ from placement.simulator.router_machine import OnAssigned, RouterMachine
 from placement.workload.requests import Workload
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
+from worker.step_costs import StepCosts
 
 
 def simulate(cluster: SimCluster, workload: Workload) -> Outcome:
@@ -53,6 +55,8 @@ class Simulation:
         self.router = RouterMachine(cluster, workload, self.clock, self.ledger, on_assigned)
         self.machines: dict[str, PrefillMachine | DecodeMachine] = {}
         self._has_prefixes = bool(workload.blocks)
+        self._predicts = any(worker.role == "mixed" for worker in cluster.workers)
+        self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._arrival_s: list[float] = workload.arrival_s.tolist()
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         for worker in cluster.workers:
@@ -79,23 +83,45 @@ class Simulation:
         has_hits = worker.prefix_cache and self._has_prefixes
         pool = (PagePool if has_hits else CountedPool)(worker.num_pages, worker.page_size)
         host = self._hosts.get(worker.name)
-        view = WorkerView(name=worker.name, role=worker.role, total_pages=worker.num_pages, page_size=worker.page_size)
         options = worker.policy
+        view = WorkerView(
+            name=worker.name,
+            role=worker.role,
+            total_pages=worker.num_pages,
+            page_size=worker.page_size,
+            step_tokens=options.max_batch_tokens if isinstance(options, PrefillOptions) else 0,
+            chunk_tokens=options.chunk_tokens if isinstance(options, MixedOptions) else 0,
+        )
+        costs = self._costs(worker)
         if worker.role == "prefill":
             assert isinstance(options, PrefillOptions), worker.name
             prefill = PrefillMachine(self.router, worker, PrefillPolicy(pool, options), host)
+            prefill.costs = costs
             self.machines[worker.name] = prefill
             self.router.on_worker_up(view, prefill, None)
         elif worker.role == "decode":
             assert isinstance(options, DecodeOptions), worker.name
             decode = DecodeMachine(self.router, worker, DecodePolicy(pool, options, name=worker.name), host)
+            decode.costs = costs
             self.machines[worker.name] = decode
             self.router.on_worker_up(view, None, decode)
         else:
             assert isinstance(options, MixedOptions), worker.name
             mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
+            mixed.costs = costs
             self.machines[worker.name] = mixed
             self.router.on_worker_up(view, mixed.prompts, mixed)
+
+    def _costs(self, worker: SimWorker) -> StepCosts | None:
+        """Not asked for where the router has no use for them."""
+        if not self._predicts:
+            return None
+        for other, costs in self._known_costs:
+            if other.latency is worker.latency and other.policy == worker.policy:
+                return costs
+        costs = costs_of(worker)
+        self._known_costs.append((worker, costs))
+        return costs
 
     def _lose(self, loss: Loss) -> None:
         machine = self.machines[loss.worker]

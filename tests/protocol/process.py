@@ -23,6 +23,7 @@ from tests.protocol.setting import PAGE_SIZE, VOCAB_SIZE, next_token, stamp
 from worker.driver import Worker
 from worker.options import WorkerOptions, worker_options
 from worker.roles import kind_of
+from worker.step_times import StepTimes
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
 
@@ -115,7 +116,7 @@ class Process(Worker[Any]):
         self.counters: Counter[str] = Counter()
         self.streams: Streams = Streams(self)
         self.clock: Any = SimpleNamespace(lag_s=0.0, num_tasks=0)
-        self._watched: Any = SimpleNamespace(age_s=0.0)
+        self._watched: Any = SimpleNamespace(age_s=0.0, times=StepTimes())
         self.faults = None
         self.is_draining = False
         self.is_alive = True

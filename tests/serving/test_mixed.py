@@ -13,7 +13,15 @@ from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion
 from placement.checks.replay import read_recording, replay
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import (
+    ROUTER,
+    counters,
+    engine_with,
+    random_prompt,
+    router_with,
+    transformers_tokens,
+    worker_with,
+)
 
 NEW_TOKENS = 24
 LENGTHS = (3, 16, 21, 35, 40, 47, 64, 70, 75)
@@ -76,6 +84,7 @@ async def test_what_is_read_in_one_place_may_be_written_in_another(
 
 
 async def test_what_it_decided_it_decides_again(model_dir: ModelDir, expected: list[list[int]], tmp_path: Path) -> None:
+    """With targets; the second wave is placed by what the first one's steps took."""
     cluster = LocalCluster(
         str(model_dir("llama")),
         prefill=0,
@@ -83,13 +92,16 @@ async def test_what_it_decided_it_decides_again(model_dir: ModelDir, expected: l
         mixed=1,
         engine=engine_with(num_pages=16),
         worker=CHUNKS | {"record": str(tmp_path)},
-        router=ROUTER,
+        router=router_with(record=str(tmp_path), slo_ttft_ms=2000.0, slo_tpot_ms=200.0),
     )
     async with cluster:
-        assert [list(answer.token_ids) for answer in await _answers(cluster)] == expected
-    replayed = replay(read_recording(tmp_path / "mixed-0.jsonl"))
-    assert replayed.difference is None, str(replayed.difference)
-    assert replayed.decisions > NEW_TOKENS
+        for _ in range(2):
+            assert [list(answer.token_ids) for answer in await _answers(cluster)] == expected
+    for name in ("mixed-0", "router-0"):
+        replayed = replay(read_recording(tmp_path / f"{name}.jsonl"))
+        assert replayed.difference is None, str(replayed.difference)
+        assert replayed.decisions > len(PROMPTS)
+    assert "first token predicted in" in (tmp_path / "router-0.jsonl").read_text()
 
 
 async def test_a_client_that_leaves_takes_nothing_with_it(model_dir: ModelDir) -> None:

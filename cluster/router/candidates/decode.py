@@ -92,6 +92,12 @@ class DecodeCandidates:
                 return account
         return self._why_none(shape, shunned, last_resorts)
 
+    def few(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
+        """Those of the smallest batches that have pages for it now."""
+        self._rank()
+        accounts = [self.accounts[name] for _, name in self._by_batch.keys[:FEW] if name not in shunned]
+        return [account for account in accounts if self._has_room(account, shape)]
+
     def with_pages(self, shape: RequestShape, pages: int, but: str, shunned: Shunned = NOBODY) -> DecodeAccount | None:
         """The best that has so many pages now, other than `but`."""
         self._rank()

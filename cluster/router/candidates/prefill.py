@@ -27,6 +27,7 @@ class PrefillCandidates:
         self.accounts: dict[str, PrefillAccount] = {}
         self.most_tokens = 0  # that any of them can hold
         self._by_load = Ranking()  # those that take new requests
+        self._both_by_load = Ranking()  # of these, who decode, too
         self._changed: dict[str, None] = {}
         self._holders: dict[PageHash, set[str]] = {}  # to whom a page was sent
         self._page_size = 1  # the largest
@@ -103,6 +104,20 @@ class PrefillCandidates:
                 best, least = account, left
         return best if best is not None else self._best_shunned(shape, shunned)
 
+    @property
+    def has_both(self) -> bool:
+        """Some worker that takes new requests decodes, too."""
+        self._rank()
+        return len(self._both_by_load) > 0
+
+    def few(self, shape: RequestShape, shunned: Shunned) -> list[PrefillAccount]:
+        """The least loaded of all, those of both phases, and those that may have much of the prompt cached."""
+        self._rank()
+        ranked = [*self._by_load.keys[:FEW], *self._both_by_load.keys[:FEW]]
+        names = dict.fromkeys([*[name for _, name in ranked], *sorted(self._cachers(shape)[1])])
+        accounts = [self.accounts[name] for name in names if name not in shunned]
+        return [account for account in accounts if self._fits(account, shape)]
+
     def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
         """Few workers that may have much of the prompt cached, and how many tokens all others have at most."""
         pages = 0
@@ -140,8 +155,11 @@ class PrefillCandidates:
             account = self.accounts.get(name)
             if account is None or account.report.draining:
                 self._by_load.drop(name)
-            else:
-                self._by_load.put(name, account.load)
+                self._both_by_load.drop(name)
+                continue
+            self._by_load.put(name, account.load)
+            if account.beside is not None:
+                self._both_by_load.put(name, account.load)
         self._changed.clear()
 
     def check_invariants(self) -> None:
@@ -149,7 +167,9 @@ class PrefillCandidates:
         accounts = self.accounts.values()
         for account in accounts:
             account.check_invariants()
-        self._by_load.check_invariants({a.view.name: a.load for a in accounts if not a.report.draining})
+        is_open = [a for a in accounts if not a.report.draining]
+        self._by_load.check_invariants({a.view.name: a.load for a in is_open})
+        self._both_by_load.check_invariants({a.view.name: a.load for a in is_open if a.beside is not None})
         holders: dict[PageHash, set[str]] = {}
         for account in accounts:
             for page_hash in account.prefixes:

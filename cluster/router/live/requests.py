@@ -47,6 +47,7 @@ class NewRequest:
     arrived_s: float  # router's clock
     owner: str = ""  # the client whose it is; empty: not known
     cache_salt: str = ""  # only requests with the same share cached prefixes
+    slo: tuple[float, float] = (0.0, 0.0)  # seconds that it wants to its first token, and for each after it; 0: any
     deadline_s: float | None = None  # router's clock
     deadline_reason: str = "the request's deadline is over"
     queue_deadline_s: float | None = None  # router's clock; by then it must have been sent to a worker
@@ -73,6 +74,7 @@ class LiveRequest:
         hashes: PromptHashes,
         arrived_s: float,
         owner: str = "",
+        slo: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.id = id
         self.call_id = call_id  # of the submission whose choice it is
@@ -80,6 +82,7 @@ class LiveRequest:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.owner = owner  # the client whose it is; empty: not known
+        self.slo = slo  # of the NewRequest
         self.hashes = hashes  # shared with the other choices
         self.timeline = Timeline(arrived_s)
         self.attempt = 1
@@ -207,6 +210,7 @@ class Submission:
                 hashes=hashes,
                 arrived_s=request.arrived_s,
                 owner=request.owner,
+                slo=request.slo,
             )
             for i, sampling in enumerate(request.sampling)
         ]

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.front.server import RouterServer, server_options
 from cluster.front.tokenizer import TextCodec
+from cluster.router.accounts import RequestShape
+from cluster.router.decisions import Decision
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import status_of
 from kvrelay.v1 import cluster_pb2, generate_pb2
@@ -461,3 +463,25 @@ async def test_a_closed_port_after_stop() -> None:
         code, _ = await refusal(channel.unary_unary("/kvrelay.v1.Generate/GetModelInfo")(b"", timeout=30))
         assert code is grpc.StatusCode.UNAVAILABLE
         await channel.close()
+
+
+async def test_targets_reach_the_policy_and_what_is_none_is_refused() -> None:
+    async with serving() as h:
+        asked: list[tuple[float, float]] = []
+        assign = h.router.policy.assign
+
+        def seen(shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
+            asked.append((shape.slo_ttft_s, shape.slo_tpot_s))
+            return assign(shape, now, is_resent=is_resent)
+
+        h.router.policy.assign = seen  # type: ignore[method-assign]
+        await h.generate.GenerateOnce(
+            generate_pb2.GenerateRequest(token_ids={"ids": [5]}, slo_ttft_ms=300, slo_tpot_ms=12.5)
+        )
+        assert asked == [(0.3, 0.0125)]
+        for key, value in (("slo_ttft_ms", -1.0), ("slo_tpot_ms", float("nan"))):
+            request = generate_pb2.GenerateRequest(token_ids={"ids": [5]})
+            setattr(request, key, value)
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{key} is .*; give milliseconds above 0") as error:
+                await h.generate.GenerateOnce(request)
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -40,6 +40,8 @@ ODD: dict[str, Any] = {  # no value is a default
         "slow_step_s": 3.5,
         "max_attempts": 7,
         "unavailable_grace_s": 1.5,
+        "slo_ttft_ms": 444.0,
+        "slo_tpot_ms": 55.0,
         "refuse_late": True,
     },
     "pools": [

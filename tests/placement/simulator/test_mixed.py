@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.router.options import RouterOptions
 from mixed_worker.options import MixedOptions
 from placement.simulator.cluster import Loss, SetupError, SharedHost
+from placement.simulator.costs import costs_of
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload
 from tests.placement.simulator.test_simulate import Plain, cluster, play, requests, same, workers
 
 pytestmark = pytest.mark.unit
+
+PREDICTING = RouterOptions(slo_ttft_ms=250.0, slo_tpot_ms=20.0)
 
 
 def policy(**changes: Any) -> MixedOptions:
@@ -51,15 +55,24 @@ def test_without_a_chunk_a_prompt_waits_until_nobody_writes() -> None:
     assert outcome.first_token_s[1] > outcome.finish_s[0]
 
 
-@pytest.mark.parametrize("num_pages", [400, 60])
+@pytest.mark.parametrize(
+    ("num_pages", "router"),
+    [
+        (400, RouterOptions()),
+        (60, RouterOptions()),
+        (400, PREDICTING),
+    ],  # who waits is late at some time between reports
+    ids=["all have pages", "few pages", "as predicted"],
+)
 @pytest.mark.parametrize("beside", [(), ("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)
-def test_passing_over_steps_changes_nothing(num_pages: int, beside: tuple[str, ...]) -> None:
+def test_passing_over_steps_changes_nothing(num_pages: int, beside: tuple[str, ...], router: RouterOptions) -> None:
     """Alone and beside others, with pages enough and with few; reports so dense that none is left out."""
     many, single = (
         play(
             cluster(
                 *(workers(role, latency=latency, num_pages=num_pages) for role in ("mixed", *beside)),
                 report_gap_s=1e-5,
+                router=router,
             ),
             requests(rate=15),
         )[1]
@@ -68,6 +81,26 @@ def test_passing_over_steps_changes_nothing(num_pages: int, beside: tuple[str, .
     assert many.served == len(many)
     assert many.finish_s == pytest.approx(single.finish_s, rel=1e-9)
     assert many.counters == single.counters
+
+
+def test_the_router_is_told_what_steps_take() -> None:
+    """Plain: 10 ms, and 0.1 ms for each token or request, and 1 us of context."""
+    (worker,) = workers("mixed")
+    costs = costs_of(worker)
+    assert costs.step_s(64, 16, 16_000, 1) == pytest.approx(worker.latency.mixed_s([(64, 0)], 16, 16_000), rel=0.02)
+    assert costs.step_s(256, 0, 0, 0) == pytest.approx(worker.latency.prefill_s([(256, 0)]), rel=0.02)
+
+
+def test_placed_by_prediction_more_requests_keep_their_targets() -> None:
+    """Two read prompts as fast as they can, two only while they write nothing."""
+    reading, writing = policy(chunk_tokens=256), policy(chunk_tokens=0)
+    setup = cluster([replace(w, policy=writing if i > 1 else reading) for i, w in enumerate(workers("mixed", 4))])
+    workload = requests(600, rate=22)
+    by_load, predicted = (
+        simulate(replace(setup, router=router), workload).attainment(0.25, 0.02)
+        for router in (RouterOptions(), PREDICTING)
+    )
+    assert predicted > 1.1 * by_load
 
 
 def test_counted_pages_decide_as_numbered_ones() -> None:

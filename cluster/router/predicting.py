@@ -1,0 +1,122 @@
+"""Predicting says what a placement would take: when a request's first token would come, and at what cost to whom.
+
+By the costs of their steps that workers report, and what has been sent to them since. Of the placements that keep the
+request's targets that one is best which holds up others least; where none does, likewise: who is late anyway should not
+make others late. So a long prompt goes where nobody decodes, as long as its first token is in time there, and is read
+beside answers when it would be late; an answer is written where its steps are short enough, not where they are shortest
+(conditional disaggregation; compare TaiChi, arXiv 2508.01989).
+
+It looks and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
+
+USED = 0.9  # of a target, that a prediction may take
+OUTPUT_TOKENS = 128  # of an answer, whose length nobody knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Seconds. 0: none."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def words(self, ttft_s: float, tpot_s: float) -> str:
+        said = []
+        if self.ttft_s:
+            said.append(f"first token predicted in {ttft_s * 1e3:.0f} of {self.ttft_s * 1e3:.0f} ms")
+        if self.tpot_s:
+            said.append(f"each after it in {tpot_s * 1e3:.1f} of {self.tpot_s * 1e3:.1f}")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a placement, at one worker: the time that it takes there, whether that keeps the target, and what it costs:
+    the work itself, for each request that is held up by it, this one and those that are there."""
+
+    takes_s: float
+    is_kept: bool
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    prefill: PrefillAccount
+    decode: DecodeAccount
+    read: Part
+    written: Part
+
+    @property
+    def rank(self) -> tuple[bool, float, float, str, str]:
+        """The least is best."""
+        is_late = not (self.read.is_kept and self.written.is_kept)
+        cost_s = self.read.cost_s + self.written.cost_s
+        return is_late, cost_s, self.read.takes_s, self.prefill.view.name, self.decode.view.name
+
+
+def best_predicted(
+    shape: RequestShape,
+    target: Target,
+    waited_s: float,
+    prefills: Sequence[PrefillAccount],
+    decodes: Sequence[DecodeAccount],
+    is_broken: Callable[[str, str], bool],
+) -> Predicted | None:
+    """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet."""
+    reports = [account.report for account in prefills] + [account.report for account in decodes]
+    if any(report.costs is None for report in reports):
+        return None
+    written = {account.view.name: (account, _written(account, shape, target)) for account in decodes}
+    others = sorted(written, key=lambda name: (not written[name][1].is_kept, written[name][1].cost_s, name))
+    best: Predicted | None = None
+    for prefill in prefills:
+        name = prefill.view.name
+        read = _read(prefill, shape, target, waited_s)
+        elsewhere = [other for other in others if other != name and not is_broken(name, other)][:1]
+        for other in (name, *elsewhere) if name in written else elsewhere:
+            decode, part = written[other]
+            predicted = Predicted(prefill, decode, read, part)
+            if best is None or predicted.rank < best.rank:
+                best = predicted
+    return best
+
+
+def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s: float) -> Part:
+    """Its prompt. The step under way counts for half of one."""
+    costs, view, beside = account.report.costs, account.view, account.beside
+    assert costs is not None
+    own = shape.prompt_len - account.cached_len(shape)
+    tokens, batch = account.queued_tokens + own, 0 if beside is None else beside.batch
+    takes_s = waited_s + costs.prompt_token_s * tokens
+    if beside is None or not batch:
+        takes_s += costs.fixed_s * (tokens / max(1, view.step_tokens) + 1.0)
+    elif view.chunk_tokens:
+        steps = -(-tokens // view.chunk_tokens)
+        takes_s += costs.step_s(0, batch, _context(beside), both=1) * (steps + 0.5)
+    else:
+        takes_s = float("inf")  # it waits until nobody decodes there
+    is_kept = not target.ttft_s or takes_s < USED * target.ttft_s
+    return Part(takes_s, is_kept, costs.prompt_token_s * own * (1 + len(account.waiting) + batch))
+
+
+def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Part:
+    """Its answer, each token of it. With as many tokens of prompts in each step as there were of late."""
+    costs, batch, share = account.report.costs, account.batch, account.report.prompt_share
+    assert costs is not None
+    both = min(1.0, share / max(1, account.view.chunk_tokens))
+    takes_s = costs.step_s(share, batch + 1, _context(account) + shape.prompt_len, both)
+    longer_s = costs.request_s + costs.context_token_s * (shape.prompt_len + OUTPUT_TOKENS // 2)
+    is_kept = not target.tpot_s or takes_s < USED * target.tpot_s
+    return Part(takes_s, is_kept, longer_s * OUTPUT_TOKENS * (1 + batch))
+
+
+def _context(account: DecodeAccount) -> int:
+    """Tokens, at most."""
+    return (account.view.total_pages - account.free_pages) * account.view.page_size

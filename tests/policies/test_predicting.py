@@ -1,0 +1,117 @@
+"""With mixed workers and targets, requests go where they are predicted to keep them, at the least cost to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.router.accounts import Past, Report, RequestShape, WorkerView
+from cluster.router.decisions import Assigned
+from cluster.router.options import RouterOptions
+from cluster.router.policy import RouterPolicy
+from engine.pages.pool import page_hashes
+from worker.step_costs import StepCosts
+
+pytestmark = pytest.mark.unit
+
+PAGE = 16
+COSTS = StepCosts(fixed_s=5e-3, prompt_token_s=2e-5, request_s=1e-5, context_token_s=4e-8)
+TARGETS = RouterOptions(slo_ttft_ms=300.0, slo_tpot_ms=15.0)
+PAGES = 10_000
+
+
+def policy_with(*names: str, options: RouterOptions = TARGETS, chunk_tokens: int = 512, **reports: Any) -> RouterPolicy:
+    """Workers named p... prefill, d... decode, m... both; `reports`: fields of what one of them tells, by its name."""
+    policy = RouterPolicy(options)
+    for name in names:
+        role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
+        view = WorkerView(name=name, role=role, total_pages=PAGES, page_size=PAGE, step_tokens=2048)
+        policy.on_worker_up(replace(view, chunk_tokens=chunk_tokens if role == "mixed" else 0), 0.0)
+        told = {"available_pages": PAGES, "costs": COSTS, **reports.get(name, {})}
+        policy.on_report(name, Report(made_s=1.0, **told), 1.0)
+    return policy
+
+
+def shape(id: str = "a", prompt_len: int = 1000, **more: Any) -> RequestShape:
+    return RequestShape(id=id, prompt_len=prompt_len, max_tokens=100, **more)
+
+
+def placed(policy: RouterPolicy, request: RequestShape) -> tuple[str, str]:
+    decision = policy.assign(request, 1.0)
+    assert isinstance(decision, Assigned), decision
+    policy.check_invariants()
+    return decision.prefill, decision.decode
+
+
+BUSY = {"num_running": 60, "available_pages": PAGES - 60 * 64}
+
+
+def test_a_prompt_is_read_where_nobody_decodes_while_its_first_token_is_in_time_there() -> None:
+    assert placed(policy_with("p0", "m0", m0=BUSY), shape()) == ("p0", "m0")
+    late = {"waiting_tokens": 16_000}  # 320 ms
+    assert placed(policy_with("p0", "m0", m0=BUSY, p0=late), shape()) == ("m0", "m0")
+
+
+def test_who_is_late_anyway_makes_nobody_else_late() -> None:
+    late = {"waiting_tokens": 16_000}
+    assert placed(policy_with("p0", "m0", m0=BUSY | late, p0=late), shape()) == ("p0", "m0")
+
+
+def test_a_prompt_that_is_cached_is_read_where_it_is_cached() -> None:
+    policy = policy_with("p0", "p1", "m0", m0=BUSY)
+    hashes = page_hashes(list(range(1000)), PAGE)
+    assert placed(policy, shape("a", page_hashes=hashes)) == ("p0", "m0")
+    assert placed(policy, shape("b", page_hashes=hashes)) == ("p0", "m0")
+    policy.on_report("p0", Report(made_s=2.0, waiting_tokens=20_000, available_pages=PAGES, costs=COSTS), 2.0)
+    assert placed(policy, shape("c", page_hashes=hashes)) == ("p1", "m0")
+
+
+def test_an_answer_goes_where_its_steps_are_short_enough() -> None:
+    reading = {"prompt_share": 500.0, "num_running": 2, "available_pages": PAGES - 128}  # each step 10 ms longer
+    slow = policy_with("m0", "d0", m0=reading, d0=BUSY)
+    assert placed(slow, shape()) == ("m0", "d0")
+    assert placed(slow, shape("b", slo_tpot_s=0.1)) == ("m0", "m0")  # this one minds less
+
+
+def test_a_worker_that_reads_no_prompts_beside_answers_is_given_none() -> None:
+    policy = policy_with("m0", "m1", chunk_tokens=0, m0=BUSY)
+    assert placed(policy, shape())[0] == "m1"
+
+
+def test_the_reason_tells_what_was_predicted() -> None:
+    decision = policy_with("p0", "m0", m0=BUSY).assign(shape(), 1.0)
+    assert isinstance(decision, Assigned)
+    assert "first token predicted in 27 of 300 ms, each after it in 8.1 of 15.0" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "request_shape", "reports"),
+    [
+        (("p0", "m0"), RouterOptions(), shape(), {}),
+        (("p0", "d0"), TARGETS, shape(), {}),
+        (("p0", "m0"), TARGETS, shape(past=Past(avoid=frozenset({"p0"}))), {}),
+        (("p0", "m0"), TARGETS, shape(), {"m0": {"costs": None}}),
+    ],
+    ids=["no target", "no mixed worker", "it has failed before", "too little is known"],
+)
+def test_else_the_least_loaded_are_chosen(
+    names: tuple[str, ...], options: RouterOptions, request_shape: RequestShape, reports: dict[str, Any]
+) -> None:
+    decision = policy_with(*names, options=options, **reports).assign(request_shape, 1.0)
+    assert isinstance(decision, Assigned)
+    assert "predicted" not in decision.reason
+
+
+def test_a_pair_that_cannot_hand_over_is_not_chosen() -> None:
+    policy = policy_with("p0", "m0", "m1", m0=BUSY, m1=BUSY)
+    assert placed(policy, shape("f")) == ("p0", "m0")
+    policy.on_failed("f", "no route", 1.0, worker="p0", cause="peer", peer="m0")
+    assert placed(policy, shape()) == ("p0", "m1")
+
+
+def test_prompts_wait_in_the_router_when_every_worker_has_its_backlog() -> None:
+    full = {"waiting_tokens": 40_000}
+    policy = policy_with("p0", "m0", p0=full, m0=full)
+    assert not isinstance(policy.assign(shape(), 1.0), Assigned)

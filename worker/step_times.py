@@ -1,0 +1,63 @@
+"""StepTimes fits StepCosts to the steps that a worker has run, and forgets the oldest bit by bit.
+
+A least-squares fit of relative errors, so that one step that the machine held up says little, with costs of 0 or more.
+Steps with prompts and steps without are forgotten apart: a worker that has only decoded for a while still knows what
+prompts take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from worker.step_costs import StepCosts, share_after
+
+KEPT = 0.998  # of what is known, by each step of the same kind
+ENOUGH = 6.0  # steps, before anything is told
+NUM_COSTS = 5
+
+
+class StepTimes:
+    """One thread notes steps, and another may ask meanwhile: each array is replaced whole."""
+
+    def __init__(self) -> None:
+        self.prompt_share = 0.0  # see share_after
+        self._with_prompts = np.zeros((NUM_COSTS + 1, NUM_COSTS + 1))
+        self._without = self._with_prompts
+
+    def note(self, prompt_tokens: int, requests: int, context_tokens: int, taken_s: float) -> None:
+        """A step with so many tokens of prompts, one token each of `requests`, and their context with those."""
+        if not taken_s > 0:
+            return
+        has_both = bool(prompt_tokens and requests)
+        row = np.array((1.0, prompt_tokens, requests, context_tokens, has_both, taken_s)) / taken_s
+        if prompt_tokens:
+            self._with_prompts = KEPT * self._with_prompts + np.outer(row, row)
+        else:
+            self._without = KEPT * self._without + np.outer(row, row)
+        if requests:
+            self.prompt_share = share_after(self.prompt_share, prompt_tokens)
+
+    def costs(self, enough: float = ENOUGH) -> StepCosts | None:
+        """None while fewer steps have been seen."""
+        sums = self._with_prompts + self._without
+        if sums[-1, -1] < enough:  # taken_s / taken_s for each
+            return None
+        names = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")
+        return StepCosts(**dict(zip(names, _least_squares(sums), strict=True)))
+
+
+def _least_squares(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Sequence[float]:
+    """Costs of 0 or more: whichever would be the furthest below is left out, and the others are fitted again."""
+    scale = np.sqrt(np.maximum(np.diag(sums)[:NUM_COSTS], 1e-300))
+    known = [i for i in range(NUM_COSTS) if sums[i, i] > 0]
+    while True:
+        costs = np.zeros(NUM_COSTS)
+        matrix = sums[np.ix_(known, known)] / np.outer(scale[known], scale[known])
+        costs[known] = np.linalg.lstsq(matrix, sums[known, -1] / scale[known], rcond=1e-9)[0]
+        lowest = int(np.argmin(costs))
+        if costs[lowest] >= 0:
+            return [float(cost) for cost in costs / scale]
+        known.remove(lowest)
