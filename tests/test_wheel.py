@@ -23,7 +23,7 @@ PACKAGES = (
 DATA = ("configs", "proto")
 COMMAND_TIMEOUT_S = 800.0  # the first plan compiles the simulator
 PLAN = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--num-gpus", "2", "--random-input-len", "200")
-TARGETS = ("--random-output-len", "20", "--ttft", "1s", "--tpot", "50ms", "--out", "plan")
+TARGETS = ("--random-output-len", "20", "--ttft", "1s", "--tpot", "50ms", "--no-colocated", "--out", "plan")
 
 pytestmark = pytest.mark.timeout(900)
 
