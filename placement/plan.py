@@ -15,6 +15,8 @@ from placement.catalogs.base import Degrees
 
 Objective = Literal["goodput", "cost", "power"]
 Pool = Literal["prefill", "decode", "link", "router", "none"]
+Kind = Literal["two pools", "one pool", "hybrid"]
+KINDS: tuple[Kind, ...] = ("two pools", "one pool", "hybrid")
 PoolRole = Literal["prefill", "decode", "mixed", "colocated"]  # the last only of published systems
 
 
@@ -71,14 +73,20 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to run: two pools, or one whose workers do both."""
+    """One way to run: two pools, one whose workers do both, or a hybrid: several, of which some do both."""
 
     pools: tuple[PoolPlan, ...]
     design: str = ""  # of Splitwise: AA, HH, HA, HHcap, Baseline-A100, ...
 
     @property
     def is_colocated(self) -> bool:
-        return self.pools[0].role in ("mixed", "colocated")
+        return self.kind == "one pool"
+
+    @property
+    def kind(self) -> Kind:
+        if len(self.pools) == 1:
+            return "one pool"
+        return "hybrid" if any(pool.role == "mixed" for pool in self.pools) else "two pools"
 
     @property
     def is_served(self) -> bool:
@@ -93,8 +101,8 @@ class Candidate:
     def label(self) -> str:
         """3 x prefill TP 2 + 1 x decode TP 4; 4 x mixed TP 2, chunks of 512"""
         text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)
-        chunks = [f"chunks of {pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed"]
-        text = ", ".join([text, *chunks])
+        chunks = [f"{pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed"]
+        text += f", chunks of {' and '.join(chunks)}" if chunks else ""
         return f"{self.design}: {text}" if self.design else text
 
 

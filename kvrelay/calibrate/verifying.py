@@ -173,7 +173,7 @@ def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     catalog = catalogs(request)[0]
     offer_of = offers_of(catalog)
     within_node = candidate.gpus <= catalog.gpus_per_node
-    system = assemble(candidate, offer_of, within_node=within_node)
+    system = assemble(candidate, offer_of, within_node=within_node, slo=None if request.classes else request.slo)
     assert isinstance(system, LiveSystem)
     return system.cluster, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
 

@@ -18,7 +18,8 @@ from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import why_not_served
 from kvrelay.plan import amounts, words
-from placement.plan import Goodput, Plan, PoolPlan
+from placement.build.from_offers import targets_told
+from placement.plan import Goodput, Plan, PoolPlan, Slo
 
 RULE = 100  # a comment line's length
 
@@ -27,7 +28,7 @@ def to_run(plan: Plan) -> Goodput | None:
     """What kvrelay can serve: the chosen placement, or the best one with two pools; None where there is none."""
     if plan.chosen.candidate.is_served:
         return plan.chosen
-    return words.best_of(plan.tried, is_colocated=False)
+    return words.best_of(plan.tried, "two pools")
 
 
 def spec_data(
@@ -36,17 +37,21 @@ def spec_data(
     kv_bytes_per_token: Mapping[str, int] | None,
     *,
     has_gpus: bool,
+    slo: Slo | None = None,
     name: str = "planned",
 ) -> dict[str, Any]:
-    """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default."""
+    """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
+    `slo`: what every request wants; None where they differ."""
     pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
     labels = _labels(pools)
+    targets = targets_told(placement.candidate, slo)
     return {
         "name": name,
         "model": model,
         "page_size": page_sizes.pop(),
+        **({"router": targets} if targets else {}),
         "pools": [
             _pool(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
             for pool, label in zip(pools, labels, strict=True)

@@ -96,7 +96,8 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
         return "", why, []
     model, kv_bytes = _model_and_kv(request, plan)
     name = cluster.cluster_name(model)
-    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=request.latency_kind != "profile", name=name)
+    slo, has_gpus = None if request.classes else plan.slo, request.latency_kind != "profile"
+    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=has_gpus, slo=slo, name=name)
     refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))
     if isinstance(refusal, str):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.plan import amounts, words
-from placement.plan import Goodput, Plan
+from placement.plan import KINDS, Goodput, Plan
 
 MAX_ROWS = 8
 
@@ -72,7 +72,7 @@ def _alternatives(plan: Plan) -> Table:
     table.columns[1].justify = "left"
     table.columns[1].no_wrap = False
     shown = list(enumerate(plan.tried, start=1))
-    best = [words.best_of(plan.tried, is_colocated=kind) for kind in (True, False)]
+    best = [words.best_of(plan.tried, kind) for kind in KINDS]
     for rank, placement in shown:
         if rank <= MAX_ROWS or any(placement is kept for kept in best):
             table.add_row(*_row(rank, placement), style="bold" if placement.candidate == plan.chosen.candidate else "")

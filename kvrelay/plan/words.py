@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvrelay.plan.amounts import between, count, num, percent, seconds, usd, usd_per_million
-from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo
+from placement.plan import Candidate, Goodput, Interval, Kind, Plan, PoolPlan, RatePoint, Slo
 
 ALIKE = 0.05  # the search's own precision, and what two sets of requests differ by
 POOL_WORDS = {
@@ -65,8 +65,9 @@ def placement_words(candidate: Candidate) -> str:
 
 def sharing_words(candidate: Candidate) -> str:
     """How mixed workers put both phases into their steps."""
-    chunks = {pool.chunk_tokens for pool in candidate.pools if pool.role == "mixed"}
-    return "".join(f", which read prompts in chunks of {tokens:,} tokens in steps that decode" for tokens in chunks)
+    chunks = dict.fromkeys(f"{pool.chunk_tokens:,}" for pool in candidate.pools if pool.role == "mixed")
+    said = f", which read prompts in chunks of {' and '.join(chunks)} tokens in steps that decode"
+    return said if chunks else ""
 
 
 def hardware_words(pool: PoolPlan) -> str:
@@ -92,11 +93,29 @@ def answer(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """How the best with two pools compares with the best colocated one; "" where only one kind was tried."""
-    kinds = {placement.candidate.is_colocated for placement in plan.tried}
-    if len(kinds) < 2:
+    """How the best of each kind compare: two pools with a colocated one, and a hybrid with the better of these; ""
+    where only one kind was tried."""
+    return " ".join(said for said in (_pure_verdict(plan), _hybrid_verdict(plan)) if said)
+
+
+def _hybrid_verdict(plan: Plan) -> str:
+    hybrid = best_of(plan.tried, "hybrid")
+    pure = next((each for each in plan.tried if each.candidate.kind != "hybrid"), None)
+    if hybrid is None or pure is None:
         return ""
-    apart, together = (best_of(plan.tried, is_colocated=is_colocated) for is_colocated in (False, True))
+    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s per GPU"
+    if is_close(hybrid, pure):
+        return f"A hybrid of both comes out alike: {figures}."
+    if hybrid.per_gpu < pure.per_gpu:
+        return f"A hybrid of both serves less: {figures}."
+    return f"A hybrid, {hybrid.candidate.label}, serves {num(hybrid.per_gpu / pure.per_gpu)} times as much: {figures}."
+
+
+def _pure_verdict(plan: Plan) -> str:
+    kinds = {placement.candidate.kind for placement in plan.tried}
+    if not kinds >= {"two pools", "one pool"}:
+        return ""
+    apart, together = (best_of(plan.tried, kind) for kind in ("two pools", "one pool"))
     if apart is None or together is None:
         if apart is together:
             return ""
@@ -129,14 +148,9 @@ def _by_gpu(apart: Goodput, together: Goodput) -> str:
     return f"Colocated workers serve {num(1 / ratio)} times what the best two pools do: {figures}."
 
 
-def best_of(tried: Sequence[Goodput], *, is_colocated: bool) -> Goodput | None:
+def best_of(tried: Sequence[Goodput], kind: Kind) -> Goodput | None:
     """The first of its kind that meets the targets at some rate; `tried` has the best first."""
-    kind = (
-        placement
-        for placement in tried
-        if placement.candidate.is_colocated is is_colocated and placement.goodput.value > 0
-    )
-    return next(kind, None)
+    return next((each for each in tried if each.candidate.kind == kind and each.goodput.value > 0), None)
 
 
 def is_close(first: Goodput, second: Goodput) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.router.options import RouterOptions
 from decode_worker.options import DecodeOptions
@@ -19,7 +19,7 @@ from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
 from placement.latency.base import DecodeLine
 from placement.latency.roofline import narrowed
-from placement.plan import Candidate, PoolPlan, PoolRole
+from placement.plan import Candidate, PoolPlan, PoolRole, Slo
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
@@ -90,10 +90,16 @@ def mixed_of(offer: Offer, replicas: int, hardware: str, chunk_tokens: int) -> C
     return Candidate(pools=(pool_of("mixed", offer, replicas, hardware, chunk_tokens),))
 
 
-def assemble(
-    candidate: Candidate, offer_of: OfferOf, *, within_node: bool, router: RouterOptions | None = None
-) -> System:
-    """The candidate as it would run. `within_node`: KV leaves over the fast link only."""
+def targets_told(candidate: Candidate, slo: Slo | None) -> dict[str, Any]:
+    """The router's options by which it places requests: set where there are workers of both phases."""
+    if slo is None or candidate.kind == "two pools":
+        return {}
+    return {"slo_ttft_ms": 1e3 * slo.ttft_s, "slo_tpot_ms": 1e3 * slo.tpot_s}
+
+
+def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo: Slo | None = None) -> System:
+    """The candidate as it would run. `within_node`: KV leaves over the fast link only. `slo`: what every request wants;
+    None where they differ."""
     workers: list[SimWorker] = []
     offers = [offer_of(pool.degrees, within_node) for pool in candidate.pools]
     takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role != "prefill"]
@@ -106,7 +112,7 @@ def assemble(
     hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
     cluster = SimCluster(
         workers=tuple(workers),
-        router=router or RouterOptions(),
+        router=RouterOptions(**targets_told(candidate, slo)),
         message_s=max(offer.message_s for offer in offers),
         report_gap_s=REPORT_GAP_S,
         handoff_s=max(offer.handoff_s for offer in offers),

@@ -88,6 +88,7 @@ class RooflineWorkers:
             page_size=spec.page_size,
             max_batch_tokens=tokens,
             max_batch_size=requests,
+            max_sampled=requests,
         )
 
     def _asked_pages(self, catalog: RooflineCatalog, spec: ClusterSpec, index: int, most: int) -> int:

@@ -15,6 +15,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
+from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
 LOGIT_BYTES = 4  # drawn from in float32
@@ -22,7 +23,8 @@ ACTIVATION_ROWS = 4  # of hidden width that are alive at once, beside the widest
 
 
 class RooflineCatalog:
-    """`max_model_len`: a worker must hold at least one request of it (None: of one step's tokens)."""
+    """`max_model_len`: a worker must hold at least one request of it (None: of one step's tokens). `max_sampled`:
+    requests for which a step draws a token (None: as many as a mixed worker's may, with prompts besides)."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class RooflineCatalog:
         page_size: int = 16,
         max_batch_tokens: int = 2048,
         max_batch_size: int = 256,
+        max_sampled: int | None = None,
         max_model_len: int | None = None,
         power_cap: float = 1.0,
     ) -> None:
@@ -42,6 +45,7 @@ class RooflineCatalog:
         self.page_size = page_size
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_size = max_batch_size
+        self.max_sampled = max_sampled or max_batch_size + PrefillOptions().max_prefill_requests
         self.max_model_len = max_model_len
         self.power_cap = power_cap
         hardware.cap(power_cap)
@@ -98,7 +102,7 @@ class RooflineCatalog:
         shape = self.shape
         widest = max(shape.mlp_params, shape.expert_params * max(1, shape.experts_per_token)) / shape.hidden
         row = (ACTIVATION_ROWS * shape.hidden + widest / degrees.tp) * shape.dtype_bytes
-        logits = self.max_batch_size * shape.vocab / degrees.tp * LOGIT_BYTES
+        logits = self.max_sampled * shape.vocab / degrees.tp * LOGIT_BYTES
         return max(self.max_batch_tokens, self.max_batch_size) * row + logits
 
     def kv_bytes_per_token(self, degrees: Degrees) -> float:

@@ -38,6 +38,11 @@ class Targets:
     classes: tuple[RequestClass, ...] = ()
 
     @property
+    def common(self) -> Slo | None:
+        """Every request's; None where they differ."""
+        return None if self.classes else self.slo
+
+    @property
     def most_slack(self) -> float:
         """The attainment less its target where every request meets both, of the class that is asked most of."""
         return 1 - max((each.slo.attainment for each in self.classes), default=self.slo.attainment)

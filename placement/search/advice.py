@@ -46,8 +46,12 @@ def advise(findings: Findings) -> list[str]:
 
 
 def _on_disaggregation(findings: Findings) -> str:
-    chosen, is_colocated = findings.chosen, findings.chosen.candidate.is_colocated
-    other = next((goodput for goodput in findings.tried if goodput.candidate.is_colocated != is_colocated), None)
+    chosen, kind = findings.chosen, findings.chosen.candidate.kind
+    is_colocated = kind == "one pool"
+    wanted = {"two pools": ("one pool",), "one pool": ("two pools",), "hybrid": ("one pool", "two pools")}[kind]
+    other = next((goodput for goodput in findings.tried if goodput.candidate.kind in wanted), None)
+    if kind == "hybrid" and other is None:
+        return "Run a hybrid: no pure placement keeps the targets here."
     if other is None and is_colocated:
         return "Do not disaggregate: no two pools keep the targets here."
     if other is None:
@@ -63,6 +67,8 @@ def _on_disaggregation(findings: Findings) -> str:
             f"Do not disaggregate: {chosen.candidate.label} has {ratio} the best two pools, "
             f"{other.candidate.label}{sure}."
         )
+    if kind == "hybrid":
+        return f"A hybrid pays: {ratio} the best pure placement, {other.candidate.label}{sure}."
     return f"Disaggregation pays: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
 
 

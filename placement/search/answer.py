@@ -135,7 +135,7 @@ class PlanAnswer:
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
         """Which pool binds: where one worker more helps most just above the goodput. Attainment by what was added."""
         candidate, as_it_is = chosen.candidate, {"": knee.point.attainment.value}
-        if candidate.is_colocated:
+        if candidate.kind != "two pools":
             return "none", as_it_is
         binding: Pool = binding_pool(knee.point, knee.missed_ttft, knee.missed_tpot)
         if self._placement_of(candidate).copies > 1:
@@ -154,7 +154,7 @@ class PlanAnswer:
             placement = self._placement_of(candidate)
             jobs.append(
                 EstimateJob(
-                    system=system_of(placement, self.problem.offer_of),
+                    system=system_of(placement, self.problem.offer_of, self.problem.targets.common),
                     copies=placement.copies,
                     traffic=self.problem.traffic,
                     rate=rate,

@@ -1,4 +1,5 @@
-"""Whole clusters are simulated here: each placement's goodput, and those of its neighbours where they may be better.
+"""Whole clusters are simulated here: each placement's goodput, those of its neighbours where they may be better, and
+those of hybrids of the best two pools and the best colocated placement.
 
 For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
 sized until it keeps the SLO there (placement/search/sizing.py). The best are simulated again by longer runs.
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
 from placement.goodput.search import Knee, find_goodput, verify_goodput
-from placement.plan import Candidate, Goodput, Interval
+from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.placements import Placement, goodput_problem
 from placement.search.problem import PlanSearch
 from placement.search.sizing import SizingJob, binding_pool, size_for_rate, with_one_more
 
+CHUNKS_BESIDE = (128, 256, 512)  # tokens, of mixed workers that are there for answers first
+HYBRIDS_OF = 3  # placements, no two of the same degrees
 LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
 JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 
@@ -32,7 +36,7 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
     clusters = _goodputs(search, placements, "whole clusters")
     done = {placement.candidate for placement in placements}
     for _ in range(2):
-        two_pools = [cluster for cluster in clusters if not cluster.placement.candidate.is_colocated]
+        two_pools = [cluster for cluster in clusters if cluster.placement.candidate.kind == "two pools"]
         if not two_pools:
             break
         best = max(two_pools, key=lambda cluster: search.score(cluster.goodput))
@@ -41,7 +45,43 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
             break
         done.add(moved.candidate)
         clusters += _goodputs(search, [moved], "neighbours of the best")
-    return clusters
+    return clusters + _goodputs(search, _hybrids(search, clusters), "hybrids")
+
+
+def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
+    """Of the best placements: of two pools those in which one or both do both, of colocated ones that in which some
+    only read prompts. None where workers share a host: mixed ones were not measured there."""
+    if not search.question.colocated:
+        return []
+    best: dict[tuple[Degrees, ...], Placement] = {}
+    for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
+        placement = cluster.placement
+        is_alone = not any(search.problem.offer_of(p.degrees, True).slowdown for p in placement.candidate.pools)
+        if placement.copies == 1 and cluster.goodput.goodput.value and is_alone:
+            best.setdefault(tuple(pool.degrees for pool in placement.candidate.pools), placement)
+    return [
+        replace(placement, candidate=candidate)
+        for placement in list(best.values())[:HYBRIDS_OF]
+        for candidate in hybrids_of(placement.candidate)
+    ]
+
+
+def hybrids_of(candidate: Candidate) -> list[Candidate]:
+    """Prompts are read in whole steps, and beside answers in chunks that keep a step short."""
+    if candidate.kind == "one pool":
+        (pool,) = candidate.pools
+        readers = max(1, pool.replicas // 4)
+        if pool.replicas < 2 or pool.role != "mixed":
+            return []
+        reading = replace(pool, role="prefill", replicas=readers, chunk_tokens=0)
+        return [replace(candidate, pools=(reading, replace(pool, replicas=pool.replicas - readers)))]
+    prefill, decode = candidate.pools
+    whole = prefill.max_batch_tokens
+    both = replace(prefill, role="mixed", chunk_tokens=whole)
+    sizes = [size for size in CHUNKS_BESIDE if size < whole]
+    writers = [replace(decode, role="mixed", chunk_tokens=size, pack_tokens=prefill.pack_tokens) for size in sizes]
+    pairs = [(both, writer) for writer in writers] + [(prefill, writer) for writer in writers[-1:]]
+    return [replace(candidate, pools=pair) for pair in pairs]
 
 
 def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[SimulatedCluster]:
@@ -73,14 +113,14 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
 
 
 def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[SimulatedCluster]:
-    """The best of two pools and the best colocated one by longer runs, until those that are best are verified."""
+    """The best of each kind by longer runs, until those that are best are verified."""
     clusters = list(clusters)
     done: set[Candidate] = set()
     while True:
-        best: dict[bool, SimulatedCluster] = {}
+        best: dict[Kind, SimulatedCluster] = {}
         for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
             if cluster.goodput.goodput.value:
-                best.setdefault(cluster.placement.candidate.is_colocated, cluster)
+                best.setdefault(cluster.placement.candidate.kind, cluster)
         now = [cluster for cluster in best.values() if cluster.placement.candidate not in done]
         if not now:
             return clusters

@@ -22,7 +22,7 @@ from placement.goodput.estimate import Effort
 from placement.goodput.runner import Runner
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.roofline import narrowed
-from placement.plan import Candidate
+from placement.plan import Candidate, Slo
 from placement.search.problem import PlacementProblem, SearchLog, WorkerGoodput
 from placement.search.screening import ROUND, SCREENING
 from placement.simulator.systems import System
@@ -45,10 +45,10 @@ def with_candidate(placement: Placement, candidate: Candidate) -> Placement:
     return replace(placement, candidate=candidate, copies=copies)
 
 
-def system_of(placement: Placement, offer_of: OfferOf) -> System:
+def system_of(placement: Placement, offer_of: OfferOf, slo: Slo | None) -> System:
     """One copy of it."""
     pools = tuple(replace(pool, replicas=pool.replicas // placement.copies) for pool in placement.candidate.pools)
-    return assemble(replace(placement.candidate, pools=pools), offer_of, within_node=placement.within_node)
+    return assemble(replace(placement.candidate, pools=pools), offer_of, within_node=placement.within_node, slo=slo)
 
 
 def goodput_problem(
@@ -56,7 +56,7 @@ def goodput_problem(
 ) -> GoodputProblem:
     """The goodput of a whole cluster."""
     return GoodputProblem(
-        system=system_of(placement, problem.offer_of),
+        system=system_of(placement, problem.offer_of, problem.targets.common),
         traffic=problem.traffic,
         targets=problem.targets,
         copies=placement.copies,

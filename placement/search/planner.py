@@ -34,7 +34,8 @@ from placement.search.screening import screen_colocated, screen_phase, usable_of
 from placement.workload.requests import Workload
 from placement.workload.traffic import Traffic, with_classes
 
-WHOLE_CLUSTERS = 4  # of two pools, simulated as a whole
+WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
+SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
 
 
@@ -111,9 +112,9 @@ def _high(search: PlanSearch, prefills: Sequence[WorkerGoodput], decodes: Sequen
     """Algorithm 1: each phase by itself."""
     if search.question.rate:
         placements = placements_for_rate(search.problem, prefills, decodes, search.question.rate)
-        return [p for p in placements if p.candidate.gpus <= 1.4 * placements[0].candidate.gpus][:WHOLE_CLUSTERS]
+        return [p for p in placements if p.candidate.gpus <= 1.4 * placements[0].candidate.gpus][:SIZED_CLUSTERS]
     placements = placements_for_gpus(search.problem, prefills, decodes, search.num_gpus)
-    return [p for p in placements if p.promised >= 0.75 * placements[0].promised][:WHOLE_CLUSTERS]
+    return [p for p in placements if p.promised >= 0.65 * placements[0].promised][:WHOLE_CLUSTERS]
 
 
 def _low(search: PlanSearch, prefills: Sequence[WorkerGoodput], decodes: Sequence[WorkerGoodput]) -> list[Placement]:

@@ -117,7 +117,7 @@ def _colocated_search(problem: PlacementProblem, offer: Offer, unit: Candidate) 
     source = problem.traffic.source
     most = (prefill_bound(offer, source), decode_bound(offer, source, loosest_tpot_s(problem.targets)))
     return GoodputProblem(
-        system=assemble(unit, problem.offer_of, within_node=True),
+        system=assemble(unit, problem.offer_of, within_node=True, slo=problem.targets.common),
         traffic=problem.traffic,
         targets=problem.targets,
         top=min(most),

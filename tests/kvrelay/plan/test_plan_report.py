@@ -18,7 +18,7 @@ from kvrelay.plan import words as plan_words
 from kvrelay.plan.folder import save
 from kvrelay.plan.reading import build_request
 from kvrelay.plan.tables import tables
-from placement.plan import Interval, Objective, Plan, Slo, to_json
+from placement.plan import Candidate, Interval, Objective, Plan, Slo, to_json
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, TRIED, apart, goodput, together
 
 pytestmark = pytest.mark.unit
@@ -164,6 +164,12 @@ def test_verdicts() -> None:
     assert "come out alike" in plan_words.verdict(replace(PLAN, tried=(apart_best, close)))
     better = replace(together_best, goodput=Interval(28.4, 28.0, 29.0))
     assert plan_words.verdict(replace(PLAN, tried=(better, apart_best))).startswith("Colocated workers serve 2 times")
+    pools = (*together(1, 2).pools, *together(2, 1, chunk_tokens=128).pools)
+    hybrid = replace(apart_best, candidate=Candidate(pools=pools), goodput=Interval(28.4, 28.0, 29.0))
+    told = "A hybrid, 2 x mixed TP 1 + 1 x mixed TP 2, chunks of 512 and 128, serves 4 times"
+    assert told in plan_words.verdict(replace(PLAN, tried=(hybrid, apart_best, together_best)))
+    less = replace(hybrid, goodput=Interval(4.0, 3.5, 4.5))
+    assert "A hybrid of both serves less" in plan_words.verdict(replace(PLAN, tried=(apart_best, less)))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ import pytest
 
 from cluster.spec.load import parse_spec
 from kvrelay.plan.cluster_file import spec_data
-from placement.build.from_offers import assemble, offers_of, pair_of
+from placement.build.from_offers import OfferOf, assemble, offers_of, pair_of
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
-from placement.latency.hardware import load_hardware
+from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
-from placement.plan import Goodput, Interval
+from placement.latency.model_shape import ModelShape
+from placement.plan import Candidate, Goodput, Interval, Slo
+from placement.search.clusters import hybrids_of
 from placement.simulator.systems import LiveSystem
 from prefill_worker.options import PrefillOptions
 from tests.placement.toys import toy_offer
@@ -30,20 +32,39 @@ def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp:
     offer_of = offers_of(RooflineCatalog(shape, hardware))
     offers = offer_of(Degrees(prefill_tp), True), offer_of(Degrees(decode_tp), True)
     candidate = pair_of((offers[0], 1), (offers[1], 2), hardware.name)
-    system = assemble(candidate, offer_of, within_node=True)
+    _compare(candidate, offer_of, shape, hardware)
+
+
+@pytest.mark.parametrize("slo", [None, Slo(ttft_s=0.3, tpot_s=0.015)])
+def test_a_hybrid_is_what_its_spec_simulates(slo: Slo | None) -> None:
+    """The targets by which requests are placed, too."""
+    shape, hardware = load_shape("llama-3.1-8b"), load_hardware("h100-sxm")
+    offer_of = offers_of(RooflineCatalog(shape, hardware))
+    offers = offer_of(Degrees(1), True), offer_of(Degrees(2), True)
+    for candidate in hybrids_of(pair_of((offers[0], 2), (offers[1], 1), hardware.name)):
+        _compare(candidate, offer_of, shape, hardware, slo)
+
+
+def _compare(
+    candidate: Candidate, offer_of: OfferOf, shape: ModelShape, hardware: Hardware, slo: Slo | None = None
+) -> None:
+    system = assemble(candidate, offer_of, within_node=True, slo=slo)
     assert isinstance(system, LiveSystem)
     planned = system.cluster
+    assert planned.router.slo_ttft_ms == (1e3 * slo.ttft_s if slo else 0)
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
-    data = spec_data(found, "llama-3.1-8b", {hardware.name: shape.kv_bytes_per_token}, has_gpus=True)
+    data = spec_data(found, "llama-3.1-8b", {hardware.name: shape.kv_bytes_per_token}, has_gpus=True, slo=slo)
     written = sim_cluster(parse_spec(data), RooflineWorkers(shape, hardware))
     assert (planned.message_s, planned.report_gap_s) == (written.message_s, written.report_gap_s)
     assert (planned.router, planned.handoff_s) == (written.router, written.handoff_s)
     for one, other in zip(planned.workers, written.workers, strict=True):
-        assert (one.name, one.num_pages, one.page_size) == (other.name, other.num_pages, other.page_size)
-        if one.role == "prefill":
+        assert (one.role, one.num_pages, one.page_size) == (other.role, other.num_pages, other.page_size)
+        if candidate.kind == "two pools":
+            assert one.name == other.name
+        if one.role != "decode":
             assert one.latency.transfer_s(1000) == other.latency.transfer_s(1000)
             assert one.latency.prefill_s([(1000, 0)]) == other.latency.prefill_s([(1000, 0)])
-            assert isinstance(one.policy, PrefillOptions)
+            assert isinstance(one.policy, PrefillOptions)  # MixedOptions, too
             assert replace(one.policy, pack_tokens=one.policy.max_batch_tokens) == other.policy
         else:
             assert one.latency.decode_line(8, 9000) == other.latency.decode_line(8, 9000)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from placement.catalogs.base import PlanError
+from placement.build.from_offers import mixed_of, pair_of
+from placement.catalogs.base import Degrees, Offer, PlanError
 from placement.plan import Plan, RequestClass, Slo, to_json
+from placement.search.clusters import hybrids_of
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
@@ -70,10 +73,34 @@ def test_a_plan_is_plain_data_and_the_same_twice(four_gpus: Plan) -> None:
     assert plain["asked"]["num_gpus"] == 4
 
 
-def test_where_steps_may_be_long_the_answer_is_not_to_disaggregate() -> None:
+def test_where_steps_may_be_long_two_pools_are_worst_and_a_hybrid_is_tried() -> None:
+    """Of the two workers one only reads prompts; the other reads too, where they would be late."""
     found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=2)
-    assert not found.is_disaggregated
-    assert found.advice[0].startswith("Do not disaggregate")
+    assert [each.candidate.kind for each in found.tried] == ["hybrid", "one pool", "two pools"]
+    assert found.advice[0].startswith("A hybrid pays: 1.")
+    assert found.binding == "none"
+    alone = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=1)
+    assert [each.candidate.kind for each in alone.tried] == ["one pool"]
+    assert alone.advice[0].startswith("Do not disaggregate")
+
+
+def test_hybrids_keep_the_workers_and_their_gpus() -> None:
+    degrees = Degrees(1, 1)
+    offer = ToyCatalog(largest=1).offer(degrees, within_node=True)
+    assert isinstance(offer, Offer)
+    offer = replace(offer, max_batch_tokens=2048)
+    two = pair_of((offer, 3), (offer, 2), "toy")
+    one = mixed_of(offer, 5, "toy", 512)
+    labels = [candidate.label for candidate in hybrids_of(two)]
+    assert len(labels) == len(set(labels)) == 4
+    assert labels[:2] == [
+        "3 x mixed TP 1 + 2 x mixed TP 1, chunks of 2,048 and 128",
+        "3 x mixed TP 1 + 2 x mixed TP 1, chunks of 2,048 and 256",
+    ]
+    assert [each.label for each in hybrids_of(one)] == ["1 x prefill TP 1 + 4 x mixed TP 1, chunks of 512"]
+    assert {each.gpus for each in hybrids_of(two) + hybrids_of(one)} == {5}
+    assert {each.kind for each in hybrids_of(two) + hybrids_of(one)} == {"hybrid"}
+    assert hybrids_of(mixed_of(offer, 1, "toy", 512)) == []
 
 
 def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> None:
