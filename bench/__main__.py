@@ -26,6 +26,7 @@ NAMES = (
     "roofline",
     "papers.splitwise",
     "placement_search",
+    "hybrids",
     "papers.distserve",
     "verify_live",
     "protocol",

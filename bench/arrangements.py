@@ -1,4 +1,4 @@
-"""Which arrangement of workers serves most on this machine: one pool for each phase, or workers of both, in turns.
+"""Which arrangement of workers serves most on this machine: one pool for each phase, workers of both, or a hybrid.
 
     python -m bench.arrangements [--quick] [--rates 1,2,3,4,6] [--repeats 3] [NAMES...]
 
@@ -25,16 +25,21 @@ RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
 
 
-def arrangements() -> dict[str, list[dict[str, Any]]]:
-    """The pools of each, by name."""
+def arrangements() -> dict[str, dict[str, Any]]:
+    """What each has in its spec, by name. Those of several workers of both phases know the targets."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     halves = [BOTH | {"name": f"mixed-{i}", "threads": 1, "cpus": [core]} for i, core in enumerate((first, second))]
     whole = BOTH | {"threads": 2, "cpus": [first, second]}
+    pair = spec(demo_model("125m"))
+    router = pair.get("router", {})
+    told = {"router": router | {"slo_ttft_ms": 500.0, "slo_tpot_ms": 50.0}}
     return {
-        "1P1D, a core each": spec(demo_model("125m"))["pools"],
-        "one mixed, chunks of 128": [whole],
-        "one mixed, chunks of 32": [whole | {"chunk_tokens": 32}],
-        "two mixed, a core each": halves,
+        "1P1D, a core each": {"pools": pair["pools"]},
+        "one mixed, chunks of 128": {"pools": [whole]},
+        "one mixed, chunks of 32": {"pools": [whole | {"chunk_tokens": 32}]},
+        "two mixed, a core each, by load": {"pools": halves},
+        "two mixed, a core each, as predicted": {"pools": halves} | told,
+        "a prefill and a mixed worker, as predicted": {"pools": [pair["pools"][0], halves[1]]} | told,
     }
 
 
@@ -43,7 +48,7 @@ def measure(names: Sequence[str], rates: Sequence[float], repeats: int, seconds:
     for repeat in range(repeats):
         for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
             console.print(f"[bold]{name}")
-            with cluster(spec(demo_model("125m")) | {"pools": arrangements()[name]}) as served:
+            with cluster(spec(demo_model("125m")) | arrangements()[name]) as served:
                 runs[name] += [play(served, rate, seconds, 100 * repeat + i) for i, rate in enumerate(rates)]
     return runs
 

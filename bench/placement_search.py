@@ -22,7 +22,7 @@ from placement.catalogs.base import Catalog
 from placement.catalogs.roofline import open_catalog
 from placement.compiled.build import compiled_folder
 from placement.papers.distserve.coefficients import DistServeCatalog
-from placement.plan import Plan, Slo
+from placement.plan import Kind, Plan, Slo
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload, from_trace, read_request_list
@@ -58,8 +58,8 @@ def searched(name: str, catalog: Catalog, workload: Workload, ask: PlanQuestion,
             round(v, 3) for v in (found.chosen.goodput.value, found.chosen.goodput.low, found.chosen.goodput.high)
         ],
         "per_gpu": round(found.chosen.per_gpu, 4),
-        "best_two_pools": _best(found, False),
-        "best_colocated": _best(found, True),
+        "best_two_pools": _best(found, "two pools"),
+        "best_colocated": _best(found, "one pool"),
         "advice": list(found.advice),
     }
     print(
@@ -69,9 +69,9 @@ def searched(name: str, catalog: Catalog, workload: Workload, ask: PlanQuestion,
     return row
 
 
-def _best(found: Plan, is_colocated: bool) -> str:
+def _best(found: Plan, kind: Kind) -> str:
     for one in found.tried:
-        if one.candidate.is_colocated == is_colocated:
+        if one.candidate.kind == kind:
             return f"{one.candidate.label}: {one.goodput} requests/s, {one.per_gpu:.3f} per GPU"
     return "none keeps the targets"
 

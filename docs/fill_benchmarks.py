@@ -340,6 +340,20 @@ def _other_ways(result: Mapping[str, Any]) -> Iterator[list[object]]:
             yield [name, f"{design} {_counts(row)}", *both, f"{result['live'][name][design]['rate']:g}"]
 
 
+def hybrids(result: Mapping[str, Any]) -> str:
+    rows: list[list[object]] = []
+    for name, case in result["cases"].items():
+        for row in case["rows"]:
+            asked = f"{1e3 * row['ttft_s']:g} / {1e3 * row['tpot_s']:g}"
+            if not row["best"]:
+                rows.append([name, asked, row["why_none"], "", "", ""])
+                continue
+            found = [f"{row['best'][kind]['per_s']:g}" for kind in ("two pools", "one pool", "hybrid")]
+            rows.append([name, asked, *found, row["best"][row["chosen"]]["label"]])
+    columns = ["case", "TTFT / TPOT ms", "two pools, requests/s", "one mixed pool", "hybrid", "the plan"]
+    return table(columns, rows)
+
+
 def placement_search(result: Mapping[str, Any]) -> str:
     rows = [
         [
@@ -536,6 +550,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "paper_distserve": paper_distserve,
     "paper_splitwise": paper_splitwise,
     "placement_search": placement_search,
+    "hybrids": hybrids,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
