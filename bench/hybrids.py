@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from bench.common import REPO, RESULTS, about, save
+from bench.placement_search import TRACES, azure
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
 from placement.compiled.build import compiled_folder
 from placement.plan import KINDS, Plan, Slo
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
-from placement.workload.requests import Workload, from_trace
+from placement.workload.requests import Workload
 
-TRACES = (REPO / "configs" / "workloads", REPO.parent / "shared" / "data" / "azure")
 SMALL = ("llama-3.1-8b", "h100-sxm", 8, (0.15, 0.3, 1.0), (0.010, 0.015, 0.030))
 LARGE = ("llama-3.1-70b", "h200-sxm", 32, (0.4, 0.8, 2.5), (0.020, 0.030, 0.060))
 CASES: Mapping[str, tuple[Any, str]] = {
@@ -48,9 +48,8 @@ def workload_of(kind: str) -> Workload:
     if not kind:
         ones = np.ones(2000, dtype=np.int64)
         return Workload(arrival_s=np.arange(2000) / 10.0, prompt_len=256 * ones, output_len=64 * ones, name="256/64")
-    for folder in TRACES:
-        for path in sorted(folder.glob(f"*{kind}*.csv")) if folder.is_dir() else ():
-            return from_trace(path)
+    if trace := azure(kind):
+        return trace
     raise FileNotFoundError(f"no trace of Azure's {kind} is here; looked in {', '.join(map(str, TRACES))}")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from bench.common import REPO, about, save
@@ -31,11 +30,12 @@ SHAREGPT = REPO / "tests" / "placement" / "papers" / "data" / "sharegpt_synth_N1
 TRACES = (REPO / "configs" / "workloads", REPO.parent / "shared" / "data" / "azure")
 
 
-def conversation() -> Workload:
+def azure(kind: str) -> Workload | None:
+    """The trace of this kind, `conv` or `code`, where it is at hand."""
     for folder in TRACES:
-        for path in sorted(folder.glob("*conv*.csv")) if folder.is_dir() else ():
-            return from_trace(Path(path))
-    return read_request_list(SHAREGPT)
+        for path in sorted(folder.glob(f"*{kind}*.csv")) if folder.is_dir() else ():
+            return from_trace(path)
+    return None
 
 
 def searched(name: str, catalog: Catalog, workload: Workload, ask: PlanQuestion, wanted_s: float) -> dict[str, Any]:
@@ -94,10 +94,11 @@ def main() -> None:
     compiled_folder()
     opt = PlanQuestion(slo=Slo(ttft_s=2.5, tpot_s=0.15), num_gpus=32, max_pp=2, thoroughness=thoroughness)
     llama = PlanQuestion(slo=Slo(ttft_s=1.0, tpot_s=0.05), num_gpus=64, thoroughness=thoroughness)
+    conversation = azure("conv") or read_request_list(SHAREGPT)
     result = about()
     result["rows"] = [
         searched("OPT-66B on 4 x 8 A100", DistServeCatalog(name="opt_66b"), read_request_list(SHAREGPT), opt, 60),
-        searched("Llama-3.1-70B on 64 H100", open_catalog("llama-3.1-70b", "h100-sxm"), conversation(), llama, 120),
+        searched("Llama-3.1-70B on 64 H100", open_catalog("llama-3.1-70b", "h100-sxm"), conversation, llama, 120),
     ]
     print(f"saved to {save('placement_search', result).relative_to(REPO)}")
 

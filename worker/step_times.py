@@ -8,6 +8,7 @@ prompts take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from worker.step_costs import StepCosts, share_after
 
 KEPT = 0.998  # of what is known, by each step of the same kind
 ENOUGH = 6.0  # steps, before anything is told
-NUM_COSTS = 5
+COSTS = tuple(field.name for field in fields(StepCosts))
+NUM_COSTS = len(COSTS)
 
 
 class StepTimes:
@@ -45,8 +47,7 @@ class StepTimes:
         sums = self._with_prompts + self._without
         if sums[-1, -1] < enough:  # taken_s / taken_s for each
             return None
-        names = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")
-        return StepCosts(**dict(zip(names, _least_squares(sums), strict=True)))
+        return StepCosts(**dict(zip(COSTS, _least_squares(sums), strict=True)))
 
 
 def _least_squares(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Sequence[float]:

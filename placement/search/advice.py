@@ -48,8 +48,7 @@ def advise(findings: Findings) -> list[str]:
 def _on_disaggregation(findings: Findings) -> str:
     chosen, kind = findings.chosen, findings.chosen.candidate.kind
     is_colocated = kind == "one pool"
-    wanted = {"two pools": ("one pool",), "one pool": ("two pools",), "hybrid": ("one pool", "two pools")}[kind]
-    other = next((goodput for goodput in findings.tried if goodput.candidate.kind in wanted), None)
+    other = next((each for each in findings.tried if each.candidate.kind not in ("hybrid", kind)), None)
     if kind == "hybrid" and other is None:
         return "Run a hybrid: no pure placement keeps the targets here."
     if other is None and is_colocated:

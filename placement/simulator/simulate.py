@@ -55,7 +55,8 @@ class Simulation:
         self.router = RouterMachine(cluster, workload, self.clock, self.ledger, on_assigned)
         self.machines: dict[str, PrefillMachine | DecodeMachine] = {}
         self._has_prefixes = bool(workload.blocks)
-        self._predicts = any(worker.role == "mixed" for worker in cluster.workers)
+        has_targets = bool(cluster.router.slo_ttft_ms or cluster.router.slo_tpot_ms)
+        self._predicts = has_targets and any(worker.role == "mixed" for worker in cluster.workers)
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._arrival_s: list[float] = workload.arrival_s.tolist()
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
@@ -92,25 +93,22 @@ class Simulation:
             step_tokens=options.max_batch_tokens if isinstance(options, PrefillOptions) else 0,
             chunk_tokens=options.chunk_tokens if isinstance(options, MixedOptions) else 0,
         )
-        costs = self._costs(worker)
         if worker.role == "prefill":
             assert isinstance(options, PrefillOptions), worker.name
             prefill = PrefillMachine(self.router, worker, PrefillPolicy(pool, options), host)
-            prefill.costs = costs
             self.machines[worker.name] = prefill
             self.router.on_worker_up(view, prefill, None)
         elif worker.role == "decode":
             assert isinstance(options, DecodeOptions), worker.name
             decode = DecodeMachine(self.router, worker, DecodePolicy(pool, options, name=worker.name), host)
-            decode.costs = costs
             self.machines[worker.name] = decode
             self.router.on_worker_up(view, None, decode)
         else:
             assert isinstance(options, MixedOptions), worker.name
             mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
-            mixed.costs = costs
             self.machines[worker.name] = mixed
             self.router.on_worker_up(view, mixed.prompts, mixed)
+        self.machines[worker.name].costs = self._costs(worker)
 
     def _costs(self, worker: SimWorker) -> StepCosts | None:
         """Not asked for where the router has no use for them."""
