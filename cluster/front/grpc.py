@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.front.answers import ChoiceAnswer, WholeAnswer, conclude, merged, trailers
 from cluster.front.endings import Ending, Endings
-from cluster.front.limits import refuse, retry_after
+from cluster.front.limits import CallLimit, refuse, retry_after
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.stalls import Stalls
@@ -29,6 +29,7 @@ from cluster.router.live.requests import RequestFailed, Submission
 from cluster.router.monitoring.status import status_of
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2, generate_pb2
+from worker.wire.door import CALLER
 
 GENERATE_SERVICE = "kvrelay.v1.Generate"
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
@@ -42,12 +43,14 @@ class GenerateService:
         codec: TextCodec | None,
         model_name: str,
         options: FrontOptions,
+        calls: CallLimit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._codec = codec
         self._model_name = model_name
         self._options = options
+        self._calls = calls
         self._stalls = Stalls(options.max_stall_s)
         self._endings = Endings(router.metrics, options.log_requests)
         self._clock = clock
@@ -183,9 +186,14 @@ class GenerateService:
             model=model,
             served_name=self.model_name,
             codec=self._codec,
-            admit=self._router.admit,
+            admit=self._admit,
             limits=limits,
         )
+
+    def _admit(self, request_id: str, num_choices: int) -> None:
+        self._router.admit(request_id, CALLER.get())
+        if why := self._calls.count_choices(num_choices):
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
 
     def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
         """The client's deadline, or the router's own where that is earlier."""

@@ -100,12 +100,20 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def running(self) -> int:
         return self._calls.total
 
-    def _count(self) -> None:
+    def count_choices(self, num: int) -> str:
+        """The call of this task, counted once already, is for so many choices: each is a call. Why not; empty if so."""
+        if num > 1:
+            if why := self._why_full(CALLER.get()):
+                return f"{why}, and {num} choices are as many calls"
+            self._count(num - 1)
+        return ""
+
+    def _count(self, num: int = 1) -> None:
         """From now to the end of the call's task, in which gRPC sends the last byte, too."""
         task, caller = asyncio.current_task(), CALLER.get()
         assert task is not None, "a call has a task"
-        self._calls.take(caller)
-        task.add_done_callback(lambda _: self._calls.give(caller))
+        self._calls.take(caller, num)
+        task.add_done_callback(lambda _: self._calls.give(caller, num))
 
     def _counted(self, behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], Any]:
         """Of reflection, which gRPC brings."""

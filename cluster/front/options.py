@@ -47,7 +47,8 @@ class FrontOptions:
     )
     max_calls: int = knob(
         8192,
-        "at once, health apart: more are refused with RESOURCE_EXHAUSTED. One token gets seven times what is left",
+        "at once, health apart, a request counting for each of its `n` choices: more are refused with "
+        "RESOURCE_EXHAUSTED. One token gets seven times what is left",
         unit="calls",
         ge=1,
     )

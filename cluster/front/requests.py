@@ -45,13 +45,13 @@ async def check_request(
     model: generate_pb2.GetModelInfoResponse,
     served_name: str,
     codec: TextCodec | None,
-    admit: Callable[[str, str], None],
+    admit: Callable[[str, int], None],
     limits: TimeLimits,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
-    `admit` is asked with the id and the caller before the prompt is tokenised, and raises RequestFailed when the caller
-    gets nothing now.
+    `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
+    the caller gets nothing now.
     """
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
@@ -61,7 +61,7 @@ async def check_request(
     params.validate(model.vocab_size)
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
-    admit(request_id, CALLER.get())
+    admit(request_id, params.n)
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     room = model.max_model_len - len(prompt_ids)
     params = replace(

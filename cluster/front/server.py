@@ -108,7 +108,7 @@ class RouterServer:
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
         self._generate = GenerateService(
-            self.router, codec=self._codec, model_name=options.model_name, options=options.front
+            self.router, codec=self._codec, model_name=options.model_name, options=options.front, calls=self._calls
         )
         self._server = make_server(
             client_door(self._keyring) if self._keyring else None,

@@ -60,11 +60,15 @@ async def refused(call: Any) -> tuple[str, dict[str, str]]:
     return error.value.details() or "", dict(error.value.trailing_metadata() or ())
 
 
+def service_of(h: Harness, options: FrontOptions) -> GenerateService:
+    calls = limits.CallLimit(options.max_calls, options.max_stall_s, h.router.turns)
+    return GenerateService(h.router, codec=None, model_name="fake", options=options, calls=calls)
+
+
 async def deaf(h: Harness, max_stall_s: float, **sampling: Any) -> DeafContext:
     """How the call of a client that reads nothing ends."""
     context = DeafContext()
-    options = FrontOptions(max_stall_s=max_stall_s)
-    service = GenerateService(h.router, codec=None, model_name="fake", options=options)
+    service = service_of(h, FrontOptions(max_stall_s=max_stall_s))
     with pytest.raises(Aborted):
         await service.generate(request(**sampling), context)
     return context
@@ -120,6 +124,23 @@ async def test_one_clients_calls_leave_room_for_anothers() -> None:
             call.cancel()
 
 
+async def test_a_request_counts_for_each_of_its_choices() -> None:
+    async with serving(options=server_options(port=0, max_calls=5)) as h:
+        h.prefill().is_holding = True
+        held = h.generate.GenerateOnce(request(n=4, max_tokens=2))
+        await h.until(lambda: h.server._calls.running == 4)
+        details, trailers = await refused(h.generate.GenerateOnce(request(n=2)))
+        assert details == "5 calls run at this router, of 5, and 2 choices are as many calls"
+        assert "retry-after-ms" in trailers
+        other = h.generate.GenerateOnce(request(max_tokens=2))
+        await h.until(lambda: h.server._calls.running == 5)
+        h.prefill().release()
+        assert [(await call).usage.completion_tokens for call in (held, other)] == [8, 2]
+        await h.until(lambda: h.server._calls.running == 0)
+        answer = await h.generate.GenerateOnce(request(n=8, max_tokens=2))  # more than the limit, and nobody is there
+        assert answer.usage.completion_tokens == 16
+
+
 async def test_watchers_of_health_are_bounded_and_none_of_them_holds_up_the_others() -> None:
     """gRPC's own servicer writes under the lock that a change of the status needs."""
     health = Health(("kvrelay.v1.Generate",), max_watches=2, max_stall_s=0.05)
@@ -151,7 +172,7 @@ async def test_a_request_that_waits_does_not_keep_its_message(method: str) -> No
     """Four MiB of fields that nobody knows cost a client no prompt tokens, by which the queue is bounded."""
     async with serving() as h:
         h.prefill().is_holding = True
-        service = GenerateService(h.router, codec=None, model_name="fake", options=FrontOptions())
+        service = service_of(h, FrontOptions())
         message = request(max_tokens=2)
         references = sys.getrefcount(message)
         call = asyncio.ensure_future(getattr(service, method)(message, DeafContext()))
