@@ -515,6 +515,20 @@ def protocol(result: Mapping[str, Any]) -> str:
     return table(["setting", *columns], rows)
 
 
+def flood(result: Mapping[str, Any]) -> str:
+    rows = []
+    for name, part in {"quiet": result["quiet"], **result["parts"]}.items():
+        ended = ", ".join(f"{count:,} {code}" for code, count in part.get("codes", {}).items())
+        check, other = part["check_ms"], part["other_client"]
+        gave_up = sum(count for code, count in other["codes"].items() if code != "OK")
+        late = f"{other['ttft_ms']['max']:.0f}" + (f", {gave_up}" if gave_up else "")
+        times = slashed([check["p50"], check["p99"], check["max"]])
+        rows.append([name.replace("_", " "), ended, times, late, part["most_rss_mb"], part["router_cpu_s"]])
+    columns = ("flood", "ended", "health P50/P99/max", "other", "most memory", "router's CPU s")
+    left = f"Memory before {result['before']['rss_mb']:.0f}, a minute after the last {result['after']['rss_mb']:.0f}."
+    return f"{table(columns, rows)}\n\n{left}"
+
+
 def fuzz(result: Mapping[str, Any]) -> str:
     rows = [
         [
@@ -543,6 +557,7 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "chaos": chaos,
+    "flood": flood,
     "e2e": e2e,
     "arrangements": arrangements,
     "fuzz": fuzz,

@@ -16,7 +16,7 @@ from array import array
 from typing import Any
 
 from bench.flood.onlookers import percentiles
-from cluster.front.memory import give_memory_back, put_off_collections
+from cluster.front.memory import give_memory_back, put_off_collections, renew_awaits
 from cluster.front.server import RouterServer, server_options
 from cluster.router.links.worker_link import WorkerEndpoint
 
@@ -71,6 +71,7 @@ async def serve(workers: list[list[str]], settings: dict[str, Any]) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "settle":
             gc.collect()
+            renew_awaits()
             give_memory_back()
         used = time.process_time()
         print(json.dumps({"loop": lag.seen(), "cpu_s": used, "kept": kept(server)}), flush=True)

@@ -21,6 +21,7 @@ from cluster.router.live.turns import Turns
 from cluster.router.shares import Shares
 from worker.wire.aborts import without_traces
 from worker.wire.door import CALLER, FIRST_MESSAGE_S
+from worker.wire.reads import read_whole
 
 PING_TIMEOUT_S = 5.0
 MAX_UNHEARD = 10_240  # calls in one line at gRPC, of 15 KB each, before CallLimit can say no: it ends more as CANCELLED
@@ -157,7 +158,7 @@ async def _message(context: Any, stalls: Stalls) -> Any:
     """The one message of a call."""
     try:
         async with asyncio.timeout(None) as limit:
-            message = await stalls.bounded(limit, context.read())
+            message = await stalls.bounded(limit, read_whole(context.read()))
     except TimeoutError:
         reason = f"the call's message did not come within {stalls.bound_s:g} s"
         await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)

@@ -18,6 +18,7 @@ INTERVAL_S = 1.0
 FEW_CALLS = 100
 MOST_PUT_OFF = 300  # times: under load without a pause it is done all the same
 HEAP_INTERVALS = 20  # glibc's heap less often: what it gives back it must ask for again
+KEPT_AWAITS = 255  # FI_FREELIST_MAXLEN of CPython's _asynciomodule.c
 NEVER = 2**31 - 1
 
 
@@ -36,11 +37,22 @@ async def let_go_forever(num_calls: Callable[[], int]) -> None:
         if not put_off:
             gc.collect()
         if not beat % HEAP_INTERVALS:
+            renew_awaits()
             await asyncio.to_thread(give_memory_back)
 
 
 def may_collect(num_calls: int, put_off: int) -> bool:
     return num_calls <= FEW_CALLS or put_off >= MOST_PUT_OFF
+
+
+def renew_awaits() -> None:
+    """asyncio keeps 255 of what awaits a future for the next ones. After a flood they lie far apart, each in a megabyte
+    that Python could give back otherwise. New ones lie together: they are kept in place of the old."""
+    future = asyncio.get_running_loop().create_future()
+    old = [future.__await__() for _ in range(KEPT_AWAITS)]
+    new = [future.__await__() for _ in range(KEPT_AWAITS)]
+    new.clear()
+    old.clear()  # there is no room for these any more
 
 
 def give_memory_back() -> None:

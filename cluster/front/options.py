@@ -46,7 +46,7 @@ class FrontOptions:
         le=604_800,
     )
     max_calls: int = knob(
-        8192,
+        4096,
         "at once, health apart, a request counting for each of its `n` choices: more are refused with "
         "RESOURCE_EXHAUSTED. One token gets seven times what is left",
         unit="calls",

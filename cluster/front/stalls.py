@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 T = TypeVar("T")
+ENDED_AT_ONCE = 8  # waits, in one turn of the loop: of thousands that began together
 
 
 class Stalls:
@@ -32,10 +33,13 @@ class Stalls:
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = None
-        while self._ends_s:
-            limit, end_s = next(iter(self._ends_s.items()))
+        for _ in range(ENDED_AT_ONCE):
+            limit, end_s = next(iter(self._ends_s.items()), (None, 0.0))
+            if limit is None:
+                return
             if end_s > loop.time():
                 self._timer = loop.call_at(end_s, self._look)
                 return
             del self._ends_s[limit]
             limit.reschedule(loop.time())
+        self._timer = loop.call_later(0, self._look)

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from worker.wire.aborts import without_traces
+from worker.wire.reads import read_whole
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FIRST_MESSAGE_S):
-                        await anext(requests, None)
+                        await read_whole(anext(requests, None))
             finally:
                 self._heard -= 1
         await without_traces(context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence))

@@ -13,6 +13,11 @@ from cluster.front.stalls import Stalls
 pytestmark = pytest.mark.unit
 
 
+async def turns(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
 class Clock:
     """The loop's, moved by hand."""
 
@@ -29,8 +34,7 @@ class Clock:
 
     async def move(self, seconds: float) -> None:
         self.now_s += seconds
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(20)
 
 
 class Client:
@@ -82,7 +86,10 @@ async def test_all_that_began_together_end_together(monkeypatch: pytest.MonkeyPa
     clients = [Client(stalls) for _ in range(50)]
     await clock.move(0)
     await clients[7].take()
-    await clock.move(10)
+    clock.now_s += 10
+    await turns(5)
+    assert sum(client.is_given_up for client in clients) < 50, "a few in a turn of the loop"
+    await turns(15)
     assert [client.is_given_up for client in clients] == [True] * 50
     assert [client.num_taken for client in clients] == [0] * 7 + [1] + [0] * 42
 
