@@ -7,6 +7,7 @@ counts them; pages promised of a decode worker count until a report lists the re
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -214,6 +215,12 @@ class DecodeAccount:
     listed: dict[str, int] = field(default_factory=dict)  # ours that the report lists: pages at least
     ended: int = 0  # listed ones that have ended since
     ended_pages: int = 0
+    tpots_s: dict[str, float] = field(default_factory=dict)  # ours that want one: the time a token should take
+
+    @property
+    def tightest_s(self) -> float:
+        """The least that any of ours wants; inf where none wants one."""
+        return min(self.tpots_s.values(), default=math.inf)
 
     @property
     def free_pages(self) -> int:
@@ -228,6 +235,7 @@ class DecodeAccount:
         self.promised_pages += pages
 
     def drop(self, request_id: str) -> None:
+        self.tpots_s.pop(request_id, None)
         if request_id in self.promised:
             self.promised_pages -= self.promised.pop(request_id)
         elif request_id in self.listed:
@@ -253,3 +261,4 @@ class DecodeAccount:
         assert self.promised_pages == sum(self.promised.values()), self.view.name
         assert self.listed.keys() <= self.report.request_ids, f"{self.view.name}: listed, but not by the report"
         assert not self.promised.keys() & self.listed.keys(), f"{self.view.name}: promised and listed at once"
+        assert all(i in self.promised or i in self.listed for i in self.tpots_s), f"{self.view.name}: targets of nobody"

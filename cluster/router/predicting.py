@@ -4,13 +4,15 @@ By the costs of their steps that workers report, and what has been sent to them 
 request's targets that one is best which holds up others least; where none does, likewise: who is late anyway should not
 make others late. So a long prompt goes where nobody decodes, as long as its first token is in time there, and is read
 beside answers when it would be late; an answer is written where its steps are short enough, not where they are shortest
-(conditional disaggregation; compare TaiChi, arXiv 2508.01989).
+(conditional disaggregation; compare TaiChi, arXiv 2508.01989). Short enough for whoever wants the shortest of those that
+this router has sent there, too.
 
 It looks and changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,18 +105,28 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
     else:
         takes_s = float("inf")  # it waits until nobody decodes there
     is_kept = not target.ttft_s or takes_s < USED * target.ttft_s
+    if beside is not None and batch:
+        share = account.report.prompt_share + own / OUTPUT_TOKENS
+        is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s
     return Part(takes_s, is_kept, costs.prompt_token_s * own * (1 + len(account.waiting) + batch))
 
 
 def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Part:
     """Its answer, each token of it. With as many tokens of prompts in each step as there were of late."""
-    costs, batch, share = account.report.costs, account.batch, account.report.prompt_share
+    costs, batch = account.report.costs, account.batch
+    assert costs is not None
+    takes_s = _step_s(account, account.report.prompt_share, batch + 1, shape.prompt_len)
+    longer_s = costs.request_s + costs.context_token_s * (shape.prompt_len + OUTPUT_TOKENS // 2)
+    is_kept = takes_s < USED * min(target.tpot_s or math.inf, account.tightest_s)
+    return Part(takes_s, is_kept, longer_s * OUTPUT_TOKENS * (1 + batch))
+
+
+def _step_s(account: DecodeAccount, share: float, batch: int, longer: int) -> float:
+    """With so many tokens of prompts in each on average, so many answers, and a context longer by `longer` tokens."""
+    costs = account.report.costs
     assert costs is not None
     both = min(1.0, share / max(1, account.view.chunk_tokens))
-    takes_s = costs.step_s(share, batch + 1, _context(account) + shape.prompt_len, both)
-    longer_s = costs.request_s + costs.context_token_s * (shape.prompt_len + OUTPUT_TOKENS // 2)
-    is_kept = not target.tpot_s or takes_s < USED * target.tpot_s
-    return Part(takes_s, is_kept, longer_s * OUTPUT_TOKENS * (1 + batch))
+    return costs.step_s(share, batch, _context(account) + longer, both)
 
 
 def _context(account: DecodeAccount) -> int:

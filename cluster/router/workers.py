@@ -141,6 +141,8 @@ class Workers:
 
     def _promise(self, to: DecodeAccount, request: RoutedRequest) -> None:
         self.decode.promise(to, request)
+        if tpot_s := request.shape.slo_tpot_s or self._options.slo_tpot_ms / 1e3:
+            to.tpots_s[request.shape.id] = tpot_s
         self.prefill.note(to.view.name)
 
     def _drop(self, request: RoutedRequest) -> None:
