@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
+from engine.pages.news import HASH_BYTES, NO_NEWS, PageHash, PageNews
 from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -66,6 +67,20 @@ def step_costs_to_proto(costs: StepCosts) -> pb.StepCosts:
 
 def step_costs_from_proto(costs: pb.StepCosts) -> StepCosts:
     return StepCosts(**{field.name: getattr(costs, field.name) for field in fields(StepCosts)})
+
+
+def page_news_to_proto(news: PageNews, report: pb.WorkerReport) -> None:
+    report.found_pages, report.lost_pages, report.pages_anew = b"".join(news.found), b"".join(news.lost), news.is_all
+
+
+def page_news_from_proto(report: pb.WorkerReport) -> PageNews:
+    if not (report.found_pages or report.lost_pages or report.pages_anew):
+        return NO_NEWS
+    return PageNews(_hashes(report.found_pages), _hashes(report.lost_pages), report.pages_anew)
+
+
+def _hashes(joined: bytes) -> tuple[PageHash, ...]:
+    return tuple(joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES))
 
 
 def token_output(

@@ -26,7 +26,7 @@ from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
-from worker.convert import model_info_to_proto, step_costs_to_proto
+from worker.convert import model_info_to_proto, page_news_to_proto, step_costs_to_proto
 from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
@@ -190,6 +190,11 @@ class Worker(Generic[RoleT]):
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens
         return report
+
+    def add_page_news(self, report: pb.WorkerReport, told: int) -> int:
+        if "prefill" in kind_of(self.options.role).phases:
+            page_news_to_proto(self.pool.news_since(told), report)
+        return self.pool.num_news
 
     # For the role: RoleHost
 

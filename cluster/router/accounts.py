@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.pages.pool import PageHash
+from engine.pages.news import NO_NEWS, PageHash, PageNews
 from worker.step_costs import StepCosts
 
 DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
@@ -62,6 +62,7 @@ class Report:
     peers: tuple[PeerTrouble, ...] = ()  # prefill
     costs: StepCosts | None = None  # of its steps; None: not known yet
     prompt_share: float = 0.0  # mixed: tokens of prompts in a step that decodes, of late
+    pages: PageNews = NO_NEWS  # prefill: what of its pages can be found by hash, since the last report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ class PrefillAccount:
     seen_tokens: int = 0  # of `waiting`, counted in the report
     unseen_tokens: int = 0  # of `waiting`, sent since
     others_tokens: int = 0  # other routers' share of the report
-    prefixes: OrderedDict[PageHash, None] = field(default_factory=OrderedDict)  # sent there, least recent first
+    prefixes: OrderedDict[PageHash, None] = field(default_factory=OrderedDict)  # sent there or told, least recent first
     holders: dict[PageHash, set[str]] = field(default_factory=dict)  # by page, the names of all that remember it
     beside: DecodeAccount | None = None  # of the same worker, if it decodes, too
 
@@ -142,7 +143,7 @@ class PrefillAccount:
         return self.queued_tokens + (0 if self.beside is None else self.beside.batch * DECODE_TOKENS)
 
     def cached_len(self, shape: RequestShape) -> int:
-        """Tokens of the prompt that were sent there before; at least one token is always computed."""
+        """Tokens of the prompt that are there, or on their way; at least one token is always computed."""
         pages = 0
         for page_hash in shape.page_hashes:
             if page_hash not in self.prefixes:
@@ -172,8 +173,22 @@ class PrefillAccount:
             self._unhold(page_hash)
         self.prefixes.clear()
 
+    def _hear(self, pages: PageNews) -> None:
+        """What was sent there and is not computed yet stays known: nobody else has it sooner."""
+        if pages.is_all:
+            self.forget_prefixes()
+            for request in self.waiting.values():
+                self._remember(request.shape.page_hashes)
+        self._remember(pages.found)
+        for page_hash in pages.lost:
+            if page_hash in self.prefixes:
+                del self.prefixes[page_hash]
+                self._unhold(page_hash)
+
     def take_report(self, report: Report) -> None:
-        """Count what the report had seen as the report counts it. One older than the last is dropped."""
+        """Count what the report had seen as the report counts it. One older than the last is dropped, but for what it
+        says of pages: nothing else says it again."""
+        self._hear(report.pages)
         if report.made_s < self.report.made_s:
             return
         self.report = report

@@ -39,7 +39,7 @@ from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
-from worker.convert import FINISH_REASON_FROM_PROTO, step_costs_from_proto
+from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
 from worker.recording import record_calls
 from worker.wire.tls import TlsFiles
 
@@ -209,6 +209,7 @@ class Router:
                 peers=self._troubles(report, now),
                 costs=step_costs_from_proto(report.step_costs) if report.HasField("step_costs") else None,
                 prompt_share=report.prompt_share,
+                pages=page_news_from_proto(report),
             ),
             now,
         )

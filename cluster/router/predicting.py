@@ -4,8 +4,8 @@ By the costs of their steps that workers report, and what has been sent to them 
 request's targets that one is best which holds up others least; where none does, likewise: who is late anyway should not
 make others late. So a long prompt goes where nobody decodes, as long as its first token is in time there, and is read
 beside answers when it would be late; an answer is written where its steps are short enough, not where they are shortest
-(conditional disaggregation; compare TaiChi, arXiv 2508.01989). Short enough for whoever wants the shortest of those that
-this router has sent there, too.
+(conditional disaggregation; compare TaiChi, arXiv 2508.01989). Short enough for whoever wants the shortest of those
+that this router has sent there, too; nor are prompts read beside such answers that would make them late.
 
 It looks and changes nothing.
 """
@@ -105,8 +105,8 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
     else:
         takes_s = float("inf")  # it waits until nobody decodes there
     is_kept = not target.ttft_s or takes_s < USED * target.ttft_s
-    if beside is not None and batch:
-        share = account.report.prompt_share + own / OUTPUT_TOKENS
+    if beside is not None and beside.tightest_s < (target.tpot_s or math.inf):
+        share = min(view.chunk_tokens, tokens / OUTPUT_TOKENS)
         is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s
     return Part(takes_s, is_kept, costs.prompt_token_s * own * (1 + len(account.waiting) + batch))
 

@@ -18,7 +18,7 @@ from kvrelay.v1 import worker_pb2 as pb
 class ServedModel:
     def __init__(self) -> None:
         self.info: generate_pb2.GetModelInfoResponse | None = None  # of the worker that came up last
-        self._page_size = 0  # tokens; 0 before the first worker came up
+        self._page_size = 0  # tokens
 
     def admit(self, hello: pb.WorkerHello, others: Iterable[pb.WorkerHello]) -> None:
         """A worker comes up beside `others`, which are ready. Raises WorkerRefused if it does not fit them."""
@@ -34,7 +34,9 @@ class ServedModel:
 
     def page_hashes(self, prompt: PromptHashes, output_ids: Sequence[int]) -> list[PageHash]:
         """Of the pages that the workers' prefix caches may hold; none before the first worker came up."""
-        return prompt.followed_by(output_ids, self._page_size) if self._page_size else []
+        if self.info is None:
+            return []
+        return prompt.followed_by(output_ids, self._page_size, self.info.fingerprint.encode())
 
 
 def _named(model: generate_pb2.GetModelInfoResponse) -> str:

@@ -22,7 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-PageHash = bytes
+from engine.pages.news import HASH_BYTES, News, PageNews
+from engine.pages.news import PageHash as PageHash
 
 
 class OutOfPages(Exception):
@@ -42,7 +43,9 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 def chain_root(cache_salt: str) -> PageHash:
     """The parent of a first page. Pages of requests with different salts are never found for one another, though their
     tokens be the same."""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest() if cache_salt else b""
+    if not cache_salt:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache_salt").digest()
 
 
 def page_hashes(
@@ -54,7 +57,7 @@ def page_hashes(
     """
     hashes: list[PageHash] = []
     for start in range(0, len(token_ids) - page_size + 1, page_size):
-        digest = hashlib.blake2b(parent, digest_size=16, salt=salt[:16])
+        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, salt=salt[:16])
         digest.update(array("I", token_ids[start : start + page_size]).tobytes())
         parent = digest.digest()
         hashes.append(parent)
@@ -84,8 +87,18 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self._news = News()  # of what is known by hash
         self.hit_tokens = 0
         self.lookup_tokens = 0
+
+    @property
+    def num_news(self) -> int:
+        """How often a page has come to be known, or was lost."""
+        return self._news.count
+
+    def news_since(self, told: int) -> PageNews:
+        """For who was told of the first `told` of these; -1: of none."""
+        return self._news.since(told, self._page_of)
 
     @property
     def available(self) -> int:
@@ -148,13 +161,14 @@ class PagePool:
             return
         self._hash_of[page] = page_hash
         self._page_of[page_hash] = page
+        self._news.note(page_hash, True)
 
     def withdraw(self, pages: Iterable[int]) -> None:
         """What these held pages hold is not to be trusted: nobody more finds it."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is withdrawn but nobody holds it"
             if page in self._hash_of:
-                del self._page_of[self._hash_of.pop(page)]
+                self._forget(page)
 
     def release(self, pages: Iterable[int]) -> None:
         """Give up one hold on each page. The last holder's page is cached if published, free otherwise."""
@@ -175,8 +189,13 @@ class PagePool:
 
     def _evict_oldest(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        self._forget(page)
         return page
+
+    def _forget(self, page: int) -> None:
+        page_hash = self._hash_of.pop(page)
+        del self._page_of[page_hash]
+        self._news.note(page_hash, False)
 
     def check_invariants(self) -> None:
         """Assert that every page is in exactly one place and that the two hash maps agree."""

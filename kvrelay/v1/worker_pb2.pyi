@@ -230,7 +230,7 @@ class Outputs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share")
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,9 @@ class WorkerReport(_message.Message):
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_ANEW_FIELD_NUMBER: _ClassVar[int]
     made_ns: int
     last_submit_seq: int
     num_waiting: int
@@ -278,7 +281,10 @@ class WorkerReport(_message.Message):
     num_tasks: int
     step_costs: StepCosts
     prompt_share: float
-    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ...) -> None: ...
+    found_pages: bytes
+    lost_pages: bytes
+    pages_anew: bool
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")

@@ -21,6 +21,7 @@ from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
+from engine.pages.news import PageNews
 from engine.pages.pool import PagePool
 from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
@@ -36,7 +37,7 @@ POLICIES = {
     "MixedPolicy": MixedOptions,
 }
 TOLD = {
-    kind.__name__: kind for kind in (Past, PeerTrouble, Report, RequestShape, StepCosts, WorkerView)
+    kind.__name__: kind for kind in (PageNews, Past, PeerTrouble, Report, RequestShape, StepCosts, WorkerView)
 }  # passed to a policy
 CONTEXT = 4  # calls told before a difference
 

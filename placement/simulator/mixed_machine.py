@@ -31,7 +31,8 @@ class MixedMachine(DecodeMachine):
         tokens = self.both.prefill.waiting_tokens
         told = super().report(made_s)
         last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self._advanced)
-        return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share)
+        pages = self.prompts.page_news()
+        return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share, pages=pages)
 
     @property
     def is_running(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from engine.pages.news import NO_NEWS, PageNews
 from engine.pages.pool import OutOfPages, PageHash, PagePool, PoolUsage
 
 
@@ -23,6 +24,13 @@ class CountedPool(PagePool):
         self.lookup_tokens = 0
         self._left = num_pages
         self._held_twice = 0
+
+    @property
+    def num_news(self) -> int:
+        return 0
+
+    def news_since(self, told: int) -> PageNews:
+        return NO_NEWS
 
     @property
     def available(self) -> int:

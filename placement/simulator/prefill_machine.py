@@ -7,6 +7,7 @@ is computed, over a link that all handoffs of the worker share, and must fit in 
 from __future__ import annotations
 
 from cluster.router.accounts import Report
+from engine.pages.news import PageNews
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
@@ -32,6 +33,7 @@ class PrefillMachine(Prefiller):
         self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the step under way: its time, as a multiple of its time alone
         self._version = 0  # of the step's end
+        self._pages_told = 0  # of the pool's news
         self._batch: PrefillBatch | None = None  # under way; with stages, the last that began
         self._attempts: dict[str, Attempt] = {}
         if host is not None:
@@ -47,7 +49,14 @@ class PrefillMachine(Prefiller):
             waiting_tokens=policy.waiting_tokens,
             available_pages=policy.pool.available,
             costs=self.costs,
+            pages=self.page_news(),
         )
+
+    def page_news(self) -> PageNews:
+        """Since the last report."""
+        pool, told = self.policy.pool, self._pages_told
+        self._pages_told = pool.num_news
+        return pool.news_since(told)
 
     def report_anew(self, now: float) -> None:
         if not self.is_dead:

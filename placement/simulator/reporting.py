@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.router.accounts import Report
+from engine.pages.news import NO_NEWS
 from placement.simulator.clock import VirtualClock
 
 
@@ -128,14 +130,17 @@ class Reporter:
         return (int(now / self._inbox.gap_s) + 1) * self._inbox.gap_s + self._inbox.delay_s
 
     def take(self, now: float) -> Report | None:
-        """The last report that has arrived and was not taken; what came before it is forgotten."""
+        """The last report that has arrived and was not taken; what came before it is forgotten, but for its pages."""
         if self._is_due:
             tick = int(max(0.0, now - self._inbox.delay_s) / self._inbox.gap_s)
             if tick > self._tick:
                 self._make(tick)
         taken: Report | None = None
         while self._sent and self._sent[0][0] <= now:
-            taken = self._sent.popleft()[1]
+            report = self._sent.popleft()[1]
+            if taken is not None and taken.pages is not NO_NEWS:
+                report = replace(report, pages=report.pages.after(taken.pages))
+            taken = report
         return taken
 
     @property

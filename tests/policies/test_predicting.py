@@ -78,10 +78,10 @@ def test_an_answer_goes_where_its_steps_are_short_enough() -> None:
 def test_who_wants_short_steps_is_not_joined_by_who_would_make_them_longer() -> None:
     policy = policy_with("m0", "m1", m1=BUSY)
     assert placed(policy, shape("hurried", slo_tpot_s=0.009)) == ("m0", "m0")
-    patient = {"prompt_len": 90_000, "slo_ttft_s": 60.0, "slo_tpot_s": 0.1}
-    assert placed(policy, shape("patient", **patient)) == ("m1", "m1")
+    patient = shape("patient", 90_000, slo_ttft_s=60.0, slo_tpot_s=0.1)
+    assert placed(policy, patient) == ("m1", "m1")
     policy.on_finished("hurried")
-    assert placed(policy, shape("next", **patient)) == ("m0", "m0")
+    assert placed(policy, replace(patient, id="next")) == ("m0", "m0")
 
 
 def test_a_worker_that_reads_no_prompts_beside_answers_is_given_none() -> None:

@@ -16,6 +16,7 @@ from cluster.router.candidates.ranking import Ranking
 from cluster.router.decisions import Assigned, Queued, Resend
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
+from engine.pages.news import NO_NEWS, PageNews
 from engine.pages.pool import page_hashes
 from tests.policies.scanning import ScanningPolicy
 
@@ -137,6 +138,14 @@ class Lockstep:
         elif isinstance(decision, Queued):
             self.queued[shape.id] = None
 
+    def page_news(self) -> PageNews:
+        rng = self.rng
+        if rng.random() < 0.7:
+            return NO_NEWS
+        hashes = page_hashes(rng.choice(self.prompts), PAGE)
+        lost = page_hashes(rng.choice(self.prompts), PAGE)
+        return PageNews(tuple(hashes), tuple(lost[rng.randrange(1 + len(lost)) :]), rng.random() < 0.1)
+
     def report(self, name: str) -> None:
         """As a worker might have been a while ago, or as it never was."""
         rng, view = self.rng, self.up[name]
@@ -151,6 +160,7 @@ class Lockstep:
             draining=rng.random() < 0.03,
             step_age_s=rng.choice((0.0, 0.0, 0.1, 9.0)),
             request_ids=frozenset(i for i in ours if rng.random() < 0.8),
+            pages=self.page_news(),
         )
         self.both("on_report", name, report, self.now)
 

@@ -14,6 +14,7 @@ from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, Cause, Decision, Queued, Rejected, Unavailable
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
+from engine.pages.news import NO_NEWS, PageNews
 from engine.pages.pool import PageHash, page_hashes
 from worker.roles import ROLES
 
@@ -154,6 +155,32 @@ def test_a_prompt_goes_where_its_prefix_was_sent_while_that_is_not_much_busier()
     policy.assign(shape("d", 600), 0.6)  # p1
     other = shape("e", 330, page_hashes=page_hashes(list(range(1, 331)), PAGE))
     assert assigned(policy.assign(other, 0.7)).prefill == "p0"
+
+
+def test_a_prompt_goes_where_its_prefix_is_said_to_be() -> None:
+    policy = cluster("p0", "p1", "d0", pages=1000)
+    long = page_hashes(list(range(320)), PAGE)
+
+    def placed(id: str, made_s: float, pages: PageNews) -> str:
+        policy.on_report("p1", Report(made_s=made_s, available_pages=1000, pages=pages), made_s)
+        decision = assigned(policy.assign(shape(id, 320, page_hashes=long), made_s))
+        policy.on_cancelled(id)
+        policy.check_invariants()
+        return decision.prefill
+
+    assert placed("a", 1.0, PageNews(found=tuple(long[:3]))) == "p1"  # another router's, or an answer's
+    assert placed("b", 2.0, PageNews(lost=tuple(long))) == "p0"
+    assert placed("c", 3.0, PageNews(found=tuple(long[:2]), is_all=True)) == "p0"  # has had it since
+    policy.on_report("p0", Report(made_s=4.0, available_pages=1000, pages=PageNews(lost=tuple(long[1:]))), 4.0)
+    assert placed("d", 4.0, NO_NEWS) == "p1"
+
+
+def test_a_report_that_is_too_old_still_tells_of_pages() -> None:
+    policy = cluster("p0", "p1", "d0", pages=1000)
+    long = page_hashes(list(range(320)), PAGE)
+    policy.on_report("p1", Report(made_s=2.0, available_pages=1000), 2.0)
+    policy.on_report("p1", Report(made_s=1.0, waiting_tokens=900, pages=PageNews(found=tuple(long))), 2.0)
+    assert assigned(policy.assign(shape("a", 320, page_hashes=long), 2.0)).prefill == "p1"
 
 
 def test_the_decode_worker_with_pages_wins_then_the_smallest_batch_then_the_name() -> None:

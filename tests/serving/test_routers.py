@@ -66,3 +66,42 @@ async def test_a_lost_router_takes_only_its_own_requests_with_it(model_dir: Mode
         cluster.check_invariants()
         await kept.close()
         await lost.close()
+
+
+async def test_a_router_learns_from_workers_what_others_have_had_read(model_dir: ModelDir) -> None:
+    long, other = random_prompt(70, seed=1), random_prompt(20, seed=2)
+    greedy: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0, "timeout_s": WAIT_S}
+    async with LocalCluster(str(model_dir("llama")), prefill=2, engine=ENGINE, worker=WORKER, router=ROUTER) as cluster:
+        gate = Gate(cluster.prefill[0].engine)
+        async with AsyncClient(cluster.endpoint) as client:
+            held = asyncio.create_task(client.generate(other, **greedy))
+            await gate.reached()
+            await client.generate(long, **greedy)  # at prefill-1
+            gate.open()
+            await held
+        second = await cluster.add_router()
+        async with AsyncClient(f"127.0.0.1:{second.port}") as client:
+            answer = await client.generate(long, **greedy)
+        assert answer.timeline is not None
+        assert answer.usage is not None
+        assert (answer.timeline.prefill_worker, answer.usage.cached_tokens) == ("prefill-1", 64)
+
+
+async def test_who_has_written_an_answer_reads_what_goes_on_from_it(model_dir: ModelDir) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (20, 21)]
+    ask: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0, "timeout_s": WAIT_S}
+    pools: dict[str, Any] = {"prefill": 0, "decode": 0, "mixed": 2}
+    async with (
+        LocalCluster(str(model_dir("llama")), **pools, engine=ENGINE, worker=WORKER, router=ROUTER) as cluster,
+        AsyncClient(cluster.endpoint) as client,
+    ):
+        answers = await asyncio.gather(*(client.generate(prompt, **ask) for prompt in prompts))
+        said = [*prompts[1], *answers[1].token_ids]
+        assert answers[1].timeline is not None
+        router = cluster.routers[0].router
+        writer = router.policy.workers.prefill.accounts[answers[1].timeline.decode_worker]
+        await until(lambda: len(writer.prefixes) > 3, "the router is told of the answer's pages")
+        again = await client.generate([*said, 5, 6, 7], **ask)
+        assert again.timeline is not None
+        assert again.usage is not None
+        assert (again.timeline.prefill_worker, again.usage.cached_tokens) == (writer.view.name, 80)

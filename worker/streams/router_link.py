@@ -31,6 +31,7 @@ class RouterLink:
     def __init__(self, router_id: str, heard_s: float = 0.0) -> None:
         self.router_id = router_id
         self.last_submit_seq = 0
+        self.pages_told = -1  # of the news of pages: so many, -1: none
         self.heard_s = heard_s  # by its keeper's clock; routers ping several times a second
         self.unread_bytes = 0
         self.is_closed = False

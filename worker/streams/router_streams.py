@@ -51,6 +51,9 @@ class WorkerHost(Protocol):
 
     def report(self) -> pb.WorkerReport: ...
 
+    def add_page_news(self, report: pb.WorkerReport, told: int) -> int:
+        """What has come since so many were told, into the report; how many are told with it."""
+
 
 class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def __init__(
@@ -214,6 +217,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         mine.CopyFrom(report)
         mine.made_ns = time.monotonic_ns()
         mine.last_submit_seq = link.last_submit_seq
+        link.pages_told = self._host.add_page_news(mine, link.pages_told)
         return mine
 
 

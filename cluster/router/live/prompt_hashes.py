@@ -1,4 +1,4 @@
-"""PromptHashes are the hashes of a call's full pages, by which the router guesses what prefix caches hold. Made once
+"""PromptHashes are the hashes of a call's full pages, by which the router knows them in prefix caches. Made once
 for all choices and attempts of the call: a long prompt's take the event loop milliseconds.
 """
 
@@ -16,16 +16,16 @@ class PromptHashes:
         self.cache_salt = cache_salt
         self._prompt_ids = prompt_ids
         self._root = chain_root(cache_salt)
-        self._page_size = 0  # of the hashes below
+        self._pages = (0, b"")  # size and salt of the hashes below
         self._hashes: list[PageHash] = []
 
-    def followed_by(self, output_ids: Sequence[int], page_size: int) -> list[PageHash]:
-        """Of the pages of prompt and output together, of so many tokens each; not to be changed."""
-        if page_size != self._page_size:
-            self._hashes = page_hashes(self._prompt_ids, page_size, parent=self._root)
-            self._page_size = page_size
+    def followed_by(self, output_ids: Sequence[int], page_size: int, salt: bytes = b"") -> list[PageHash]:
+        """Of the pages of prompt and output together, of so many tokens each; not to be changed; `salt`: a model's."""
+        if self._pages != (page_size, salt):
+            self._hashes = page_hashes(self._prompt_ids, page_size, salt=salt, parent=self._root)
+            self._pages = (page_size, salt)
         tail = self._prompt_ids[len(self._hashes) * page_size :]
         if len(tail) + len(output_ids) < page_size:
             return self._hashes
         parent = self._hashes[-1] if self._hashes else self._root
-        return [*self._hashes, *page_hashes([*tail, *output_ids], page_size, parent=parent)]
+        return [*self._hashes, *page_hashes([*tail, *output_ids], page_size, salt=salt, parent=parent)]

@@ -57,6 +57,11 @@ class _Host:
         self.num_reports += 1
         return pb.WorkerReport(request_ids=self.request_ids)
 
+    def add_page_news(self, report: pb.WorkerReport, told: int) -> int:
+        report.found_pages = bytes([max(0, told)])
+        report.pages_anew = told < 0
+        return self.num_reports
+
 
 class _Wall:
     now_s = 0.0
