@@ -57,6 +57,10 @@ class Placing:
         self._max_backlog_tokens = options.max_backlog_tokens
         self._target = Target(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
 
+    def target_of(self, shape: RequestShape) -> Target:
+        """Its own, and the router's where it says nothing."""
+        return Target(ttft_s=shape.slo_ttft_s or self._target.ttft_s, tpot_s=shape.slo_tpot_s or self._target.tpot_s)
+
     def why_never(self, shape: RequestShape) -> str:
         """Why no worker that is there could ever serve it, even alone; empty if one could."""
         most = self._decode.most_tokens
@@ -104,8 +108,8 @@ class Placing:
     def _predicted(self, request: RoutedRequest, now: float) -> Placed | None:
         """Where its targets are kept at the least cost to others. None where there is no target or no choice between
         kinds of workers, where something stands against a placement, or too little is known."""
-        shape, past, asked = request.shape, request.past, self._target
-        target = Target(ttft_s=shape.slo_ttft_s or asked.ttft_s, tpot_s=shape.slo_tpot_s or asked.tpot_s)
+        shape, past = request.shape, request.past
+        target = self.target_of(shape)
         if past.avoid or past.deaths or not (target.ttft_s or target.tpot_s) or not self._prefill.has_both:
             return None
         prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))

@@ -141,7 +141,7 @@ class Workers:
 
     def _promise(self, to: DecodeAccount, request: RoutedRequest) -> None:
         self.decode.promise(to, request)
-        if tpot_s := request.shape.slo_tpot_s or self._options.slo_tpot_ms / 1e3:
+        if tpot_s := self.placing.target_of(request.shape).tpot_s:
             to.tpots_s[request.shape.id] = tpot_s
         self.prefill.note(to.view.name)
 
