@@ -248,12 +248,12 @@ class FreeHost:
 
     num_pages: int
 
-    def reserve(self, request: Any) -> Any:
+    def reserve(self, request: Any, room_tokens: int) -> Any:
         from kv_transfer.lease import Granted
 
         return Granted(tuple(range(-(-len(request.prompt_ids) // PAGE_SIZE))))
 
-    def on_committed(self, request: Any, token_id: int, num_tokens: int, receipt: Any) -> None:
+    def on_committed(self, request: Any, token_ids: Any, receipt: Any) -> None:
         pass
 
     def on_lease_released(self, request: Any, reason: str) -> None:

@@ -30,6 +30,7 @@ from tests.protocol.setting import Setting
 
 PAIR = ("expire", "fail", "cancel", "deadline", "cut", "kill", "sever")
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
+MOVES = Setting(prompts=(3,), decode=2, max_tokens=6, reports=True, faults=("drain",))
 ONE_PAIR = Setting(prompts=(3,), max_tokens=2, options={"max_attempts": 2})
 SMALL = {
     "one pair": ONE_PAIR,
@@ -39,6 +40,11 @@ SMALL = {
     "one pair, two of cut and fail": replace(ONE_PAIR, faults=("cut", "fail"), num_faults=2),
 }
 LARGE = {
+    "a move": MOVES,
+    "a move, and cut, fail, cancel or kill": replace(
+        MOVES, faults=("drain", "cut", "fail", "cancel", "kill"), num_faults=2
+    ),
+    "two move": replace(MOVES, prompts=(3, 5), num_faults=2),
     "one pair, a longer answer, cut": Setting(faults=("cut",)),
     "two and two, two of all": Setting(prefill=2, decode=2, faults=PAIR, num_faults=2),
     "two requests, pages for one": Setting(prompts=(4, 4), decode_pages=2, options={"overcommit": 2.0}),

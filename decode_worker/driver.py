@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import HeldAnswer, Reservations
 from engine.pages.pool import PageHash
@@ -23,6 +24,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.convert import token_output
+from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import AddToServer, RoleHost
 from worker.streams.router_link import RouterLink
@@ -33,13 +35,16 @@ HANDOFF_SERVICE = "kvrelay.v1.Handoff"
 
 
 class DecodeRole:
-    def __init__(self, host: RoleHost, policy: DecodePolicy | None = None) -> None:
+    def __init__(self, host: RoleHost, policy: DecodePolicy | None = None, peers: Peers | None = None) -> None:
         self._host = host
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
         self.policy = policy or DecodePolicy(host.pool, host.options.policy, name=host.options.name)
         self.reservations = Reservations(host, self.policy)
         self.requests = self.reservations.requests
+        self.peers = peers or Peers(host)
+        self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end)
+        self.reservations.on_forgotten = self.moves.drop
 
     @property
     def max_batch(self) -> int:
@@ -56,6 +61,9 @@ class DecodeRole:
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         log.warning("%s decodes; reassign of %s is for its prefill worker", self._name, reassign.request_id)
+
+    def on_move(self, move: pb.Move) -> None:
+        self.moves.begin(move.request_id, move.decode)
 
     def on_begin(self, request_id: str) -> None:
         self.policy.on_begin(request_id)
@@ -85,6 +93,7 @@ class DecodeRole:
             quarantined_pages=leases.quarantined_pages,
             counters={**handoffs.counters, "preemptions": self.policy.preemptions},
             request_ids=self.policy.request_ids,
+            peers=self.peers.report(),
         )
 
     def check_invariants(self) -> None:
@@ -95,7 +104,8 @@ class DecodeRole:
         await self.reservations.handoffs.close()
 
     async def close(self) -> None:
-        """It holds nothing of others."""
+        await self.moves.settle()
+        await self.peers.close()
 
     # Prompts that are computed in the same pages
 
@@ -129,6 +139,7 @@ class DecodeRole:
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:
             request = self.requests.pop(request_id)
+            self.moves.drop(request_id)
             self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED)
         for request_id in batch.joined:
             self._host.streams.event(self.requests[request_id].state, pb.EVENT_KIND_DECODE_STARTED)
@@ -154,6 +165,7 @@ class DecodeRole:
             request = self.requests.get(token.request_id)
             if request is not None and self.policy.holds(request.id):  # else: cancelled while it ran
                 self._on_token(request, token)
+        self.moves.on_step()
         self.reservations.grant_queued()
 
     def _on_token(self, request: HeldAnswer, token: SampledToken) -> None:

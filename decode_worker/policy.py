@@ -18,6 +18,9 @@ Held requests. One that may be what a decode worker died of is reserved and comm
 before its router says so, who lets them begin one by one: it knows of which this worker dies. Until then it holds its
 pages, and ends as all others do.
 
+Requests that move to another worker are computed on meanwhile, and hold their pages until the handoff is closed: they
+are not preempted. `on_move_stops` ends their steps, so that the last page can follow; without a receipt they go on.
+
 Prompts beside. Where prompts are computed in the same pages, each counts from its first chunk on as a request that was
 admitted, and whoever asked for pages first, prompt or reservation, has them first. One that stays is *adopted* when it
 is computed, pages and all; one that leaves is gone then.
@@ -37,6 +40,8 @@ from operator import attrgetter
 from decode_worker.options import DecodeOptions
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
+
+NEVER = 1 << 60
 
 _order = attrgetter("order")
 
@@ -80,7 +85,10 @@ class DecodeRequest:
     computed_len: int = 0
     scheduled_len: int = 0
     published_pages: int = 0
+    room: int = 0  # tokens beyond prompt_len that may be handed over, too
+    stops_at: int = NEVER  # no token beyond so many is computed: it is about to leave
     is_held: bool = False
+    is_moving: bool = False  # its pages are read
     is_over: bool = False
 
     @property
@@ -122,22 +130,29 @@ class DecodePolicy:
         num_tokens: int,
         max_new_tokens: int,
         hashes: Sequence[PageHash],
+        room: int = 0,
         is_held: bool = False,
     ) -> Granted | Queued | Denied:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
-        `is_held`: it is not computed before on_begin."""
+        `room`: it runs elsewhere, and may have grown by so many when it comes; it waits for nothing. `is_held`: it is
+        not computed before on_begin."""
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
         request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held)
         if isinstance(request, Denied):
             return request
+        request.room = min(room, max_new_tokens - 1)
+        is_next = not self._queued and self._may_admit(request)
+        why = f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free"
+        if room and not is_next:
+            return Denied(reason=why, retryable=True)
         self._requests[request_id] = request
         self.num_changes += 1
-        if not self._queued and self._may_admit(request):
+        if is_next:
             return self._admit(request)
         self._queued[request_id] = request
         self._queued_pages += self._pages_for(request.prompt_len)
-        return Queued(reason=f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free")
+        return Queued(reason=why)
 
     def _made(
         self, request_id: str, num_tokens: int, max_len: int, hashes: Sequence[PageHash], is_held: bool
@@ -210,10 +225,15 @@ class DecodePolicy:
 
     # requests whose KV is here
 
-    def on_committed(self, request_id: str) -> None:
-        """All KV of a reserved request stands in its pages."""
+    def on_committed(self, request_id: str, more: int = 0) -> None:
+        """All KV of a reserved request stands in its pages, of `more` tokens than it was reserved for."""
         request = self._requests[request_id]
         assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        assert more <= request.room, f"{request_id} has {more} tokens more, and room for {request.room}"
+        request.prompt_len += more
+        needed = self._pages_for(request.prompt_len)
+        self.pool.release(request.pages[needed:])
+        del request.pages[needed:]
         self._on_complete(request)
 
     def _on_complete(self, request: DecodeRequest) -> None:
@@ -228,6 +248,41 @@ class DecodePolicy:
         if request is not None:
             request.stage, request.is_held = _Stage.READY, False
             self._ready[request_id] = request
+
+    # requests that leave
+
+    def may_move(self, request_id: str) -> bool:
+        """It is computed here, and does not leave yet."""
+        request = self._requests.get(request_id)
+        stages = (_Stage.READY, _Stage.RUNNING)
+        return request is not None and request.stage in stages and not (request.is_over or request.is_moving)
+
+    def on_move(self, request_id: str, room: int) -> int:
+        """The request is handed to another worker from now on, until on_move_closed; meanwhile it may grow by `room`
+        tokens. Returns how many have KV now."""
+        request = self._requests[request_id]
+        request.is_moving = True
+        request.stops_at = request.computed_len + room
+        return request.computed_len
+
+    def on_move_stops(self, request_id: str) -> None:
+        """No more of it is computed here."""
+        request = self._requests[request_id]
+        request.stops_at = min(request.stops_at, request.scheduled_len)
+
+    def stands_still(self, request_id: str) -> bool:
+        """Whether nothing of it is computed, nor will be."""
+        request = self._requests[request_id]
+        return request.computed_len == request.scheduled_len >= request.stops_at
+
+    def on_move_closed(self, request_id: str, *, has_left: bool) -> None:
+        """Nothing reads its pages any more: it has left, or goes on here."""
+        request = self._requests[request_id]
+        request.is_moving, request.stops_at = False, NEVER
+        if has_left and not request.is_over:
+            self.on_finished(request_id)
+        else:
+            self._drop_if_unused(request)
 
     def next_batch(self) -> DecodeBatch:
         """Who computes a token next; preempts the youngest while pages are short. May be empty."""
@@ -244,7 +299,7 @@ class DecodePolicy:
         scheduled: list[DecodeRequest] = []
         page_size = self.pool.page_size
         for request in list(self._by_age):  # who is preempted leaves it meanwhile
-            if request.is_over or request.scheduled_len >= request.max_len:
+            if request.is_over or request.scheduled_len >= min(request.max_len, request.stops_at):
                 continue
             if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
                 scheduled.append(request)
@@ -308,6 +363,12 @@ class DecodePolicy:
         request = self._requests.get(request_id)
         return request is not None and request.stage in (_Stage.QUEUED, _Stage.RESERVED)
 
+    def pages_of(self, request_id: str) -> Sequence[int]:
+        return self._requests[request_id].pages
+
+    def computed_len_of(self, request_id: str) -> int:
+        return self._requests[request_id].computed_len
+
     @property
     def request_ids(self) -> list[str]:
         return list(self._requests)
@@ -333,7 +394,7 @@ class DecodePolicy:
     def _may_admit(self, request: DecodeRequest) -> bool:
         if self._refused and min(self._refused.values()) < request.order:
             return False
-        fresh = self._pages_for(request.prompt_len) - self.pool.count_matching(request.hashes)
+        fresh = self._pages_for(request.prompt_len + request.room) - self.pool.count_matching(request.hashes)
         return self._leaves_room(request, fresh + self.pool.count_matching_unheld(request.hashes))
 
     def _leaves_room(self, request: DecodeRequest, taken: int) -> bool:
@@ -349,7 +410,7 @@ class DecodePolicy:
 
     def _admit(self, request: DecodeRequest) -> Granted:
         cached = self.pool.match(request.hashes)
-        fresh = self.pool.allocate(self._pages_for(request.prompt_len) - len(cached))
+        fresh = self.pool.allocate(self._pages_for(request.prompt_len + request.room) - len(cached))
         request.pages = cached + fresh
         request.published_pages = len(cached)
         request.stage = _Stage.RESERVED
@@ -380,7 +441,7 @@ class DecodePolicy:
 
     def _youngest_committed(self) -> DecodeRequest | None:
         committed = (*self._held.values(), *self._ready.values(), *self._running.values())
-        candidates = [r for r in committed if not r.is_in_flight]
+        candidates = [r for r in committed if not (r.is_in_flight or r.is_moving)]
         return max(candidates, key=_order, default=None)
 
     def _publish(self, request: DecodeRequest) -> None:
@@ -390,7 +451,7 @@ class DecodePolicy:
         request.published_pages = max(request.published_pages, full)
 
     def _drop_if_unused(self, request: DecodeRequest) -> None:
-        if request.is_over and not request.is_in_flight:
+        if request.is_over and not request.is_in_flight and not request.is_moving:
             self.pool.release(request.pages)
             del self._requests[request.request_id]
             self.num_changes += 1
@@ -402,7 +463,7 @@ class DecodePolicy:
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
             assert bool(request.pages) == (request.stage not in (_Stage.QUEUED, _Stage.READING))
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
-            assert not (request.is_over and not request.is_in_flight)
+            assert not (request.is_over and not request.is_in_flight and not request.is_moving)
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
         groups = {_Stage.QUEUED: self._queued, _Stage.HELD: self._held}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_worker.policy import DecodePolicy
@@ -48,6 +48,7 @@ class Reservations:
         self._policy = policy
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self.requests: dict[str, HeldAnswer] = {}
+        self.on_forgotten: Callable[[str], None] | None = None  # told each request that is over
         self.handoffs = HandoffServicer(
             self,
             memory=host.engine.memory,
@@ -61,8 +62,8 @@ class Reservations:
 
     # What prefill workers bring: ReservationHost
 
-    def reserve(self, request: pb.RequestState) -> Granted | Queued | Denied:
-        denied = self._why_not(request)
+    def reserve(self, request: pb.RequestState, room_tokens: int = 0) -> Granted | Queued | Denied:
+        denied = self._why_not(request, is_move=room_tokens > 0)
         if denied is not None:
             return denied
         try:
@@ -83,14 +84,15 @@ class Reservations:
             num_tokens=len(tokens),
             max_new_tokens=held.new_tokens_left,
             hashes=hashes,
+            room=room_tokens,
             is_held=request.held,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
         return answer
 
-    def _why_not(self, request: pb.RequestState) -> Denied | None:
-        if self._host.is_draining:
+    def _why_not(self, request: pb.RequestState, *, is_move: bool) -> Denied | None:
+        if self._host.is_stopping or (self._host.is_draining and is_move):
             return Denied(reason=f"{self._name} is stopping", retryable=True)
         if request.request_id in self._cancelled:
             return Denied(reason=f"{request.request_id} was cancelled before its KV came", retryable=False)
@@ -98,11 +100,10 @@ class Reservations:
             return Denied(reason=f"{self._name} has no stream with {request.router_id}", retryable=True)
         return None
 
-    def on_committed(self, request: pb.RequestState, token_id: int, num_tokens: int, receipt: HandoffReceipt) -> None:
+    def on_committed(self, request: pb.RequestState, token_ids: Sequence[int], receipt: HandoffReceipt) -> None:
         held = self.requests[request.request_id]
-        assert num_tokens == len(held.tokens), f"{held.id}: {num_tokens} tokens committed, {len(held.tokens)} reserved"
-        held.tokens.append(token_id)
-        self._policy.on_committed(held.id)
+        held.tokens += token_ids
+        self._policy.on_committed(held.id, len(token_ids) - 1)
         self._tell_ready(held, receipt)
 
     def keep(self, request: HeldRequest, token_id: int, hashes: Sequence[PageHash]) -> HandoffReceipt:
@@ -154,6 +155,8 @@ class Reservations:
         """Its pages go as soon as no batch uses them."""
         self.requests.pop(request.id, None)
         self._policy.on_cancelled(request.id)
+        if self.on_forgotten is not None:
+            self.on_forgotten(request.id)
 
     def grant_queued(self) -> None:
         for request_id, granted in self._policy.next_grants():

@@ -20,6 +20,7 @@ from engine.types import SampledToken, Step
 from kvrelay.v1 import worker_pb2 as pb
 from mixed_worker.policy import MixedPolicy
 from prefill_worker.driver import PrefillRole, PreparedBatch
+from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import AddToServer, RoleHost
 from worker.streams.router_link import RouterLink
@@ -34,8 +35,9 @@ class MixedBatch:
 class MixedRole:
     def __init__(self, host: RoleHost) -> None:
         self.policy = MixedPolicy(host.pool, host.options.policy, name=host.options.name)
-        self._decode = DecodeRole(host, self.policy.decode)
-        self._prefill = PrefillRole(host, lambda *_: self.policy.prefill, beside=self._decode)
+        peers = Peers(host)
+        self._decode = DecodeRole(host, self.policy.decode, peers)
+        self._prefill = PrefillRole(host, lambda *_: self.policy.prefill, beside=self._decode, peers=peers)
         prompts: Any = self._prefill.requests
         answers: Any = self._decode.requests
         self.requests: Mapping[str, HeldRequest] = ChainMap(prompts, answers)
@@ -53,6 +55,9 @@ class MixedRole:
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         self._prefill.on_submit(link, submit)
 
+    def on_move(self, move: pb.Move) -> None:
+        self._decode.on_move(move)
+
     def on_begin(self, request_id: str) -> None:
         self._decode.on_begin(request_id)
 
@@ -69,7 +74,6 @@ class MixedRole:
         """What waits and runs is decode's, prompts that have begun counted; the tokens that wait are prompts'."""
         report = self._decode.report()
         report.waiting_tokens = self.policy.prefill.waiting_tokens
-        report.peers.extend(self._prefill.handoffs.peers.report())
         return report
 
     def check_invariants(self) -> None:
@@ -80,7 +84,8 @@ class MixedRole:
         await self._decode.stop_serving()
 
     async def close(self) -> None:
-        await self._prefill.close()
+        await self._prefill.handoffs.settle()
+        await self._decode.close()
 
     # Steps
 

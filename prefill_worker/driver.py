@@ -10,6 +10,7 @@ another attempt may do better, and the pages come back once neither the engine n
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,12 @@ from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
+from worker.peers.peers import Peers
 from worker.requests import HeldRequest, read_request
 from worker.role import AddToServer, RoleHost
 from worker.streams.router_link import RouterLink
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class PrefillRole:
         host: RoleHost,
         make_policy: Callable[..., PrefillPolicy] = PrefillPolicy,
         beside: DecodesBeside | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`make_policy`: called with the worker's page pool and the options of the policy."""
         self._host = host
@@ -64,7 +69,7 @@ class PrefillRole:
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
         self.policy = make_policy(host.pool, host.options.policy)
-        self.handoffs = Handoffs(host, self.policy)
+        self.handoffs = Handoffs(host, self.policy, peers or Peers(host))
         self.requests: dict[str, HeldPrompt] = {}
 
     @property
@@ -93,6 +98,9 @@ class PrefillRole:
 
     def on_begin(self, request_id: str) -> None:
         """It holds none."""
+
+    def on_move(self, move: pb.Move) -> None:
+        log.warning("%s reads prompts; move of %s is for its decode worker", self._name, move.request_id)
 
     def on_cancel(self, request_id: str, reason: str) -> None:
         request = self.requests.get(request_id)

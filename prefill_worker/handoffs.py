@@ -22,8 +22,8 @@ from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from prefill_worker.peers import Peers
 from prefill_worker.policy import ChunkPlan, PrefillPolicy
+from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
@@ -66,12 +66,12 @@ class Undelivered:
 
 
 class Handoffs:
-    def __init__(self, host: RoleHost, policy: PrefillPolicy) -> None:
+    def __init__(self, host: RoleHost, policy: PrefillPolicy, peers: Peers) -> None:
         self._host = host
         self._name = host.options.name
         self._policy = policy
         self._layers_per_group = host.options.transfer.layers_per_group
-        self.peers = Peers(host)
+        self.peers = peers
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -86,7 +86,8 @@ class Worker(Generic[RoleT]):
             drop_after_s=options.drop_router_after_s,
         )
         self.is_draining = False
-        self._is_stopping = False
+        self.is_stopping = False
+        self._has_stopped = False
         self._wake = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
         self.role = make_role(self)
@@ -115,15 +116,17 @@ class Worker(Generic[RoleT]):
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no more, let what runs end within `grace_s`, then stop."""
         self.is_draining = True
+        self.streams.flush()  # routers hear of it soon, and have what runs moved elsewhere
         deadline = time.monotonic() + grace_s
         while self.role.requests and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
+        self.is_stopping = True
         for request_id in list(self.role.requests):
             self.role.on_cancel(request_id, "the worker stops")
         await self.streams.stop()
         await self.role.stop_serving()
         await self._server.stop(0)
-        self._is_stopping = True
+        self._has_stopped = True
         self.wake()
         if self._step_loop is not None:
             await asyncio.gather(self._step_loop, return_exceptions=True)  # a step that runs ends, and frees its pages
@@ -172,6 +175,9 @@ class Worker(Generic[RoleT]):
     def on_reassign(self, reassign: pb.Reassign) -> None:
         self.role.on_reassign(reassign)
 
+    def on_move(self, move: pb.Move) -> None:
+        self.role.on_move(move)
+
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):
             if request.state.router_id == router_id:
@@ -212,7 +218,7 @@ class Worker(Generic[RoleT]):
         if self.engine.can_overlap:
             await self._run_ahead()
             return
-        while not self._is_stopping:
+        while not self._has_stopped:
             batch = self.role.next_batch()
             if batch is None:
                 await self._sleep()
@@ -224,11 +230,11 @@ class Worker(Generic[RoleT]):
         GPU never waits for what is done here. The second of two may compute a token for a request that has ended with
         the first, which nobody reads."""
         first: BegunBatch[Any] | None = None
-        while not self._is_stopping or first is not None:
+        while not self._has_stopped or first is not None:
             if first is not None and (first.must_finish or self.role.waits_for_tokens):
                 self._on_step(first.batch, await self._steps.finish(first))
                 first = None
-            batch = None if self._is_stopping else self.role.next_batch()
+            batch = None if self._has_stopped else self.role.next_batch()
             second = await self._steps.begin(batch, first) if batch is not None else None
             if first is not None:
                 self._on_step(first.batch, await self._steps.finish(first))
@@ -244,5 +250,5 @@ class Worker(Generic[RoleT]):
     async def _sleep(self) -> None:
         """Until something has changed."""
         self._wake.clear()
-        if not self._is_stopping:
+        if not self._has_stopped:
             await self._wake.wait()

@@ -42,7 +42,8 @@ class RoleHost(Protocol):
     counters: Counter[str]  # reported to routers
     streams: RouterStreams
     faults: Faults | None
-    is_draining: bool  # nothing more may be taken
+    is_draining: bool  # nothing new may be taken, but what was sent here before it was known
+    is_stopping: bool  # nothing at all
 
     def wake(self) -> None:
         """There may be something to compute."""
@@ -78,6 +79,8 @@ class Role(Protocol[BatchT]):
         """The request is not wanted any more. It may be over, or not have come yet."""
 
     def on_reassign(self, reassign: pb.Reassign) -> None: ...
+
+    def on_move(self, move: pb.Move) -> None: ...
 
     @property
     def waits_for_tokens(self) -> bool:

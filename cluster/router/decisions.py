@@ -2,6 +2,7 @@
 
 a request comes    -> Assigned | Queued | Rejected | Unavailable
 an attempt is over -> Resend | GiveUp
+it should be elsewhere -> Move
 """
 
 from __future__ import annotations
@@ -62,3 +63,13 @@ class GiveUp:
 
 
 Retry = Resend | GiveUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Have the request's decode worker hand it to this one, which has so many pages for it, while it goes on."""
+
+    request_id: str
+    to: str
+    pages: int
+    reason: str

@@ -251,7 +251,7 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self.pump)
 
     def cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
-        names = {live.decode} if live.is_handed_off else {live.prefill, live.decode}
+        names = {live.decode, live.moving_to} if live.is_handed_off else {live.prefill, live.decode}
         for name in sorted(names - {but, ""}):
             if link := self._links.get(name):
                 link.cancel(live.wire_id, reason)

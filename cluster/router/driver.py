@@ -28,6 +28,7 @@ from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import WorkerEndpoint, WorkerLink
+from cluster.router.live.moves import LiveMoves
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
 from cluster.router.live.unread import Unread
@@ -46,6 +47,7 @@ from worker.wire.tls import TlsFiles
 log = logging.getLogger(__name__)
 
 ENDINGS = frozenset((pb.EVENT_KIND_PREEMPTED, pb.EVENT_KIND_FAILED, pb.EVENT_KIND_CANCELLED))
+BEGINNINGS = (pb.EVENT_KIND_PREFILL_STARTED, pb.EVENT_KIND_DECODE_READY, pb.EVENT_KIND_MOVE_FAILED)  # or goings-on
 CAUSES: dict[int, Cause] = {
     pb.FAILURE_CAUSE_STEP: "step",
     pb.FAILURE_CAUSE_PEER: "peer",
@@ -96,6 +98,7 @@ class Router:
         self._dispatcher = Dispatcher(
             self.policy, self._links, self._served, self.metrics, router_id=self.router_id, clock=clock
         )
+        self._moves = LiveMoves(self.policy, self._links, self.metrics, self._dispatcher.get, clock)
 
     # what the deployment and the front call
 
@@ -216,6 +219,7 @@ class Router:
         self._note_readiness()
         if decodes:
             self._dispatcher.move_stalled()
+            self._moves.on_report(link.name)
         self._dispatcher.pump()
 
     def _troubles(self, report: pb.WorkerReport, now: float) -> tuple[PeerTrouble, ...]:
@@ -253,7 +257,7 @@ class Router:
                 endings.append(event)
             elif live := self._dispatcher.get(event.request_id):
                 self._on_event(link, live, event, link.clock.to_router_s(event.at_ns, now))
-            elif event.kind in (pb.EVENT_KIND_DECODE_READY, pb.EVENT_KIND_PREFILL_STARTED):
+            elif event.kind in BEGINNINGS:
                 link.cancel(event.request_id, "it has ended here")  # our cancel overtook it
         for token in outputs.tokens:
             live = self._dispatcher.get(token.request_id)
@@ -299,14 +303,23 @@ class Router:
             case pb.EVENT_KIND_HANDOFF_STALLED:
                 self._dispatcher.on_stalled(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
+                if live.is_handed_off and link.name != live.decode:
+                    self._on_ready_elsewhere(link, live)
+                    return
                 live.timeline.enter("decode_queue", at_s)
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
                 self._on_handed_off(live, link.name)
             case pb.EVENT_KIND_HANDED_OFF:
-                if event.HasField("receipt"):
+                if event.HasField("receipt") and not live.num_moves:
                     live.receipt = event.receipt
-                self._on_handed_off(live, event.decode_worker or live.decode)
+                if not live.num_moves:
+                    self._on_handed_off(live, event.decode_worker or live.decode)
+            case pb.EVENT_KIND_MOVED:
+                if link.name == live.decode:
+                    self._on_moved(live, event.decode_worker)
+            case pb.EVENT_KIND_MOVE_FAILED:
+                self._moves.on_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s)
 
@@ -315,6 +328,16 @@ class Router:
         live.decode, live.is_handed_off = holder, True
         retry = self.policy.on_handed_off(live.wire_id, holder, self._clock())
         if retry is not None:
+            self._dispatcher.retry(live, retry)
+
+    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest) -> None:
+        if link.name == live.moving_to:
+            self._on_moved(live, link.name)
+        else:  # it was told that it has not moved, or our cancel overtakes it
+            link.cancel(live.wire_id, f"it runs at {live.decode}")
+
+    def _on_moved(self, live: LiveRequest, to: str) -> None:
+        if (retry := self._moves.on_moved(live, to)) is not None:
             self._dispatcher.retry(live, retry)
 
     def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, now: float) -> None:

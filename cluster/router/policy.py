@@ -20,9 +20,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.router.accounts import Past, Report, RequestShape, RoutedRequest, WorkerView
-from cluster.router.decisions import Assigned, Cause, Decision, GiveUp, Queued, Rejected, Resend, Retry, Unavailable
+from cluster.router.decisions import (
+    Assigned,
+    Cause,
+    Decision,
+    GiveUp,
+    Move,
+    Queued,
+    Rejected,
+    Resend,
+    Retry,
+    Unavailable,
+)
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
+from cluster.router.moving import REST_S, RETRY_S
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Unplaced
 from cluster.router.retry import (
@@ -107,6 +119,9 @@ class RouterPolicy:
         else:
             self.health.steps.on_success(name)
         hit = [r for r in self._requests.values() if self._is_hit(r, name)]
+        for request in self._requests.values():
+            if request.moving_to == name:
+                self._workers.on_stays(request, now + RETRY_S)
         retries: list[Retry] = []
         for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
@@ -248,6 +263,40 @@ class RouterPolicy:
             return None
         self._workers.move(request, better, now)
         return request.decode
+
+    def leaving(self, worker: str, now: float) -> list[str]:
+        """Of the requests that run there, those that should be decoded elsewhere: `move` them."""
+        return self._workers.moving.leaving(worker, self._requests, now)
+
+    def move(self, request_id: str, num_tokens: int, now: float) -> Move | None:
+        """To the decode worker that takes this request, of so many tokens, now; None: nobody does, or it may stay."""
+        request = self._requests[request_id]
+        chosen = self._workers.moving.choose(request, num_tokens, now)
+        if chosen is None:
+            return None
+        target, move = chosen
+        self._workers.begin_move(request, target, move.pages)
+        return move
+
+    def on_moved(self, request_id: str, to: str, now: float) -> Retry | None:
+        """That worker has its KV and goes on with it. Returns what becomes of it if the worker is lost by now."""
+        request = self._requests.get(request_id)
+        if request is None or request.decode == to:
+            return None
+        if request.moving_to != to:
+            self._forget(request_id)
+            return retry_lost(request_id, request.past, f"{to} was lost after it had taken the KV", now)
+        self._workers.on_moved(request, now)
+        return None
+
+    def on_move_failed(self, request_id: str, now: float, cause: Cause = "") -> None:
+        """It goes on where it was."""
+        request = self._requests.get(request_id)
+        if request is None or not request.moving_to:
+            return
+        if cause != "room":
+            request.refused_by |= {request.moving_to}
+        self._workers.on_stays(request, now + (RETRY_S if cause == "room" else REST_S))
 
     def on_submitted(self, request_id: str, seq: int) -> None:
         """It was sent to its prefill worker as that stream's Submit number `seq`."""

@@ -11,6 +11,7 @@ from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, Route
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import LATE_LOOP_S, Health
+from cluster.router.moving import REST_S, Moving
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Placed, Placing
 from worker.roles import kind_of
@@ -27,6 +28,7 @@ class Workers:
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
         self.placing = Placing(self.prefill, self.decode, self.health, options)
+        self.moving = Moving(self.decode, self.health, may_balance=not (options.slo_ttft_ms or options.slo_tpot_ms))
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options
 
@@ -129,9 +131,27 @@ class Workers:
         """It belongs to another decode worker from now on."""
         self.health.on_over(request)
         self._drop(request)
-        request.decode = to.view.name
+        request.decode, request.moving_to = to.view.name, ""
         self._promise(to, request)
         self.health.on_placed(request, now)
+
+    def begin_move(self, request: RoutedRequest, to: DecodeAccount, pages: int) -> None:
+        """It goes on where it is, and the other worker holds pages for it, too."""
+        request.moving_to, request.pages = to.view.name, pages
+        self._promise(to, request)
+
+    def on_moved(self, request: RoutedRequest, now: float) -> None:
+        self.health.on_over(request)
+        source = request.decode
+        self.decode.arrive(request)
+        self.prefill.note(source)
+        request.rests_until_s = now + REST_S
+        self.health.on_pair_works(source, request.decode)
+
+    def on_stays(self, request: RoutedRequest, rests_until_s: float) -> None:
+        self.prefill.note(request.moving_to)
+        self.decode.stay(request)
+        request.rests_until_s = rests_until_s
 
     def release(self, request: RoutedRequest) -> None:
         """It is over."""
@@ -148,6 +168,7 @@ class Workers:
     def _drop(self, request: RoutedRequest) -> None:
         self.decode.drop(request)
         self.prefill.note(request.decode)
+        self.prefill.note(request.moving_to)
 
     def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:
         """Assert that the accounts hold these requests, each where it is, and nothing else."""
@@ -158,8 +179,12 @@ class Workers:
             assert all(requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
         for d in self.decode.accounts.values():
             for request_id in (*d.promised, *d.listed):
-                assert requests[request_id].decode == d.view.name, f"{request_id} is not at {d.view.name}"
+                at = (requests[request_id].decode, requests[request_id].moving_to)
+                assert d.view.name in at, f"{request_id} is not at {d.view.name}"
         for request_id, request in requests.items():
             if request.decode:
-                at = self.decode.accounts[request.decode]
-                assert (request_id in at.promised) != (request_id in at.listed), f"{request_id} has lost its pages"
+                for name in filter(None, (request.decode, request.moving_to)):
+                    there = self.decode.accounts[name]
+                    assert (request_id in there.promised) != (request_id in there.listed), (
+                        f"{request_id} has lost its pages"
+                    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.pages.layout import KvLayout
-from kv_transfer.decode_side.reservation import IncomingKv
+from kv_transfer.decode_side.reservation import IncomingKv, Reservation
 from kv_transfer.plan import MAX_SEGMENT_BYTES
 from kvrelay.v1 import worker_pb2
 
@@ -37,15 +37,19 @@ def check_announce(peer: str, announce: worker_pb2.Announce, incoming: IncomingK
         raise Malformed(f"{peer} announces a segment of lease {announce.lease_id} after its commit")
 
 
-def check_commit(peer: str, commit: worker_pb2.Commit, incoming: IncomingKv, num_tokens: int, vocab_size: int) -> None:
-    """`num_tokens`: what was reserved for."""
-    num_segments = len(incoming.segments)
-    if (commit.segments, commit.num_tokens) != (num_segments, num_tokens):
-        ours = f"{num_segments} segments and was reserved for {num_tokens} tokens"
-        theirs = f"{commit.segments} segments and {commit.num_tokens} tokens"
+def check_commit(peer: str, commit: worker_pb2.Commit, reservation: Reservation, vocab_size: int) -> None:
+    incoming, num_more = reservation.incoming, len(commit.more_token_ids)
+    num_segments = len(incoming.segments) if incoming is not None else 0
+    if (commit.segments, commit.num_tokens) != (num_segments, reservation.num_tokens + num_more):
+        ours = f"{num_segments} segments and was reserved for {reservation.num_tokens} tokens"
+        new = f", {num_more} of them new" if num_more else ""
+        theirs = f"{commit.segments} segments and {commit.num_tokens} tokens{new}"
         raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
-    if commit.token_id >= vocab_size:
-        raise Malformed(f"{peer} commits token {commit.token_id}; the model's ids go from 0 to {vocab_size - 1}")
+    if num_more > reservation.room_tokens:
+        room = f"has room for {reservation.room_tokens}"
+        raise Malformed(f"{peer} commits {num_more} new tokens to lease {commit.lease_id}, which {room}")
+    if (largest := max((commit.token_id, *commit.more_token_ids))) >= vocab_size:
+        raise Malformed(f"{peer} commits token {largest}; the model's ids go from 0 to {vocab_size - 1}")
 
 
 def _range_text(announce: worker_pb2.Announce) -> str:

@@ -104,7 +104,7 @@ class LeaseKeeper:
 
     def reserve(self, pair: ReservingPair, reserve: worker_pb2.Reserve) -> None:
         """Ask the host, and tell the peer what it says."""
-        reservation = Reservation(pair, reserve.lease_id, reserve.request)
+        reservation = Reservation(pair, reserve.lease_id, reserve.request, reserve.room_tokens)
         if reservation.attempt in self._by_attempt:
             reason = f"{self._name} still holds an earlier reservation of attempt {reserve.request.attempt}"
             pair.write(denied=worker_pb2.LeaseDenied(lease_id=reserve.lease_id, reason=reason, retryable=True))
@@ -113,7 +113,7 @@ class LeaseKeeper:
             reason = f"{self._name} keeps {MAX_OF_A_PAIR} reservations of {pair.id} already"
             pair.write(denied=worker_pb2.LeaseDenied(lease_id=reserve.lease_id, reason=reason, retryable=True))
             return
-        answer = self._host.reserve(reserve.request)
+        answer = self._host.reserve(reserve.request, reserve.room_tokens)
         self._num_of[pair.id] += 1
         self._reservations[reservation.key] = reservation
         self._by_attempt[reservation.attempt] = reservation
@@ -137,7 +137,7 @@ class LeaseKeeper:
         """All has arrived: the pages pass to the request."""
         self._table.commit(reservation.key)
         self._drop(reservation)
-        self._host.on_committed(reservation.request, commit.token_id, commit.num_tokens, receipt)
+        self._host.on_committed(reservation.request, [*commit.more_token_ids, commit.token_id], receipt)
 
     def on_stopped(self, reservation: Reservation, reason: str) -> None:
         """The peer writes no more: it answers our end, or gives up itself."""

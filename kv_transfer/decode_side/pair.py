@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from engine.pages.layout import KvLayout
+from engine.pages.pool import pages_for
 from kv_transfer.base import ReceiveEnd, Segment
 from kv_transfer.checksum import SegmentChecksummer
 from kv_transfer.decode_side.checks import Malformed, check_announce, check_commit, check_size
@@ -229,8 +230,8 @@ class DecodePair:
         if incoming is None or incoming.commit is not None:
             why = "is queued" if incoming is None else "is committed already"
             raise Malformed(f"{self.name} commits lease {commit.lease_id}, which {why}")
-        check_commit(self.name, commit, incoming, reservation.num_tokens, self._context.vocab_size)
-        incoming.commit = commit
+        check_commit(self.name, commit, reservation, self._context.vocab_size)
+        incoming.take_commit(commit, pages_for(commit.num_tokens, self._context.layout.page_size))
         self._answer_if_complete(reservation, incoming)
 
     def _answer_if_complete(self, reservation: Reservation, incoming: IncomingKv) -> None:

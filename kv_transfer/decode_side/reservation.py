@@ -5,6 +5,7 @@ Both only keep account: LeaseKeeper (leases.py) says how long the claim lasts, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,16 +22,17 @@ Attempt = tuple[str, int]  # (request id, number of the attempt)
 class ReservationHost(Protocol):
     """Who owns the pages: the decode worker's driver. Called in the event loop."""
 
-    def reserve(self, request: worker_pb2.RequestState) -> Granted | Queued | Denied: ...
+    def reserve(self, request: worker_pb2.RequestState, room_tokens: int) -> Granted | Queued | Denied:
+        """`room_tokens`: see Reserve; above 0 it is never Queued."""
 
     def on_committed(
         self,
         request: worker_pb2.RequestState,
-        token_id: int,
-        num_tokens: int,
+        token_ids: Sequence[int],
         receipt: generate_pb2.HandoffReceipt,
     ) -> None:
-        """The pages belong to the running request now."""
+        """The pages belong to the running request now. `token_ids` follow those of the reservation; the KV of the last
+        is not there."""
 
     def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
         """The reservation is over: its pages, if it had any, are nobody's and go back to the pool."""
@@ -60,6 +62,7 @@ class Reservation:
     pair: ReservingPair
     lease_id: int
     request: worker_pb2.RequestState
+    room_tokens: int = 0  # that may follow the request's before the commit
     incoming: IncomingKv | None = None  # None: queued, no pages yet
 
     @property
@@ -84,6 +87,7 @@ class IncomingKv:
         self.permit = WritePermit()
         self.segments: list[worker_pb2.Announce] = []
         self.commit: worker_pb2.Commit | None = None
+        self._num_pages = len(granted.pages)  # that must be filled: all, until the commit says how many
         self._is_intact = np.zeros((num_layers, len(granted.pages)), np.bool_)
         self._is_intact[:, : granted.cached_pages] = True
         self._damaged: set[int] = set()  # numbers of segments, since the last receipt
@@ -101,6 +105,10 @@ class IncomingKv:
         else:
             self._damaged.add(number)
 
+    def take_commit(self, commit: worker_pb2.Commit, num_pages: int) -> None:
+        """Pages beyond so many are room that was not needed."""
+        self.commit, self._num_pages = commit, num_pages
+
     @property
     def is_ready_for_receipt(self) -> bool:
         """Committed, and every announced segment was looked at."""
@@ -108,7 +116,7 @@ class IncomingKv:
 
     @property
     def is_whole(self) -> bool:
-        return bool(self._is_intact.all())
+        return bool(self._is_intact[:, : self._num_pages].all())
 
     @property
     def num_cells(self) -> int:
@@ -117,7 +125,7 @@ class IncomingKv:
 
     @property
     def num_sent_pages(self) -> int:
-        return len(self.granted.pages) - self.granted.cached_pages
+        return self._num_pages - self.granted.cached_pages
 
     def accept(self, lease_id: int) -> worker_pb2.Receipt:
         return worker_pb2.Receipt(lease_id=lease_id, ok=True, pages=self.num_sent_pages, bytes=self._num_bytes)
@@ -127,14 +135,14 @@ class IncomingKv:
         damaged = sorted(number for number in self._damaged if not self._stands(number))
         total = len(self.segments)
         why = f"{len(damaged)} of {total} segments damaged" if damaged else "nothing was announced for them"
-        missing = int((~self._is_intact).any(0).sum())
+        missing = int((~self._is_intact[:, : self._num_pages]).any(0).sum())
         self.commit = None
         self._damaged.clear()
         return worker_pb2.Receipt(
             lease_id=lease_id,
             bad_segments=damaged,
             bytes=self._num_bytes,
-            reason=f"{missing} of {len(self.granted.pages)} pages are not whole: {why}",
+            reason=f"{missing} of {self._num_pages} pages are not whole: {why}",
         )
 
     def _stands(self, number: int) -> bool:

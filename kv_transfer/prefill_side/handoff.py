@@ -45,7 +45,7 @@ class Handoff:
         pair: Pair,
         terms: PairTerms,
         *,
-        on_stalled: Callable[[str], None],
+        on_stalled: Callable[[str], object],
         forget: Callable[[], object],
     ) -> None:
         """`on_stalled(reason)`: pages must be waited for. `forget()`: the peer's messages concern it no more."""
@@ -98,15 +98,33 @@ class Handoff:
         """So far; resends counted."""
         return self._bytes_sent
 
-    async def commit(self, *, token_id: int, num_tokens: int, computed_ns: int) -> generate_pb2.HandoffReceipt:
+    async def moved(self) -> None:
+        """Wait until all segments so far stand in the peer's pages. Raises as `granted` does."""
+        await self.granted()
+        either: set[asyncio.Future[Any]] = {self._pair.all_sent(), self._answer}  # an answer now: the lease is over
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._error is not None:
+            raise self._error
+
+    async def commit(
+        self, *, token_id: int, num_tokens: int, computed_ns: int, more_token_ids: Sequence[int] = ()
+    ) -> generate_pb2.HandoffReceipt:
         """Wait until all segments stand in the peer's pages and it has said so; segments that it calls bad go again.
 
-        `computed_ns`: time.monotonic_ns() when the last layer was computed. Raises HandoffDenied (the lease ended),
-        HandoffLost, HandoffFailed.
+        `num_tokens`: whose KV it is, `more_token_ids` counted, which came after the reservation. `computed_ns`:
+        time.monotonic_ns() when the last layer was computed. Raises HandoffDenied (the lease ended), HandoffLost,
+        HandoffFailed.
         """
         grant = await self.granted()
+        commit = worker_pb2.Commit(
+            lease_id=self.lease_id,
+            token_id=token_id,
+            num_tokens=num_tokens,
+            computed_ns=computed_ns,
+            more_token_ids=more_token_ids,
+        )
         for resends_left in range(self._terms.options.max_resends, -1, -1):
-            receipt = await self._commit_once(token_id, num_tokens, computed_ns)
+            receipt = await self._commit_once(commit)
             if receipt.ok:
                 self._finish()
                 return self._receipt(grant, receipt, computed_ns)
@@ -141,23 +159,13 @@ class Handoff:
             if not future.done():
                 future.set_exception(self._error)
 
-    async def _commit_once(self, token_id: int, num_tokens: int, computed_ns: int) -> worker_pb2.Receipt:
+    async def _commit_once(self, commit: worker_pb2.Commit) -> worker_pb2.Receipt:
         if self._answer.done() and self._error is None:
             self._answer = quiet_future()
-        either: set[asyncio.Future[Any]] = {self._pair.all_sent(), self._answer}  # an answer now: the lease is over
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._error is not None:
-            raise self._error
+        await self.moved()
         self.is_in_doubt = True
-        self._pair.write(
-            commit=worker_pb2.Commit(
-                lease_id=self.lease_id,
-                segments=len(self._sent),
-                token_id=token_id,
-                num_tokens=num_tokens,
-                computed_ns=computed_ns,
-            )
-        )
+        commit.segments = len(self._sent)
+        self._pair.write(commit=commit)
         limit_s = self._terms.answer_timeout_s
         try:
             return await asyncio.wait_for(asyncio.shield(self._answer), limit_s)

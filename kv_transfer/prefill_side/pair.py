@@ -75,8 +75,11 @@ class PrefillPair:
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
 
-    def reserve(self, request: worker_pb2.RequestState, *, on_stalled: Callable[[str], None]) -> Handoff:
-        """Ask for pages for a request. `on_stalled(reason)` is called once if they must be waited for."""
+    def reserve(
+        self, request: worker_pb2.RequestState, *, room_tokens: int = 0, on_stalled: Callable[[str], object]
+    ) -> Handoff:
+        """Ask for pages for a request. `room_tokens`: it is decoded meanwhile, and may have so many more when it is
+        committed. `on_stalled(reason)` is called once if pages must be waited for."""
         if self.is_lost:
             raise HandoffLost(self.lost_reason)
         self._last_lease_id += 1
@@ -84,7 +87,7 @@ class PrefillPair:
         forget = partial(self._handoffs.pop, lease_id, None)
         handoff = Handoff(lease_id, self, self._terms, on_stalled=on_stalled, forget=forget)
         self._handoffs[lease_id] = handoff
-        self.write(reserve=worker_pb2.Reserve(lease_id=lease_id, request=request))
+        self.write(reserve=worker_pb2.Reserve(lease_id=lease_id, request=request, room_tokens=room_tokens))
         answer_s = self._terms.answer_timeout_s
         self._loop.call_later(answer_s, self._lose_if_unanswered, handoff, answer_s)
         return handoff

@@ -95,6 +95,7 @@ class Timeline:
     prefill_worker: str
     decode_worker: str  # empty if the request ended at prefill
     attempts: int
+    moves: int = 0  # from one decode worker to another, while it was decoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("phases", "ttft_s", "tpot_s", "e2e_s", "prefill_worker", "decode_worker", "attempts")
+    __slots__ = ("phases", "ttft_s", "tpot_s", "e2e_s", "prefill_worker", "decode_worker", "attempts", "moves")
     PHASES_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class Timeline(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     phases: _containers.RepeatedCompositeFieldContainer[Phase]
     ttft_s: float
     tpot_s: float
@@ -128,7 +129,8 @@ class Timeline(_message.Message):
     prefill_worker: str
     decode_worker: str
     attempts: int
-    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ...) -> None: ...
+    moves: int
+    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class HandoffReceipt(_message.Message):
     __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s")

@@ -20,6 +20,8 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_FAILED: _ClassVar[EventKind]
     EVENT_KIND_CANCELLED: _ClassVar[EventKind]
     EVENT_KIND_HANDED_OFF: _ClassVar[EventKind]
+    EVENT_KIND_MOVED: _ClassVar[EventKind]
+    EVENT_KIND_MOVE_FAILED: _ClassVar[EventKind]
 
 class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +40,8 @@ EVENT_KIND_PREEMPTED: EventKind
 EVENT_KIND_FAILED: EventKind
 EVENT_KIND_CANCELLED: EventKind
 EVENT_KIND_HANDED_OFF: EventKind
+EVENT_KIND_MOVED: EventKind
+EVENT_KIND_MOVE_FAILED: EventKind
 FAILURE_CAUSE_UNSPECIFIED: FailureCause
 FAILURE_CAUSE_STEP: FailureCause
 FAILURE_CAUSE_PEER: FailureCause
@@ -75,20 +79,22 @@ class WorkerAddress(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin")
+    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin", "move")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     REASSIGN_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     ping: Ping
     reassign: Reassign
     begin: Begin
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
+    move: Move
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "protocol_version")
@@ -123,6 +129,14 @@ class Begin(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Reassign(_message.Message):
+    __slots__ = ("request_id", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decode: WorkerAddress
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
+
+class Move(_message.Message):
     __slots__ = ("request_id", "decode")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -353,12 +367,14 @@ class HandoffHello(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("lease_id", "request")
+    __slots__ = ("lease_id", "request", "room_tokens")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROOM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     request: RequestState
-    def __init__(self, lease_id: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ...) -> None: ...
+    room_tokens: int
+    def __init__(self, lease_id: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ..., room_tokens: _Optional[int] = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("lease_id", "segment", "layer_begin", "layer_end", "page_begin", "page_end", "bytes", "checksum", "checksum_off", "resend", "transfer_seq", "transfer_s")
@@ -389,18 +405,20 @@ class Announce(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., segment: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., page_begin: _Optional[int] = ..., page_end: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., checksum_off: _Optional[bool] = ..., resend: _Optional[bool] = ..., transfer_seq: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease_id", "segments", "token_id", "num_tokens", "computed_ns")
+    __slots__ = ("lease_id", "segments", "token_id", "num_tokens", "computed_ns", "more_token_ids")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_NS_FIELD_NUMBER: _ClassVar[int]
+    MORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     segments: int
     token_id: int
     num_tokens: int
     computed_ns: int
-    def __init__(self, lease_id: _Optional[int] = ..., segments: _Optional[int] = ..., token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., computed_ns: _Optional[int] = ...) -> None: ...
+    more_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[int] = ..., segments: _Optional[int] = ..., token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., computed_ns: _Optional[int] = ..., more_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("lease_id", "reason")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -73,7 +73,7 @@ class PageHost:
     answer: Callable[[worker_pb2.RequestState], Granted | Queued | Denied] | None = None
     free: set[int] = field(default_factory=set)
     held: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    committed: dict[str, tuple[int, int, generate_pb2.HandoffReceipt]] = field(default_factory=dict)
+    committed: dict[str, tuple[list[int], generate_pb2.HandoffReceipt]] = field(default_factory=dict)
     released: list[tuple[str, int, str]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     on_freed: Callable[[], None] | None = None
@@ -81,22 +81,22 @@ class PageHost:
     def __post_init__(self) -> None:
         self.free = set(range(self.num_pages))
 
-    def reserve(self, request: worker_pb2.RequestState) -> Granted | Queued | Denied:
+    def reserve(self, request: worker_pb2.RequestState, room_tokens: int = 0) -> Granted | Queued | Denied:
         if self.answer is not None:
             return self.answer(request)
-        return self.take(request)
+        return self.take(request, room_tokens)
 
-    def take(self, request: worker_pb2.RequestState) -> Granted:
-        count = -(-(len(request.prompt_ids) + len(request.output_ids)) // PAGE_SIZE)
+    def take(self, request: worker_pb2.RequestState, room_tokens: int = 0) -> Granted:
+        count = -(-(len(request.prompt_ids) + len(request.output_ids) + room_tokens) // PAGE_SIZE)
         pages = tuple(random.Random(request.request_id).sample(sorted(self.free), count))
         self.free -= set(pages)
         self.held[request.request_id, request.attempt] = pages
         return Granted(pages, min(self.cached_pages, count))
 
     def on_committed(
-        self, request: worker_pb2.RequestState, token_id: int, num_tokens: int, receipt: generate_pb2.HandoffReceipt
+        self, request: worker_pb2.RequestState, token_ids: Sequence[int], receipt: generate_pb2.HandoffReceipt
     ) -> None:
-        self.committed[request.request_id] = (token_id, num_tokens, receipt)
+        self.committed[request.request_id] = (list(token_ids), receipt)
         self.changed.set()
 
     def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:

@@ -117,8 +117,12 @@ def changed(message: Message, field: int, number: int) -> Message:
     copy.CopyFrom(message)
     if kind is not None:
         body = getattr(copy, kind)
-        names = [f.name for f in body.DESCRIPTOR.fields if f.cpp_type in (f.CPPTYPE_UINT32, f.CPPTYPE_UINT64)]
-        setattr(body, names[field % len(names)], number)
+        fields = [f for f in body.DESCRIPTOR.fields if f.cpp_type in (f.CPPTYPE_UINT32, f.CPPTYPE_UINT64)]
+        chosen = fields[field % len(fields)]
+        if chosen.is_repeated:
+            getattr(body, chosen.name).append(number)
+        else:
+            setattr(body, chosen.name, number)
     return copy
 
 

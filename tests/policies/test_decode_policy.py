@@ -220,16 +220,22 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
     policy = make(num_pages=24, admission=admission, watermark=0.05)
     in_flight: list[DecodeBatch] = []
     reserved: set[str] = set()
+    moving: dict[str, bool] = {}
     for turn in range(1000):
-        match rng.randrange(6):
+        match rng.randrange(8):
             case 0:
                 name, length = f"r{turn}", rng.randrange(1, 24)
                 hashes = page_hashes([rng.randrange(2)] * length, PAGE)
-                answer = policy.reserve(name, num_tokens=length, max_new_tokens=rng.randrange(2, 30), hashes=hashes)
+                room = rng.choice((0, 0, 9))
+                answer = policy.reserve(
+                    name, num_tokens=length, max_new_tokens=rng.randrange(2, 30), hashes=hashes, room=room
+                )
+                assert not (room and isinstance(answer, Queued)), "who moves waits for nothing"
                 if isinstance(answer, Granted):
                     reserved.add(name)
             case 1 if reserved:
-                policy.on_committed(reserved.pop())
+                name = reserved.pop()
+                policy.on_committed(name, rng.randint(0, policy._requests[name].room))
             case 2 | 3 if len(in_flight) < 2:
                 batch = policy.next_batch()
                 assert len(batch.entries) <= 4
@@ -240,13 +246,75 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
                 name = rng.choice(policy.request_ids)
                 reserved.discard(name)
                 policy.on_cancelled(name)
+            case 6 if policy.request_ids and policy.may_move(name := rng.choice(policy.request_ids)):
+                computed, moving[name] = policy.on_move(name, rng.randrange(12)), True
+                assert computed == policy.computed_len_of(name)
+            case 7 if moving:
+                name = rng.choice(list(moving))
+                policy.on_move_stops(name)
+                if policy._requests[name].is_over or policy.stands_still(name):
+                    del moving[name]
+                    policy.on_move_closed(name, has_left=rng.random() < 0.5)
         reserved.update(name for name, _ in policy.next_grants())
         policy.check_invariants()
     for batch in in_flight:
         policy.on_batch_done(batch)
     for name in policy.request_ids:
         policy.on_cancelled(name)
+    for name in moving:
+        policy.on_move_closed(name, has_left=False)
     assert policy.pool.usage.held == 0
+
+
+def test_one_that_moves_is_computed_until_its_room_is_full_or_it_is_told_to_stand_still() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=4, max_new_tokens=20)
+    admit(policy, "b", num_tokens=4, max_new_tokens=20)
+    step(policy)
+    assert policy.on_move("a", room=2) == 5
+    assert not policy.may_move("a")
+    assert [ran(step(policy)) for _ in range(3)] == [["a", "b"], ["a", "b"], ["b"]]
+    assert policy.stands_still("a")
+    policy.on_move_closed("a", has_left=False)
+    assert ran(step(policy)) == ["a", "b"]
+    policy.on_move("a", room=9)
+    in_flight = policy.next_batch()
+    policy.on_move_stops("a")
+    assert not policy.stands_still("a"), "its step runs"
+    policy.on_batch_done(in_flight)
+    assert policy.stands_still("a")
+    policy.on_move_closed("a", has_left=True)
+    assert policy.request_ids == ["b"]
+    policy.check_invariants()
+
+
+def test_one_that_moves_is_not_preempted_but_waits_and_its_pages_stay_while_they_are_read() -> None:
+    policy = make(num_pages=5)
+    admit(policy, "old", num_tokens=7)
+    admit(policy, "young", num_tokens=7)
+    policy.on_move("young", room=9)
+    assert ran(step(policy)) == ["old", "young"]
+    batch = step(policy)
+    assert (ran(batch), batch.preempted) == (["old"], ())
+    policy.on_finished("old")
+    assert ran(step(policy)) == ["young"]
+    policy.on_cancelled("young")
+    assert policy.pool.usage.held == 3, "its pages are read"
+    policy.on_move_closed("young", has_left=False)
+    assert policy.pool.usage.held == 0
+
+
+def test_one_that_comes_by_a_move_has_room_and_gives_back_what_it_did_not_need() -> None:
+    policy = make()
+    answer = policy.reserve("a", num_tokens=6, max_new_tokens=9, hashes=[], room=8)
+    assert isinstance(answer, Granted)
+    assert len(answer.pages) == 4
+    policy.on_committed("a", 3)
+    assert policy.pool.usage.held == 3
+    assert step(policy).entries[0].position == 9
+    full = policy.reserve("b", num_tokens=44, max_new_tokens=9, hashes=[], room=24)
+    assert full == Denied(reason="decode-0: 13 of 16 pages free", retryable=True)
+    assert policy.request_ids == ["a"]
 
 
 def test_what_has_no_token_left_to_decode_is_denied() -> None:

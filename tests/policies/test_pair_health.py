@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_worker.pair_health import FORGET_S, MAX_BACKOFF_S, MAX_TROUBLES, PairHealth, PeerKey
+from worker.peers.pair_health import FORGET_S, MAX_BACKOFF_S, MAX_TROUBLES, PairHealth, PeerKey
 
 pytestmark = pytest.mark.unit
 

@@ -416,6 +416,91 @@ def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
     assert lost(policy, "d0") == ["a"]
 
 
+# moving
+
+
+def running(policy: RouterPolicy, *ids: str, **free: int) -> None:
+    """These run at d0, by its report. `free`: pages of the others."""
+    for each in ids:
+        policy.assign(shape(each, 64, 200), 0.0)
+        policy.on_first_token(each, 0.0)
+        if (at := policy._requests[each].decode) != "d0":
+            policy.reassign(each, at, 0.0)
+        policy.on_handed_off(each, "d0", 0.0)
+    for name, pages in free.items():
+        policy.on_report(name, Report(made_s=1.0, available_pages=pages), 1.0)
+
+
+def told(policy: RouterPolicy, *ids: str, made_s: float, draining: bool = False, pages: int = 60) -> list[str]:
+    report = Report(
+        made_s=made_s, num_running=len(ids), available_pages=pages, request_ids=frozenset(ids), draining=draining
+    )
+    policy.on_report("d0", report, made_s)
+    return policy.leaving("d0", made_s)
+
+
+def test_all_leave_a_worker_that_stops_a_few_at_a_time() -> None:
+    policy = cluster("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=50.0))  # with targets none moves for balance
+    ids = [f"r{i}" for i in range(6)]
+    running(policy, *ids, d1=100)
+    assert told(policy, *ids, made_s=2.0) == []
+    leaving = told(policy, *ids, made_s=3.0, draining=True)
+    assert leaving == ["r5", "r4", "r3", "r2"]
+    moves = [policy.move(each, 80, 3.0) for each in leaving]
+    assert {(move.to, move.pages, move.reason) for move in moves if move} == {("d1", 9, "d0 is stopping")}
+    assert policy.leaving("d0", 3.0) == []
+    policy.check_invariants()
+    policy.on_moved("r5", "d1", 3.1)
+    policy.on_move_failed("r4", 3.1, "room")
+    assert policy.leaving("d0", 3.2) == ["r1", "r0"], "who was refused rests"
+    assert policy.leaving("d0", 3.7) == ["r4", "r1"]
+    assert lost(policy, "d0") == ["r0", "r1", "r2", "r3", "r4"]
+    policy.on_finished("r5")
+    policy.check_invariants()
+
+
+def test_the_youngest_leaves_one_that_runs_out_of_pages_where_another_has_them() -> None:
+    policy = cluster("p0", "d0", "d1")
+    running(policy, "a", "b", "c", d1=100)
+    assert told(policy, "a", "b", "c", made_s=2.0, pages=3) == []
+    assert told(policy, "a", "b", "c", made_s=3.0, pages=2) == ["c"]
+    policy.on_report("d1", Report(made_s=3.0, available_pages=9), 3.0)
+    assert policy.move("c", 80, 3.0) is None, "it would have none left"
+    policy.on_report("d1", Report(made_s=4.0, available_pages=30), 4.0)
+    move = policy.move("c", 80, 4.0)
+    assert move is not None
+    assert (move.to, move.reason) == ("d1", "d0 has 2 pages left for 3 requests")
+    assert policy.leaving("d0", 4.0) == [], "one at a time"
+
+
+def test_requests_leave_one_that_computes_far_more_of_them_and_do_not_swing() -> None:
+    policy = cluster("p0", "d0", "d1")
+    ids = [f"r{i}" for i in range(8)]
+    running(policy, *ids, d1=100)
+    now, left = 2.0, list(ids)
+    while leaving := told(policy, *left, made_s=now):
+        move = policy.move(leaving[0], 80, now)
+        assert move is not None
+        policy.on_moved(leaving[0], "d1", now)
+        left.remove(leaving[0])
+        now += 1.0
+    assert left == ids[:5], "from eight and none to five and three"
+    report = Report(made_s=now, num_running=3, available_pages=60, request_ids=frozenset(ids[5:]))
+    policy.on_report("d1", report, now)
+    assert policy.leaving("d1", now) == []
+
+
+def test_what_has_moved_to_a_worker_that_is_lost_is_sent_again() -> None:
+    policy = cluster("p0", "d0", "d1")
+    running(policy, "a", d1=100)
+    told(policy, "a", made_s=2.0, draining=True)
+    assert policy.move("a", 80, 2.0) is not None
+    assert lost(policy, "d1") == [], "it goes on where it is"
+    policy.check_invariants()
+    assert policy.on_moved("a", "d1", 3.0) is not None
+    policy.check_invariants()
+
+
 # everything at once
 
 
@@ -437,7 +522,16 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
     for step in range(600):
         now = step / 10
         sent = sorted(i for i in known if policy._requests[i].prefill)
-        match rng.randrange(14):
+        match rng.randrange(17):
+            case 14 | 15:
+                for each in policy.leaving(rng.choice(("d0", "d1")), now):
+                    policy.move(each, rng.randrange(1, 300), now)
+            case 16 if moving := [i for i in sorted(known) if policy._requests[i].moving_to]:
+                name = rng.choice(moving)
+                if rng.random() < 0.5:
+                    policy.on_move_failed(name, now, rng.choice(CAUSES))
+                elif policy.on_moved(name, rng.choice(("d0", "d1")), now) is not None:
+                    known.discard(name)
             case 12 if sent:
                 policy.on_decoded(rng.choice(sent), rng.choice((1, 64)))
             case 13:

@@ -3,7 +3,8 @@ messages, a process is the objects that belong to it. It delivers, starts and br
 nothing.
 
     router-0>prefill-0      what a router has sent to a worker, and the other way
-    prefill-0>decode-0/3    what a prefill worker has said in its handoff stream number 3, and the other way
+    prefill-0>decode-0/3    what a prefill worker has said in its handoff stream number 3
+    decode-0>prefill-0/-3   and what it was answered
 
 What is counted is counted for each process, so that steps of two of them lead to one state in both orders.
 """

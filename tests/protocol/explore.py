@@ -73,7 +73,7 @@ def _no_clock_no_chance(worlds: list[World]) -> Iterator[None]:
         mock.patch("kv_transfer.decode_side.pair.ReceiveThread", ModelReceiveThread),
         mock.patch("kv_transfer.decode_side.pair.ProcessWatch", watch),
         mock.patch("kv_transfer.prefill_side.connect.asyncio.to_thread", _at_once),
-        mock.patch("prefill_worker.peers.handoff_dial", dial),
+        mock.patch("worker.peers.peers.handoff_dial", dial),
     ):
         yield
 

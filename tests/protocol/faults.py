@@ -5,6 +5,7 @@ fail NAME            the step that a worker's engine computes fails
 cut WAY              a handoff's stream breaks
 expire N             a lease's time is over, or its fence's
 cancel, deadline R   the client of request R goes away; its deadline is over
+drain NAME           a worker is about to stop, while another one of its kind is not; or is not any more
 router               the router's process ends, another is started, and clients send again what had no end
 """
 
@@ -59,6 +60,16 @@ def _fail(cluster: Cluster, _: Crowd) -> Places:
 
 def _fail_step(cluster: Cluster, process: Process) -> None:
     cluster.act(process).end_step("no number")
+
+
+def _drain(cluster: Cluster, _: Crowd) -> Places:
+    alive = [p for p in cluster.processes.values() if p.is_alive]
+    roles = [p.options.role for p in alive if not p.is_draining]
+    return {p.name: partial(_turn, p) for p in alive if p.is_draining or roles.count(p.options.role) > 1}
+
+
+def _turn(process: Process) -> None:
+    process.is_draining = not process.is_draining
 
 
 def _cut(cluster: Cluster, _: Crowd) -> Places:
@@ -116,6 +127,7 @@ KINDS: dict[str, Callable[[Cluster, Crowd], Places]] = {
     "sever": _sever,
     "fail": _fail,
     "cut": _cut,
+    "drain": _drain,
     "expire": _expire,
     "cancel": _cancel,
     "deadline": _deadline,

@@ -118,7 +118,7 @@ class Process(Worker[Any]):
         self.clock: Any = SimpleNamespace(lag_s=0.0, num_tasks=0)
         self._watched: Any = SimpleNamespace(age_s=0.0, times=StepTimes())
         self.faults = None
-        self.is_draining = False
+        self.is_draining = self.is_stopping = False
         self.is_alive = True
         self.is_awake = False
         self.batch: Any = None  # that the engine computes

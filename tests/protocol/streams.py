@@ -64,7 +64,8 @@ class Call:
 
     def __init__(self, post: Post, number: int, source: Process, target: Process | None, target_name: str) -> None:
         self.source, self.target, self.target_name = source, target, target_name
-        self.down, self.up = f"{source.name}>{target_name}/{number}", f"{target_name}>{source.name}/{number}"
+        # and back: two decode workers may call each other
+        self.down, self.up = f"{source.name}>{target_name}/{number}", f"{target_name}>{source.name}/-{number}"
         self.heard: deque[Any] = deque()  # by the source
         self.asked: deque[Any] = deque()  # of the target
         self.waiting: dict[str, Any] = {"source": None, "target": None}

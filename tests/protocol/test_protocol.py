@@ -22,6 +22,7 @@ from tests.protocol.faults import KINDS
 from tests.protocol.setting import Setting
 
 ALL = tuple(KINDS)
+MOVES = Setting(decode=2, max_tokens=8, faults=("drain",), reports=True)
 CROWD = Setting(prompts=(4, 4, 8), decode_pages=4, arrivals=True, reports=True, options={"overcommit": 2.0})
 
 
@@ -63,8 +64,19 @@ def test_what_is_taken_to_commute_does_after_a_fault(fault: str) -> None:
         Setting(prefill=0, decode=0, mixed=1, prompts=(5, 9), faults=ALL),
         replace(CROWD, decode=0, mixed=2, mixed_pages=4, faults=ALL, num_faults=2, prefix_cache=True),
         replace(CROWD, prefill=0, mixed=1, mixed_pages=5, faults=ALL, num_faults=2),
+        replace(MOVES, prompts=(5, 9), faults=("drain", *ALL), num_faults=3, prefix_cache=True),
     ],
-    ids=["one pair", "two pairs", "a crowd", "a poison at prefill", "a poison at decode", "mixed", "read", "written"],
+    ids=[
+        "one pair",
+        "two pairs",
+        "a crowd",
+        "a poison at prefill",
+        "a poison at decode",
+        "mixed",
+        "read",
+        "written",
+        "moves",
+    ],
 )
 def test_faults_at_any_place_lose_nothing(setting: Setting) -> None:
     for seed in range(30):

@@ -64,9 +64,9 @@ def _on_commit(cluster: LocalCluster, then: Callable[[str], None]) -> None:
     policy = cluster.decode[0].role.policy
     original = policy.on_committed
 
-    def on_committed(request_id: str) -> None:
+    def on_committed(request_id: str, more: int = 0) -> None:
         then(request_id)
-        original(request_id)
+        original(request_id, more)
 
     policy.on_committed = on_committed  # type: ignore[method-assign]
 

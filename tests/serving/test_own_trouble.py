@@ -134,7 +134,7 @@ async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
     async def broken(*args: object, **kwargs: object) -> PrefillPair:
         raise RuntimeError("not expected by anybody")
 
-    monkeypatch.setattr("prefill_worker.peers.connect", broken)
+    monkeypatch.setattr("worker.peers.peers.connect", broken)
     async with _cluster(model_dir) as cluster:
         client = AsyncClient(cluster.endpoint)
         with pytest.raises(KvrelayError, match="not expected by anybody"):
@@ -176,7 +176,7 @@ async def test_a_cluster_that_cannot_start_says_why(model_dir: ModelDir) -> None
 
 async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start of a decode worker is another peer: whoever kept the old ones would grow by one with each crash."""
-    monkeypatch.setattr("prefill_worker.peers.WANTED_S", 0.2)
+    monkeypatch.setattr("worker.peers.peers.WANTED_S", 0.2)
     async with _cluster(model_dir, decode=2) as cluster:
         client = AsyncClient(cluster.endpoint)
         await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))

@@ -47,6 +47,8 @@ class WorkerHost(Protocol):
 
     def on_reassign(self, reassign: pb.Reassign) -> None: ...
 
+    def on_move(self, move: pb.Move) -> None: ...
+
     def on_router_lost(self, router_id: str) -> None: ...
 
     def report(self) -> pb.WorkerReport: ...
@@ -166,6 +168,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._host.on_cancel(message.cancel)
             case "reassign":
                 self._host.on_reassign(message.reassign)
+            case "move":
+                self._host.on_move(message.move)
             case "ping":
                 link.put(
                     pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))

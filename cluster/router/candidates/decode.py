@@ -6,6 +6,8 @@ the few workers that have enough are looked at, else the smallest batches in tur
 
 from __future__ import annotations
 
+import sys
+
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, Shunned
@@ -54,10 +56,32 @@ class DecodeCandidates:
         self._changed[account.view.name] = None
 
     def drop(self, request: RoutedRequest) -> None:
-        account = self.accounts.get(request.decode)
+        for name in (request.decode, request.moving_to):
+            self._drop_at(name, request)
+
+    def _drop_at(self, name: str, request: RoutedRequest) -> None:
+        account = self.accounts.get(name)
         if account is not None:
             account.drop(request.shape.id)
-            self._changed[request.decode] = None
+            self._changed[name] = None
+
+    def arrive(self, request: RoutedRequest) -> None:
+        """It has moved."""
+        self._drop_at(request.decode, request)
+        request.decode, request.moving_to = request.moving_to, ""
+
+    def stay(self, request: RoutedRequest) -> None:
+        """It has not."""
+        self._drop_at(request.moving_to, request)
+        request.moving_to = ""
+
+    def least_batch(self, role: str) -> int:
+        """Of any worker of this role that takes new requests; very many, if there is none."""
+        self._rank()
+        for batch, name in self._by_batch.keys:
+            if self.accounts[name].view.role == role:
+                return batch
+        return sys.maxsize
 
     @property
     def open_names(self) -> list[str]:

@@ -156,6 +156,9 @@ class WorkerLink:
     def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
         self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
 
+    def move(self, request_id: str, decode: pb.WorkerAddress) -> None:
+        self._put(pb.RouterMessage(move=pb.Move(request_id=request_id, decode=decode)))
+
     def _put(self, message: pb.RouterMessage) -> None:
         if self.state is LinkState.READY:
             self._outbox.put_nowait(message)

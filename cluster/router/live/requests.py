@@ -93,6 +93,8 @@ class LiveRequest:
         self.has_first_token = False  # in this attempt
         self.num_decoded = 0  # tokens of its decode worker in this attempt: counted where `past` knows a death
         self.is_handed_off = False
+        self.moving_to = ""  # another decode worker, which takes it while it is decoded
+        self.num_moves = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.receipt: generate_pb2.HandoffReceipt | None = None
@@ -104,6 +106,10 @@ class LiveRequest:
     @property
     def wire_id(self) -> str:
         return self.id if self.attempt == 1 else f"{self.id}#{self.attempt}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def tokens_left(self) -> int:
@@ -135,7 +141,7 @@ class LiveRequest:
             self._computed_len = len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
         self.attempt += 1
         self.past = past
-        self.prefill = self.decode = ""
+        self.prefill = self.decode = self.moving_to = ""
         self.has_first_token = self.is_handed_off = False
         self.num_decoded = 0
         self.receipt = None
@@ -164,6 +170,7 @@ class LiveRequest:
             prefill_worker=self.prefill,
             decode_worker=self.decode if self.is_handed_off else "",
             attempts=self.attempt,
+            moves=self.num_moves,
         )
 
     def receipt_to_proto(self) -> generate_pb2.HandoffReceipt | None:

@@ -40,6 +40,8 @@ COUNTERS = {
     "retries": "Times a request was sent to prefill again.",
     "preempted": "Times a decode worker took a request's pages for others.",
     "reassigned": "Times a request was moved to a decode worker with free pages.",
+    "moved": "Times a running request moved to another decode worker.",
+    "moves_failed": "Times one could not, and went on where it was.",
     "workers_lost": "Times a worker was lost.",
     "circuits_opened": "Times a worker or a pair was avoided because its steps or handoffs failed.",
     "stale_tokens": "Tokens dropped because their request had ended or was sent again.",

@@ -47,6 +47,8 @@ class _Host:
             raise KeyError("bad")
         self.cancelled.append(cancel.request_id)
 
+    def on_move(self, move: pb.Move) -> None: ...
+
     def on_reassign(self, reassign: pb.Reassign) -> None:
         raise AssertionError("a bug")
 

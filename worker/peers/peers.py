@@ -14,7 +14,7 @@ from kv_transfer.prefill_side.connect import connect
 from kv_transfer.prefill_side.errors import HandoffError, HandoffUntried
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
-from prefill_worker.pair_health import PairHealth, PeerKey
+from worker.peers.pair_health import PairHealth, PeerKey
 from worker.role import RoleHost
 from worker.wire.credentials import FollowedTls
 from worker.wire.rpc import handoff_dial

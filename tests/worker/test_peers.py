@@ -11,8 +11,8 @@ import pytest
 from kv_transfer.options import TransferOptions
 from kv_transfer.prefill_side.errors import HandoffLost
 from kvrelay.v1 import worker_pb2 as pb
-from prefill_worker import peers as peers_module
-from prefill_worker.peers import Peers
+from worker.peers import peers as peers_module
+from worker.peers.peers import Peers
 
 DECODE = pb.WorkerAddress(name="decode-0", address="127.0.0.1:9", incarnation="d1")
 

@@ -1,0 +1,83 @@
+"""Moving says which running requests should leave their decode worker, why, and where each goes.
+
+    leaving -> move -> on_moved: it belongs to the other worker
+                    \\-> on_stays: it has not gone, and rests a while
+
+They leave a worker that is about to stop; one that runs out of pages, where the youngest would soon be preempted and
+computed again; and one that computes far more of them than another of its kind. A move costs a copy and a page or two,
+so each request rests after one, and only what makes much of a difference moves for balance: loads that take turns do
+not make requests swing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cluster.router.accounts import DecodeAccount, RoutedRequest
+from cluster.router.candidates.decode import DecodeCandidates
+from cluster.router.decisions import Move
+from cluster.router.health.health import Health
+from cluster.router.health.isolation import DECODE
+from cluster.router.health.shunned import BARRED
+from engine.pages.pool import pages_for
+
+MOVE_ROOM_TOKENS = 64  # that a request may grow by meanwhile: pages for these are asked for, too
+AT_ONCE = 4  # from one worker; all the others wait, being computed
+REST_S = 5.0  # after a move, and after one that failed
+RETRY_S = 0.5  # after one for which there were no pages
+MIN_GAP = 4  # requests that one worker must have more than another, and half as many again
+
+
+class Moving:
+    def __init__(self, decode: DecodeCandidates, health: Health, *, may_balance: bool) -> None:
+        self._decode = decode
+        self._health = health
+        self._may_balance = may_balance
+
+    def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
+        """Of the requests at this worker those that should leave it next, the youngest first."""
+        account = self._decode.accounts.get(name)
+        if account is None or len(self._decode.accounts) < 2 or not self._why(account)[0]:
+            return []
+        here = [requests[i] for i in (*account.listed, *account.promised)]
+        most = (AT_ONCE if account.report.draining else 1) - sum(bool(r.moving_to) and r.decode == name for r in here)
+        return [r.shape.id for r in reversed(here) if _may_move(r, name, now)][: max(0, most)]
+
+    def _why(self, account: DecodeAccount) -> tuple[str, int]:
+        """Why requests should leave it, and by how many the other must have fewer."""
+        name, batch = account.view.name, account.batch
+        if account.report.draining:
+            return f"{name} is stopping", 0
+        if batch > 1 and account.free_pages < batch:
+            return f"{name} has {max(0, account.free_pages)} pages left for {batch} requests", 0
+        least = self._decode.least_batch(account.view.role) if self._may_balance else batch
+        gap = max(MIN_GAP, batch // 2)
+        if batch - least >= gap:
+            return f"{name} computes {batch} requests, another {least}", gap
+        return "", 0
+
+    def choose(self, request: RoutedRequest, num_tokens: int, now: float) -> tuple[DecodeAccount, Move] | None:
+        """Who has pages for it now, `num_tokens` long; None: nobody, or it may stay."""
+        source = self._decode.accounts[request.decode]
+        reason, gap = self._why(source)
+        if not reason or not _may_move(request, request.decode, now):
+            return None
+        shape = request.shape
+        grown = max(0, num_tokens - shape.prompt_len)
+        shape = replace(shape, prompt_len=num_tokens, max_tokens=max(1, shape.max_tokens - grown))
+        pages = pages_for(num_tokens + min(MOVE_ROOM_TOKENS, shape.max_tokens), source.view.page_size)
+        shunned = self._health.shunned(request.past, DECODE, now, request.decode)
+        shunned = {**shunned, **dict.fromkeys(request.refused_by, BARRED)}
+        found = self._decode.with_pages(shape, pages, request.decode, shunned)
+        if found is None or found.view.name in shunned or source.batch - found.batch < gap:
+            return None
+        if not source.report.draining and found.free_pages - pages <= found.batch:
+            return None  # it would be short of pages itself
+        return found, Move(request_id=shape.id, to=found.view.name, pages=pages, reason=reason)
+
+
+def _may_move(request: RoutedRequest, name: str, now: float) -> bool:
+    """It runs there, is not on its way already, rests no more, and nobody suspects it."""
+    runs = request.decode == name and request.is_handed_off and not (request.moving_to or request.is_held)
+    return runs and now >= request.rests_until_s and not (request.past.deaths or request.past.died_in)

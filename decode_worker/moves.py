@@ -1,0 +1,196 @@
+"""Moves hand requests that this worker decodes to other decode workers, while they are decoded on.
+
+    begin --> [a pair, pages there] --> full pages go, and those that have filled meanwhile --> its steps end
+                    \\                             \\                                                  |
+                     \\-----------------------------\\-- anything fails: it goes on here <-- last page, commit --> left
+
+The receiver reserves room for the tokens that come meanwhile, and waits for none: where there are no pages now, nothing
+moves. Between the last step here and the first one there only the open page and the commit are on their way. Copying
+while the source goes on is what live migration of virtual machines does; for requests: Llumnix (Sun et al., OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from decode_worker.policy import DecodePolicy
+from decode_worker.reservations import HeldAnswer
+from engine.pages.pool import pages_for
+from kv_transfer.plan import layer_groups
+from kv_transfer.prefill_side.errors import HandoffError, HandoffFailed
+from kv_transfer.prefill_side.handoff import Handoff
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
+from worker.peers.peers import Peers
+from worker.role import RoleHost
+
+log = logging.getLogger(__name__)
+
+ROOM_TOKENS = 64  # that a request may grow by while it moves: then it stands still until it has moved
+MAX_ROUNDS = 4  # of full pages, before its steps end: what has filled since the last round is little
+COMMIT_S = 1.0  # a receipt that takes longer is in doubt: its request has stood still for so long, and goes on here
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Move:
+    request: HeldAnswer
+    target: pb.WorkerAddress
+    over: asyncio.Future[None]  # the request has ended
+    handoff: Handoff | None = None
+    is_open: bool = False  # the policy knows of it
+    sent_pages: int = 0
+    still: asyncio.Future[None] | None = None  # waits for its last step here
+
+
+class Moves:
+    def __init__(
+        self,
+        host: RoleHost,
+        policy: DecodePolicy,
+        requests: Mapping[str, HeldAnswer],
+        peers: Peers,
+        *,
+        on_left: Callable[[HeldAnswer], None],
+    ) -> None:
+        """`on_left`: the request runs elsewhere now, and its pages are free."""
+        self._host = host
+        self._name = host.options.name
+        self._policy = policy
+        self._requests = requests
+        self._peers = peers
+        self._on_left = on_left
+        self._moves: dict[str, _Move] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, request_id: str, target: pb.WorkerAddress) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # its end is on its way to the router
+        loop = asyncio.get_running_loop()
+        move = _Move(request=request, target=target, over=loop.create_future())
+        if request_id in self._moves or not self._policy.may_move(request_id):
+            self._tell_failed(move, f"{self._name} has nothing of it to move now", pb.FAILURE_CAUSE_ROOM)
+            return
+        self._moves[request_id] = move
+        task = loop.create_task(self._run(move))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def drop(self, request_id: str) -> None:
+        """The request is over."""
+        if (move := self._moves.pop(request_id, None)) is not None:
+            move.over.set_result(None)
+
+    def on_step(self) -> None:
+        for move in self._moves.values():
+            if move.still is not None and not move.still.done() and self._policy.stands_still(move.request.id):
+                move.still.set_result(None)
+
+    async def settle(self) -> None:
+        """Until none is under way; whose requests are over."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, move: _Move) -> None:
+        work = asyncio.get_running_loop().create_task(self._hand_over(move))
+        either: set[asyncio.Future[Any]] = {work, move.over}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        work.cancel()
+        await asyncio.wait({work})
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        try:
+            if error is not None and move.handoff is not None:
+                await move.handoff.abort(str(error) or "the request is over")
+        finally:
+            if move.is_open:  # nobody reads its pages any more
+                self._policy.on_move_closed(move.request.id, has_left=error is None)
+            if self._moves.get(move.request.id) is move:
+                del self._moves[move.request.id]
+                if error is None:
+                    self._leave(move, work.result())
+                else:
+                    self._stay(move, error)
+            self._host.wake()
+
+    async def _hand_over(self, move: _Move) -> HandoffReceipt:
+        request, policy = move.request, self._policy
+        pair = await self._peers.pair(move.target)
+        reserved = policy.on_move(request.id, ROOM_TOKENS)
+        move.is_open = True
+        handoff = move.handoff = pair.reserve(
+            _state(request, reserved), room_tokens=ROOM_TOKENS, on_stalled=log.warning
+        )
+        await handoff.granted()
+        for _ in range(MAX_ROUNDS):
+            if not self._send(move, handoff, policy.computed_len_of(request.id) // self._host.pool.page_size):
+                break
+            await handoff.moved()
+        policy.on_move_stops(request.id)
+        if not policy.stands_still(request.id):
+            move.still = asyncio.get_running_loop().create_future()
+            await move.still
+        computed_ns, tokens = time.monotonic_ns(), request.tokens
+        self._send(move, handoff, pages_for(len(tokens) - 1, self._host.pool.page_size))
+        async with asyncio.timeout(COMMIT_S):
+            return await handoff.commit(
+                token_id=tokens[-1],
+                num_tokens=len(tokens) - 1,
+                computed_ns=computed_ns,
+                more_token_ids=tokens[reserved:-1],
+            )
+
+    def _send(self, move: _Move, handoff: Handoff, end: int) -> int:
+        """The pages before `end` that have not gone yet; how many there were."""
+        begin, move.sent_pages = move.sent_pages, max(end, move.sent_pages)
+        pages = list(self._policy.pages_of(move.request.id)[begin:end])
+        if pages:
+            layout, layers_per_group = self._host.engine.layout, self._host.options.transfer.layers_per_group
+            for layers in layer_groups(layout, len(pages), layers_per_group):
+                handoff.segment_ready(layers, begin, end, pages)
+        return len(pages)
+
+    def _leave(self, move: _Move, receipt: HandoffReceipt) -> None:
+        counters = self._host.counters
+        counters["moves_done"] += 1
+        counters["pages_sent"] += receipt.pages
+        counters["bytes_sent"] += receipt.bytes
+        counters["resends"] += receipt.resends
+        self._peers.on_receipt(move.target)
+        moved, name = pb.EVENT_KIND_MOVED, move.target.name
+        self._host.streams.event(move.request.state, moved, receipt=receipt, decode_worker=name)
+        self._on_left(move.request)
+        self._host.streams.flush()
+
+    def _stay(self, move: _Move, error: BaseException) -> None:
+        self._host.counters["moves_failed"] += 1
+        cause, reason = pb.FAILURE_CAUSE_PEER, str(error)
+        if isinstance(error, TimeoutError):
+            reason = f"{move.target.name} sent no receipt for {COMMIT_S:g} s"
+        elif isinstance(error, HandoffError):
+            in_doubt = move.handoff is not None and move.handoff.is_in_doubt
+            cause = cause if in_doubt else error.cause
+        else:  # a bug must not end the request
+            log.error("the move of %s to %s broke", move.request.id, move.target.name, exc_info=error)
+            reason = f"{self._name}: {type(error).__name__}: {error}"
+        if isinstance(error, HandoffFailed):
+            self._peers.on_failed(move.target, reason)
+        self._tell_failed(move, reason, cause)
+
+    def _tell_failed(self, move: _Move, reason: str, cause: pb.FailureCause) -> None:
+        failed = pb.EVENT_KIND_MOVE_FAILED
+        self._host.streams.event(move.request.state, failed, reason=reason, cause=cause, peer=move.target.name)
+        self._host.streams.flush()
+
+
+def _state(request: HeldAnswer, num_tokens: int) -> pb.RequestState:
+    """Of the first so many tokens, which have their KV."""
+    state = pb.RequestState()
+    state.CopyFrom(request.state)
+    state.held = False
+    del state.output_ids[:]
+    state.output_ids.extend(request.tokens[request.prompt_len : num_tokens])
+    return state
