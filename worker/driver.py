@@ -87,6 +87,7 @@ class Worker(Generic[RoleT]):
         )
         self.is_draining = False
         self.is_stopping = False
+        self._is_leaving = False  # for good
         self._has_stopped = False
         self._wake = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
@@ -115,7 +116,7 @@ class Worker(Generic[RoleT]):
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no more, let what runs end within `grace_s`, then stop."""
-        self.is_draining = True
+        self.is_draining = self._is_leaving = True
         self.streams.flush()  # routers hear of it soon, and have what runs moved elsewhere
         deadline = time.monotonic() + grace_s
         while self.role.requests and time.monotonic() < deadline:
@@ -177,6 +178,11 @@ class Worker(Generic[RoleT]):
 
     def on_move(self, move: pb.Move) -> None:
         self.role.on_move(move)
+
+    def on_drain(self, drain: pb.Drain) -> None:
+        self.is_draining = self._is_leaving or not drain.undo
+        log.info("%s %s", self.options.name, "drains" if self.is_draining else "takes new requests again")
+        self.streams.flush()
 
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):

@@ -1,5 +1,5 @@
-"""The public gRPC services of a router: Generate and Cluster. They have requests checked, submit them and stream
-what comes. A client that leaves, and its deadline, reach the router from here.
+"""The public gRPC service of a router, Generate: it has requests checked, submits them and streams what comes. A
+client that leaves, and its deadline, reach the router from here.
 
 One message goes out for each wake-up and choice: what came while the last one was being written goes out together, so
 a slow client gets fewer, larger messages and costs less.
@@ -26,13 +26,11 @@ from cluster.front.stalls import Stalls
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed, Submission
-from cluster.router.monitoring.status import status_of
 from engine.types import InvalidRequest
-from kvrelay.v1 import cluster_pb2, generate_pb2
+from kvrelay.v1 import generate_pb2
 from worker.wire.door import CALLER
 
 GENERATE_SERVICE = "kvrelay.v1.Generate"
-CLUSTER_SERVICE = "kvrelay.v1.Cluster"
 
 
 class GenerateService:
@@ -70,9 +68,9 @@ class GenerateService:
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.generate, _lenient(requests.GenerateRequest), _serialize
             ),
-            "GenerateOnce": _unary(self.generate_once, requests.GenerateRequest),
-            "Tokenize": _unary(self.tokenize, requests.TokenizeRequest),
-            "GetModelInfo": _unary(self.get_model_info, requests.GetModelInfoRequest),
+            "GenerateOnce": unary(self.generate_once, requests.GenerateRequest),
+            "Tokenize": unary(self.tokenize, requests.TokenizeRequest),
+            "GetModelInfo": unary(self.get_model_info, requests.GetModelInfoRequest),
         }
 
     async def generate(self, request: generate_pb2.GenerateRequest | None, context: Any) -> None:
@@ -83,7 +81,7 @@ class GenerateService:
                 async with aclosing(parts) as responses:
                     await self._write(context, responses)
         except (RequestFailed, InvalidRequest) as error:
-            await _refuse(context, error)
+            await refuse_with(context, error)
 
     async def _write(self, context: Any, responses: AsyncIterator[generate_pb2.GenerateResponse]) -> None:
         try:
@@ -106,7 +104,7 @@ class GenerateService:
                     async for part in responses:
                         answer.add(part)
         except (RequestFailed, InvalidRequest) as error:
-            await _refuse(context, error)
+            await refuse_with(context, error)
         return answer.message()
 
     async def tokenize(
@@ -117,7 +115,7 @@ class GenerateService:
             assert request is not None, "an unreadable request was refused"
             return generate_pb2.TokenizeResponse(ids=await encode(request.text, model, self._codec))
         except (RequestFailed, InvalidRequest) as error:
-            await _refuse(context, error)
+            await refuse_with(context, error)
 
     async def get_model_info(
         self, request: generate_pb2.GetModelInfoRequest | None, context: Any
@@ -126,7 +124,7 @@ class GenerateService:
             model = generate_pb2.GetModelInfoResponse()
             model.CopyFrom(self._checked_model(request))
         except (RequestFailed, InvalidRequest) as error:
-            await _refuse(context, error)
+            await refuse_with(context, error)
         model.name = self.model_name
         return model
 
@@ -222,18 +220,7 @@ class GenerateService:
         return self._router.model
 
 
-class ClusterService:
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        return {"GetStatus": _unary(self.get_status, cluster_pb2.GetStatusRequest)}
-
-    async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
-        return status_of(self._router)
-
-
-async def _refuse(context: Any, error: RequestFailed | InvalidRequest) -> NoReturn:
+async def refuse_with(context: Any, error: RequestFailed | InvalidRequest) -> NoReturn:
     """End the call with the error's status; raises grpc's own AbortError."""
     code = error.code if isinstance(error, RequestFailed) else grpc.StatusCode.INVALID_ARGUMENT
     trailers = tuple(context.trailing_metadata() or ())
@@ -242,7 +229,7 @@ async def _refuse(context: Any, error: RequestFailed | InvalidRequest) -> NoRetu
     await refuse(context, code, str(error), trailers)
 
 
-def _unary(method: Callable[..., Any], kind: type[Message]) -> Any:
+def unary(method: Callable[..., Any], kind: type[Message]) -> Any:
     return grpc.unary_unary_rpc_method_handler(method, _lenient(kind), _serialize)
 
 

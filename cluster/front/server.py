@@ -20,10 +20,11 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.authentication import client_door, owner_of
-from cluster.front.grpc import CLUSTER_SERVICE, GENERATE_SERVICE, ClusterService, GenerateService
+from cluster.front.grpc import GENERATE_SERVICE, GenerateService
 from cluster.front.health import Health
 from cluster.front.limits import CallLimit, grpc_options
 from cluster.front.memory import let_go_forever
+from cluster.front.operate import CLUSTER_SERVICE, ClusterService
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 SCRAPE_TIMEOUT_S = 5.0
-OWN_LINES = ((health.SERVICE_NAME, "Check"), (CLUSTER_SERVICE, "GetStatus"))
+OWN_LINES = ((health.SERVICE_NAME, "Check"), (CLUSTER_SERVICE, "GetStatus"), (CLUSTER_SERVICE, "Drain"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

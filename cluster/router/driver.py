@@ -27,7 +27,7 @@ from cluster.router.accounts import PeerTrouble, Report, WorkerView
 from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
 from cluster.router.links.links import WorkerLinks
-from cluster.router.links.worker_link import WorkerEndpoint, WorkerLink
+from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
 from cluster.router.live.moves import LiveMoves
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
@@ -172,6 +172,20 @@ class Router:
         if live.finish is None:
             self._dispatcher.cancel_at_workers(live, "a stop string ended it")
             self._dispatcher.end(live, FinishReason.STOP)
+
+    def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
+        """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
+        link = self._links.get(name)
+        if link is None:
+            known = ", ".join(each.name for each, *_ in self.workers()) or "none"
+            raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {name!r}; there are {known}")
+        if link.state is not LinkState.READY:
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{name} is {link.state.value}: {link.reason}")
+        alone = [phase for phase in link.worker.phases if self.policy.workers.open_names(phase) == [name]]
+        if alone and not (undo or force):
+            why = f"{name} is the only worker for {' and '.join(alone)} that takes requests"
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
+        link.drain(undo=undo)
 
     # what workers say: LinkHost
 

@@ -11,6 +11,7 @@ from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, Route
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import LATE_LOOP_S, Health
+from cluster.router.health.isolation import PREFILL
 from cluster.router.moving import REST_S, Moving
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Placed, Placing
@@ -40,6 +41,10 @@ class Workers:
         if not self.prefill.is_open:
             return "prefill"
         return "" if self.decode.is_open else "decode"
+
+    def open_names(self, phase: str) -> list[str]:
+        """Who takes new requests of this phase."""
+        return self.prefill.open_names if phase == PREFILL else self.decode.open_names
 
     def up(self, view: WorkerView, now: float) -> None:
         assert not self._is_known(view.name), f"{view.name} is up already"

@@ -42,9 +42,22 @@ def _options(
 
 def _register() -> None:
     from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
-    from kvrelay.cli.cluster import down, status, up
+    from kvrelay.cli.cluster import down, drain, status, up
 
-    modules: list[Any] = [up, down, status, generate, bench, plan, simulate, calibrate, verify, chaos, make_model]
+    modules: list[Any] = [
+        up,
+        down,
+        status,
+        drain,
+        generate,
+        bench,
+        plan,
+        simulate,
+        calibrate,
+        verify,
+        chaos,
+        make_model,
+    ]
     for module in modules:
         module.register(app)
 
@@ -62,7 +75,7 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 def main() -> None:
     _register()
-    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"]):
+    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"], ["drain"]):
         _find_endpoint(sys.argv[2:])
     try:
         app()

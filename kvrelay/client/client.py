@@ -99,6 +99,15 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return status_from(self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
+    def drain(self, worker: str, *, undo: bool = False, force: bool = False) -> None:
+        """Have a worker take nothing new and be left by what it decodes, or take it back; `status` says how far it is.
+
+        Raises KvrelayError: NOT_FOUND, PERMISSION_DENIED, FAILED_PRECONDITION for the only one of its kind unless
+        forced.
+        """
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
+
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the server says that it can serve; it may be started after this call.
 
@@ -187,6 +196,11 @@ class AsyncClient:
         """See Client.status."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return status_from(await self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
+
+    async def drain(self, worker: str, *, undo: bool = False, force: bool = False) -> None:
+        """See Client.drain."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        await self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """See Client.wait_ready."""

@@ -40,6 +40,11 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvrelay.v1.Cluster/Drain',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -53,6 +58,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """/ Send a worker nothing new, and move what it decodes to others; or take it back. Returns at once: the status says
+        / how far it is. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class Cluster:
             '/kvrelay.v1.Cluster/GetStatus',
             kvrelay_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/Drain',
+            kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

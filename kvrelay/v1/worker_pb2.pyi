@@ -79,7 +79,7 @@ class WorkerAddress(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin", "move")
+    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin", "move", "drain")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class RouterMessage(_message.Message):
     REASSIGN_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
@@ -94,7 +95,8 @@ class RouterMessage(_message.Message):
     reassign: Reassign
     begin: Begin
     move: Move
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+    drain: Drain
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "protocol_version")
@@ -143,6 +145,12 @@ class Move(_message.Message):
     request_id: str
     decode: WorkerAddress
     def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("undo",)
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    undo: bool
+    def __init__(self, undo: _Optional[bool] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("router_ns",)

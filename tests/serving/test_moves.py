@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from cluster.router.monitoring.status import status_of
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import Completion
+from kvrelay.client.types import Completion, KvrelayError
+from tests.deploy.running import kvrelay
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, until, worker_with
+from tests.serving.harness import ROUTER, Gate, counters, engine_with, random_prompt, router_with, until, worker_with
 
 LENGTHS = (3, 16, 21, 40, 64, 75)
 NEW_TOKENS = 120
@@ -79,6 +83,78 @@ async def test_a_worker_that_drains_is_left_by_all(
         num_moves += answer.timeline.moves
     assert num_moves == total["router_moved"] == total["moves_done"] > 0
     assert (total["router_retries"], total["moves_failed"], total["router_stale_tokens"]) == (0, 0, 0)
+
+
+async def test_an_operator_drains_a_worker_and_takes_it_back(
+    model_dir: ModelDir, undisturbed: list[Completion]
+) -> None:
+    directory = model_dir("llama")
+    async with _cluster(directory, prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        answers = asyncio.create_task(_ask(client))
+        await until(lambda: max(map(_num_decoding, cluster.decode)) > 1, "one decodes some")
+        await client.drain("decode-0")
+        await until(lambda: _state(cluster, "decode-0") == "draining", "routers have heard of it")
+        await until(lambda: not cluster.decode[0].role.requests, "it is left by all")
+        assert [answer.choices for answer in await answers] == [wanted.choices for wanted in undisturbed]
+        with pytest.raises(KvrelayError, match="decode-1 is the only worker for decode that takes requests; start"):
+            await client.drain("decode-1")
+        with pytest.raises(
+            KvrelayError, match="there is no worker 'decode-7'; there are prefill-0, decode-0, decode-1"
+        ):
+            await client.drain("decode-7")
+        await client.drain("decode-1", force=True)
+        await until(lambda: _state(cluster, "decode-1") == "draining", "routers have heard of it")
+        waits = asyncio.create_task(_ask(client))
+        await client.drain("decode-0", undo=True)
+        assert [answer.choices for answer in await waits] == [wanted.choices for wanted in undisturbed]
+        await cluster.settled()
+        cluster.check_invariants()
+
+
+async def test_the_command_waits_until_the_worker_is_left(model_dir: ModelDir, tmp_path: Path) -> None:
+    async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        answers = asyncio.create_task(_ask(client))
+        await until(lambda: max(map(_num_decoding, cluster.decode)) > 1, "one decodes some")
+        left = await _command(cluster, tmp_path, "decode-0", "--json")
+        assert (left[0], sorted(json.loads(left[1]))) == (0, ["draining", "requests_left", "seconds", "worker"])
+        assert not cluster.decode[0].role.requests
+        only = await _command(cluster, tmp_path, "decode-1")
+        assert (only[0], "decode-1 is the only worker for decode" in only[2]) == (1, True)
+        back = await _command(cluster, tmp_path, "decode-0", "--undo")
+        assert back == (0, "", "decode-0 takes requests again\n")
+        await answers
+        gate = Gate(cluster.prefill[0].engine)
+        waits = asyncio.create_task(client.generate([7] * 20, max_tokens=2))
+        await gate.reached()
+        late = await _command(cluster, tmp_path, "prefill-0", "--force", "--timeout", "0.5")
+        assert late[0] == 1
+        assert late[2].startswith("error: prefill-0 still has 1 requests after 0.5 s; prefill-0 goes on draining")
+        gate.open()
+        await waits
+
+
+async def _command(cluster: LocalCluster, state_dir: Path, *arguments: str) -> tuple[int, str, str]:
+    where = ("--endpoint", cluster.endpoint)
+    run = await asyncio.to_thread(kvrelay, state_dir, "drain", *arguments, *where, timeout_s=60)
+    return run.returncode, run.stdout, run.stderr
+
+
+async def test_who_may_not_drain(model_dir: ModelDir) -> None:
+    operator, chat = "o" * 32, "c" * 32
+    router = router_with(auth=True, tokens=f"operator:{operator}\nchat:{chat}")
+    async with LocalCluster(str(model_dir("llama")), decode=2, engine=engine_with(), router=router) as cluster:
+        async with AsyncClient(cluster.endpoint, token=chat) as client:
+            with pytest.raises(KvrelayError, match="the token of 'chat' may not drain workers") as refused:
+                await client.drain("decode-0")
+            assert refused.value.code == "PERMISSION_DENIED"
+        async with AsyncClient(cluster.endpoint, token=operator) as client:
+            await client.drain("decode-0")
+            await until(lambda: cluster.decode[0].is_draining, "it was told")
+
+
+def _state(cluster: LocalCluster, name: str) -> str:
+    assert cluster.server is not None
+    return next(worker.state for worker in status_of(cluster.server.router).workers if worker.name == name)
 
 
 def _num_decoding(worker: Any) -> int:

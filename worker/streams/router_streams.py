@@ -49,6 +49,8 @@ class WorkerHost(Protocol):
 
     def on_move(self, move: pb.Move) -> None: ...
 
+    def on_drain(self, drain: pb.Drain) -> None: ...
+
     def on_router_lost(self, router_id: str) -> None: ...
 
     def report(self) -> pb.WorkerReport: ...
@@ -170,6 +172,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._host.on_reassign(message.reassign)
             case "move":
                 self._host.on_move(message.move)
+            case "drain":
+                self._host.on_drain(message.drain)
             case "ping":
                 link.put(
                     pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))

@@ -159,6 +159,9 @@ class WorkerLink:
     def move(self, request_id: str, decode: pb.WorkerAddress) -> None:
         self._put(pb.RouterMessage(move=pb.Move(request_id=request_id, decode=decode)))
 
+    def drain(self, *, undo: bool) -> None:
+        self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))
+
     def _put(self, message: pb.RouterMessage) -> None:
         if self.state is LinkState.READY:
             self._outbox.put_nowait(message)

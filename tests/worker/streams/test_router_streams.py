@@ -49,6 +49,8 @@ class _Host:
 
     def on_move(self, move: pb.Move) -> None: ...
 
+    def on_drain(self, drain: pb.Drain) -> None: ...
+
     def on_reassign(self, reassign: pb.Reassign) -> None:
         raise AssertionError("a bug")
 
