@@ -13,9 +13,10 @@ from cluster.deploy.local import LocalCluster
 from cluster.router.monitoring.status import status_of
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
+from placement.checks.replay import read_recording, replay
 from tests.deploy.running import kvrelay
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, Gate, counters, engine_with, random_prompt, router_with, until, worker_with
+from tests.serving.harness import Gate, counters, engine_with, random_prompt, router_with, until, worker_with
 
 LENGTHS = (3, 16, 21, 40, 64, 75)
 NEW_TOKENS = 120
@@ -26,9 +27,12 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def _cluster(directory: object, transport: str = "loopback", num_pages: int = 192, **roles: Any) -> LocalCluster:
-    worker = worker_with(transports=(transport,), report_interval_s=0.05)
-    return LocalCluster(str(directory), **roles, engine=engine_with(num_pages=num_pages), worker=worker, router=ROUTER)
+def _cluster(
+    directory: object, transport: str = "loopback", num_pages: int = 192, record: str = "", **roles: Any
+) -> LocalCluster:
+    worker = worker_with(transports=(transport,), report_interval_s=0.05, record=record)
+    engine, router = engine_with(num_pages=num_pages), router_with(record=record)
+    return LocalCluster(str(directory), **roles, engine=engine, worker=worker, router=router)
 
 
 async def _ask(client: AsyncClient) -> list[Completion]:
@@ -63,9 +67,10 @@ def undisturbed(model_dir: ModelDir) -> list[Completion]:
     ],
 )
 async def test_a_worker_that_drains_is_left_by_all(
-    roles: dict[str, int], transport: str, model_dir: ModelDir, undisturbed: list[Completion]
+    roles: dict[str, int], transport: str, model_dir: ModelDir, undisturbed: list[Completion], tmp_path: Path
 ) -> None:
-    async with _cluster(model_dir("llama"), transport, **roles) as cluster, AsyncClient(cluster.endpoint) as client:
+    cluster = _cluster(model_dir("llama"), transport, record=str(tmp_path), **roles)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
         answers = asyncio.create_task(_ask(client))
         await until(lambda: max(map(_num_decoding, _writers(cluster))) > 1, "one decodes some")
         first = max(_writers(cluster), key=_num_decoding)
@@ -83,6 +88,26 @@ async def test_a_worker_that_drains_is_left_by_all(
         num_moves += answer.timeline.moves
     assert num_moves == total["router_moved"] == total["moves_done"] > 0
     assert (total["router_retries"], total["moves_failed"], total["router_stale_tokens"]) == (0, 0, 0)
+    for name in ["router-0", *(worker.options.name for worker in cluster.workers)]:
+        replayed = replay(read_recording(tmp_path / f"{name}.jsonl"))
+        assert replayed.difference is None, str(replayed.difference)
+
+
+async def test_what_one_worker_has_too_much_of_goes_to_another_that_comes(
+    model_dir: ModelDir, undisturbed: list[Completion]
+) -> None:
+    """Eleven pages for six requests that grow to twelve and more each, until the other worker may be used."""
+    cluster = _cluster(model_dir("llama"), prefill=1, decode=2, num_pages=40)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        await client.drain("decode-1")
+        await until(lambda: _state(cluster, "decode-1") == "draining", "routers have heard of it")
+        answers = asyncio.create_task(_ask(client))
+        await until(lambda: _num_decoding(cluster.decode[0]) > 1, "one decodes")
+        await client.drain("decode-1", undo=True)
+        done = await answers
+        total = counters(cluster)
+    assert [answer.choices for answer in done] == [wanted.choices for wanted in undisturbed]
+    assert total["moves_done"] == total["router_moved"] > 0
 
 
 async def test_an_operator_drains_a_worker_and_takes_it_back(
