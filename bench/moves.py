@@ -98,7 +98,7 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
             await kill(client, rng.choice(DECODE))
             kills, played.kills = kills - 1, played.kills + 1
         else:
-            await until(client, name, lambda worker: worker.state == "draining" and not held(worker))
+            await until(client, name, lambda worker: worker.state == "drained")
         await client.drain(name, undo=True)
         await asyncio.sleep(rng.random() * 0.3)
 
@@ -112,7 +112,7 @@ async def kill(client: AsyncClient, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
     await until(client, name, lambda each: each.losses > worker.losses)
     for each in DECODE:
-        await until(client, each, lambda worker: worker.state in ("ready", "draining"))
+        await until(client, each, lambda worker: worker.state in ("ready", "draining", "drained"))
 
 
 def held(worker: WorkerState) -> int:

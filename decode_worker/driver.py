@@ -11,8 +11,7 @@ so far) by the prefill pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
@@ -26,12 +25,10 @@ from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.convert import token_output
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest
-from worker.role import AddToServer, RoleHost
+from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
-
-HANDOFF_SERVICE = "kvrelay.v1.Handoff"
 
 
 class DecodeRole:
@@ -51,8 +48,8 @@ class DecodeRole:
         return self.policy.options.max_batch_size
 
     @property
-    def services(self) -> Mapping[str, AddToServer]:
-        return {HANDOFF_SERVICE: partial(worker_pb2_grpc.add_HandoffServicer_to_server, self.reservations.handoffs)}
+    def receiver(self) -> worker_pb2_grpc.HandoffServicer:
+        return self.reservations.handoffs
 
     # What routers send
 

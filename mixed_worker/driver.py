@@ -18,11 +18,12 @@ from decode_worker.driver import DecodeRole
 from decode_worker.policy import DecodeBatch
 from engine.types import SampledToken, Step
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
 from mixed_worker.policy import MixedPolicy
 from prefill_worker.driver import PrefillRole, PreparedBatch
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest
-from worker.role import AddToServer, RoleHost
+from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
 
 
@@ -47,8 +48,8 @@ class MixedRole:
         return self._decode.max_batch
 
     @property
-    def services(self) -> Mapping[str, AddToServer]:
-        return self._decode.services
+    def receiver(self) -> worker_pb2_grpc.HandoffServicer:
+        return self._decode.receiver
 
     # What routers send
 

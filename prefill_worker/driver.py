@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest, read_request
-from worker.role import AddToServer, RoleHost
+from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class DecodesBeside(Protocol):
 
 
 class PrefillRole:
-    services: Mapping[str, AddToServer] = {}
+    receiver = None
     waits_for_tokens = False
 
     def __init__(
@@ -80,8 +80,8 @@ class PrefillRole:
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
         state = submit.request
-        if self._host.is_draining or state.request_id in self.requests:
-            why = "is stopping" if self._host.is_draining else f"has {state.request_id} already"
+        if self._host.is_stopping or state.request_id in self.requests:
+            why = "is stopping" if self._host.is_stopping else f"has {state.request_id} already"
             self._refuse(link, state, f"{self._name} {why}")
             return
         params, tokens = read_request(state, self._host.engine.info)

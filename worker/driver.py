@@ -20,7 +20,7 @@ import grpc.aio
 
 from engine.engine import Engine
 from engine.pages.pool import PageHash, PagePool, page_hashes
-from engine.types import SampledToken
+from engine.types import SampledToken, Step
 from kv_transfer.transports.faulty import Faults
 from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import worker_pb2 as pb
@@ -30,6 +30,7 @@ from worker.convert import model_info_to_proto, page_news_to_proto, step_costs_t
 from worker.options import WorkerOptions
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
+from worker.role_change import Receivers, RoleChange
 from worker.roles import kind_of
 from worker.run_ahead import BegunBatch, RunAhead
 from worker.step_watch import WatchedEngine
@@ -88,6 +89,7 @@ class Worker(Generic[RoleT]):
         self.is_draining = False
         self.is_stopping = False
         self._is_leaving = False  # for good
+        self._num_roles = 1
         self._has_stopped = False
         self._wake = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
@@ -96,12 +98,12 @@ class Worker(Generic[RoleT]):
             record_calls(self.role.policy, options.record, options.name)
         self._watched = WatchedEngine(engine, self.clock.now_s)
         max_failed_steps = options.max_failed_steps
-        self._steps: RunAhead[Any] = RunAhead(self._watched, self.role.step_of, max_failed_steps=max_failed_steps)
+        self._steps: RunAhead[Any] = RunAhead(self._watched, self._step_of, max_failed_steps=max_failed_steps)
+        self._change = RoleChange(self)
         keepalive = keepalive_options(options.transfer.peer_silent_s)
         self._server = make_server(secret_door(options.secret), behind=behind, options=keepalive)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.streams, self._server)
-        for add_to_server in self.role.services.values():
-            add_to_server(self._server)
+        worker_pb2_grpc.add_HandoffServicer_to_server(Receivers(lambda: self.role.receiver), self._server)
 
     async def start(self) -> pb.WorkerAddress:
         """Listen and run. Raises OSError when the port is taken."""
@@ -116,8 +118,9 @@ class Worker(Generic[RoleT]):
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no more, let what runs end within `grace_s`, then stop."""
-        self.is_draining = self._is_leaving = True
-        self.streams.flush()  # routers hear of it soon, and have what runs moved elsewhere
+        self._is_leaving = True
+        self._drain()
+        await self._change.end()
         deadline = time.monotonic() + grace_s
         while self.role.requests and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -180,9 +183,41 @@ class Worker(Generic[RoleT]):
         self.role.on_move(move)
 
     def on_drain(self, drain: pb.Drain) -> None:
-        self.is_draining = self._is_leaving or not drain.undo
-        log.info("%s %s", self.options.name, "drains" if self.is_draining else "takes new requests again")
+        self._change.call_off()
+        if not drain.undo:
+            self._drain()
+        elif not self._is_leaving:
+            self.is_draining = False
+            log.info("%s takes new requests again", self.options.name)
+            self.streams.flush()
+
+    def _drain(self) -> None:
+        """Routers hear of it soon, and have what is decoded moved elsewhere."""
+        if not self.is_draining:
+            log.info("%s drains", self.options.name)
+            self.is_draining = True
+            self.streams.ask_who_has_left()
         self.streams.flush()
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs here, or will before it takes requests again."""
+        return self.is_draining and not (self.role.requests or self.pool.usage.held) and self.streams.all_have_left
+
+    def on_set_role(self, wanted: pb.SetRole) -> None:
+        self._change.begin(wanted.role)
+        self._drain()
+
+    def take_role(self, options: WorkerOptions) -> None:
+        """Of these options: nothing of the last one is left. Pairs with it were pairs with another worker."""
+        self.options = options
+        self._num_roles += 1
+        self.address.incarnation = f"{self.address.incarnation.partition('.')[0]}.{self._num_roles}"
+        self.role = kind_of(options.role).load_driver()(self)
+        if options.record:
+            record_calls(self.role.policy, options.record, options.name)
+        self.is_draining = self._is_leaving
+        self.streams.greet_again()
 
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):
@@ -192,7 +227,7 @@ class Worker(Generic[RoleT]):
     def report(self) -> pb.WorkerReport:
         report, usage = self.role.report(), self.pool.usage
         report.cached_pages, report.total_pages = usage.cached, usage.total
-        report.draining = self.is_draining
+        report.draining, report.drained = self.is_draining, self.is_drained
         report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
         report.num_tasks = self.clock.num_tasks
         report.prompt_share = self._watched.times.prompt_share
@@ -247,6 +282,9 @@ class Worker(Generic[RoleT]):
             elif second is None:
                 await self._sleep()
             first = second
+
+    def _step_of(self, batch: Any) -> Step:
+        return self.role.step_of(batch)
 
     def _on_step(self, batch: object, tokens: Sequence[SampledToken]) -> None:
         self.counters["steps"] += 1

@@ -5,7 +5,8 @@ The cluster's spec (cluster/spec/model.py) is what a person writes; it is turned
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.knobs import as_text, knob, knobs_of, read
@@ -41,6 +42,7 @@ class WorkerOptions:
     drop_router_after_s: float = knob(
         10.0, "of a router's silence, after which a worker drops its requests", unit="seconds", gt=0
     )
+    elsewhere: Mapping[str, Any] = field(default_factory=dict)  # knobs that count when it is of another role
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
     faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
@@ -52,13 +54,27 @@ class WorkerOptions:
         return as_text(self.policy) | as_text(self) | {"tensor_parallel": str(self.tensor_parallel)}
 
 
+def given_knobs(policy: Any) -> dict[str, Any]:
+    """Those of an options object that are not at their defaults."""
+    knobs = knobs_of(type(policy))
+    return {name: getattr(policy, name) for name, knob in knobs.items() if getattr(policy, name) != knob.default}
+
+
+def with_role(options: WorkerOptions, role: str) -> WorkerOptions:
+    """The same worker in another role: what its knobs were given holds wherever a role has them.
+    Raises ValueError for a role that is not known, and for values that do not go together there."""
+    known = {**options.elsewhere, **given_knobs(options.policy)}
+    return replace(options, role=role, policy=read(kind_of(role).load_options(), known), elsewhere=known)
+
+
 def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
     """A worker's options from settings by name: knobs of its role's policy and of the transfer, and what else
     WorkerOptions has. Knobs of other roles are passed over, so that alike settings do for all workers of a cluster.
     Raises ValueError for a value out of range and for a name that is no setting."""
     kinds = [kind.load_options() for kind in ROLES.values()]
     knobs = {knob for kind in (*kinds, TransferOptions) for knob in knobs_of(kind)}
-    own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer"}
+    own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer", "elsewhere"}
+    of_roles = {knob for kind in kinds for knob in knobs_of(kind)}
     if unknown := settings.keys() - knobs - own:
         raise ValueError(f"{min(unknown)} is no setting of a worker; give some of {', '.join(sorted(knobs | own))}")
     return WorkerOptions(
@@ -66,5 +82,6 @@ def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
         role=role,
         policy=read(kind_of(role).load_options(), settings),
         transfer=read(TransferOptions, settings),
+        elsewhere={key: value for key, value in settings.items() if key in of_roles},
         **{key: value for key, value in settings.items() if key in own},
     )

@@ -12,24 +12,21 @@ All methods are called in the event loop and return at once, but those that are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
-
-import grpc.aio
 
 from engine.engine import Engine
 from engine.pages.pool import PageHash, PagePool
 from engine.types import SampledToken, Step
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
 from worker.options import WorkerOptions
 from worker.requests import HeldRequest
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
 
 BatchT = TypeVar("BatchT")
-
-AddToServer = Callable[[grpc.aio.Server], None]
 
 
 class RoleHost(Protocol):
@@ -62,8 +59,8 @@ class Role(Protocol[BatchT]):
         """What a step computes at most, in the unit of the phase: told to routers in the hello."""
 
     @property
-    def services(self) -> Mapping[str, AddToServer]:
-        """What it serves to other workers, by full name; they need the cluster's secret."""
+    def receiver(self) -> worker_pb2_grpc.HandoffServicer | None:
+        """What it serves to workers that hand KV over to it; None: it takes none."""
 
     @property
     def requests(self) -> Mapping[str, HeldRequest]:
@@ -101,7 +98,7 @@ class Role(Protocol[BatchT]):
     def check_invariants(self) -> None: ...
 
     async def stop_serving(self) -> None:
-        """End the services' streams: the server is about to stop. Steps still run."""
+        """End what it serves: it is about to go. Steps still run."""
 
     async def close(self) -> None:
         """No step runs any more: let go of what other workers hold for it."""

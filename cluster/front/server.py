@@ -42,7 +42,12 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
 SCRAPE_TIMEOUT_S = 5.0
-OWN_LINES = ((health.SERVICE_NAME, "Check"), (CLUSTER_SERVICE, "GetStatus"), (CLUSTER_SERVICE, "Drain"))
+OWN_LINES = (
+    (health.SERVICE_NAME, "Check"),
+    (CLUSTER_SERVICE, "GetStatus"),
+    (CLUSTER_SERVICE, "Drain"),
+    (CLUSTER_SERVICE, "SetRole"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
 from worker.recording import record_calls
+from worker.roles import ROLES
 from worker.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -175,17 +176,34 @@ class Router:
 
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
+        link = self._ready(name)
+        self._check_others(link, is_sure=undo or force)
+        link.drain(undo=undo)
+
+    def set_role(self, name: str, role: str, *, force: bool = False) -> None:
+        """Likewise, until it can be of this role, and is. Raises RequestFailed."""
+        if role not in ROLES:
+            raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, f"role is {role!r}; give one of {', '.join(ROLES)}")
+        link = self._ready(name)
+        if link.role != role:
+            self._check_others(link, is_sure=force)
+            link.set_role(role)
+
+    def _ready(self, name: str) -> WorkerLink:
         link = self._links.get(name)
         if link is None:
             known = ", ".join(each.name for each, *_ in self.workers()) or "none"
             raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {name!r}; there are {known}")
         if link.state is not LinkState.READY:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{name} is {link.state.value}: {link.reason}")
-        alone = [phase for phase in link.worker.phases if self.policy.workers.open_names(phase) == [name]]
-        if alone and not (undo or force):
-            why = f"{name} is the only worker for {' and '.join(alone)} that takes requests"
+        return link
+
+    def _check_others(self, link: WorkerLink, *, is_sure: bool) -> None:
+        """Whether each of its phases has another worker."""
+        alone = [phase for phase in link.phases if self.policy.workers.open_names(phase) == [link.name]]
+        if alone and not is_sure:
+            why = f"{link.name} is the only worker for {' and '.join(alone)} that takes requests"
             raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
-        link.drain(undo=undo)
 
     # what workers say: LinkHost
 
@@ -193,7 +211,7 @@ class Router:
         self._served.admit(hello, self._links.ready_beside(link))
         view = WorkerView(
             name=link.name,
-            role=link.worker.role,
+            role=link.role,
             total_pages=hello.num_pages,
             page_size=hello.page_size,
             incarnation=hello.worker.incarnation,
@@ -209,7 +227,7 @@ class Router:
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None:
         now = self._clock()
         self._links.note_report(link, report, now)
-        decodes = "decode" in link.worker.phases
+        decodes = "decode" in link.phases
         self.policy.on_report(
             link.name,
             Report(
@@ -244,6 +262,9 @@ class Router:
             if p.failures and self._links.is_incarnation(p.name, p.incarnation)
         )
 
+    def has_left(self, link: WorkerLink) -> bool:
+        return self.policy.workers.has_left(link.name)
+
     def on_silent(self, link: WorkerLink, silent_s: float) -> str:
         return self.policy.on_silent(link.name, silent_s)
 
@@ -252,15 +273,24 @@ class Router:
 
     def on_lost(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
         """Forget the worker; what it had is sent elsewhere, waits until there is a worker, or fails."""
-        self._links.forget_report(link)
         self.metrics.counts["workers_lost"] += self._links.get(link.name) is link  # else it was sent away
+        self._forget(link, reason, is_death=is_death)
+        self._dispatcher.pump()
+
+    def on_hello_again(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
+        log.info("%s was a %s worker and is a %s worker", link.name, link.role, hello.role)
+        self._forget(link, "its role has changed", is_death=False)
+        link.hello = hello
+        self.on_ready(link, hello)
+
+    def _forget(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
+        self._links.forget_report(link)
         retries = self.policy.on_worker_lost(link.name, reason, self._clock(), is_death=is_death)
         self._note_readiness()
         for retry in retries:
             if live := self._dispatcher.get(retry.request_id):  # else it failed with another choice of the same call
                 self._dispatcher.cancel_at_workers(live, f"{link.name} is lost", but=link.name)
                 self._dispatcher.retry(live, retry)
-        self._dispatcher.pump()
 
     def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None:
         """Beginnings first, then tokens, then endings: a token that came with its request's end still counts."""

@@ -46,6 +46,14 @@ class Workers:
         """Who takes new requests of this phase."""
         return self.prefill.open_names if phase == PREFILL else self.decode.open_names
 
+    def has_left(self, name: str) -> bool:
+        """It drains, and nothing of ours is there or on its way."""
+        prefill, decode = self.prefill.accounts.get(name), self.decode.accounts.get(name)
+        if (prefill is not None and prefill.waiting) or (decode is not None and (decode.promised or decode.listed)):
+            return False
+        account = prefill or decode
+        return account is not None and account.report.draining
+
     def up(self, view: WorkerView, now: float) -> None:
         assert not self._is_known(view.name), f"{view.name} is up already"
         empty = Report(made_s=now, available_pages=view.total_pages)

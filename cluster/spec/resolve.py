@@ -15,7 +15,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec, check_devices
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
-from worker.options import WorkerOptions
+from worker.options import WorkerOptions, given_knobs
 
 AUTO_KV_SHARE = 0.4  # of the machine's memory, over all workers
 AUTO_KV_MAX_BYTES = 2 << 30
@@ -231,11 +231,14 @@ def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
+    others = [given_knobs(other.policy) for other in spec.pools if other.role != pool.role]
+    elsewhere = {key: value for given in others for key, value in given.items()}
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,
         policy=pool.policy,
         transfer=spec.transfer.options(TransferOptions),
+        elsewhere=elsewhere,
         tls=spec.tls.files if spec.tls else None,
         tensor_parallel=pool.tensor_parallel,
         **pool.knobs(WorkerOptions),

@@ -197,6 +197,20 @@ class PagePool:
         del self._page_of[page_hash]
         self._news.note(page_hash, False)
 
+    @property
+    def at_rest(self) -> tuple[list[int], list[tuple[int, PageHash]]]:
+        """What it is while nobody holds a page: those that are free, and those that are cached; the next to be taken
+        last, and first."""
+        assert not any(self._holders), "somebody holds a page"
+        return list(self._free), [(page, self._hash_of[page]) for page in self._cached]
+
+    def rest(self, free: Iterable[int], cached: Iterable[tuple[int, PageHash]]) -> None:
+        """Be what another pool was at rest: told of a fresh one."""
+        self._free = list(free)
+        for page, page_hash in cached:
+            self._cached[page] = None
+            self._hash_of[page], self._page_of[page_hash] = page_hash, page
+
     def check_invariants(self) -> None:
         """Assert that every page is in exactly one place and that the two hash maps agree."""
         free, cached = set(self._free), set(self._cached)

@@ -180,7 +180,7 @@ def held_by(status: ClusterStatus, newer_than_s: float) -> str:
         return f"the router has {status.num_queued} queued and {status.num_in_flight} in flight"
     for worker in status.workers:
         held = worker.total_pages - worker.available_pages
-        if worker.state not in ("ready", "draining"):
+        if worker.state not in ("ready", "draining", "drained"):
             continue
         if held or worker.leased_pages:
             return f"{worker.name} holds {held} pages, {worker.leased_pages} of them leased"

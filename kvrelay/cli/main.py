@@ -42,13 +42,14 @@ def _options(
 
 def _register() -> None:
     from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
-    from kvrelay.cli.cluster import down, drain, status, up
+    from kvrelay.cli.cluster import down, drain, role, status, up
 
     modules: list[Any] = [
         up,
         down,
         status,
         drain,
+        role,
         generate,
         bench,
         plan,
@@ -75,7 +76,7 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 def main() -> None:
     _register()
-    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"], ["drain"]):
+    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"], ["drain"], ["role"]):
         _find_endpoint(sys.argv[2:])
     try:
         app()

@@ -108,6 +108,14 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
 
+    def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
+        """Drain a worker and have it be a `prefill`, `decode` or `mixed` worker then; `status` says when it is.
+
+        Raises KvrelayError as `drain` does, and INVALID_ARGUMENT for another role.
+        """
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        self._call(stub.SetRole, cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force), _CALL_TIMEOUT_S)
+
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the server says that it can serve; it may be started after this call.
 
@@ -201,6 +209,12 @@ class AsyncClient:
         """See Client.drain."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         await self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
+
+    async def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
+        """See Client.set_role."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force)
+        await self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """See Client.wait_ready."""

@@ -20,6 +20,20 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("worker", "role", "force")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    role: str
+    force: bool
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

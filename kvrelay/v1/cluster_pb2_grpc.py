@@ -45,6 +45,11 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvrelay.v1.Cluster/SetRole',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -66,6 +71,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """/ Drain a worker, and have it take another role once nothing runs there: its weights stay loaded and its pages
+        / cached. Returns at once: the status says which role it has. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +91,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class Cluster:
             '/kvrelay.v1.Cluster/Drain',
             kvrelay_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/SetRole',
+            kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,7 +79,7 @@ class WorkerAddress(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin", "move", "drain")
+    __slots__ = ("hello", "submit", "cancel", "ping", "reassign", "begin", "move", "drain", "set_role")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class RouterMessage(_message.Message):
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SET_ROLE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
@@ -96,7 +97,8 @@ class RouterMessage(_message.Message):
     begin: Begin
     move: Move
     drain: Drain
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    set_role: SetRole
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "protocol_version")
@@ -152,11 +154,19 @@ class Drain(_message.Message):
     undo: bool
     def __init__(self, undo: _Optional[bool] = ...) -> None: ...
 
+class SetRole(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
 class Ping(_message.Message):
-    __slots__ = ("router_ns",)
+    __slots__ = ("router_ns", "has_left")
     ROUTER_NS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LEFT_FIELD_NUMBER: _ClassVar[int]
     router_ns: int
-    def __init__(self, router_ns: _Optional[int] = ...) -> None: ...
+    has_left: bool
+    def __init__(self, router_ns: _Optional[int] = ..., has_left: _Optional[bool] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("hello", "outputs", "report", "pong")
@@ -252,7 +262,7 @@ class Outputs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew")
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew", "drained")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +293,7 @@ class WorkerReport(_message.Message):
     FOUND_PAGES_FIELD_NUMBER: _ClassVar[int]
     LOST_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_ANEW_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     made_ns: int
     last_submit_seq: int
     num_waiting: int
@@ -306,7 +317,8 @@ class WorkerReport(_message.Message):
     found_pages: bytes
     lost_pages: bytes
     pages_anew: bool
-    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ...) -> None: ...
+    drained: bool
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")

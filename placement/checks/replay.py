@@ -66,6 +66,7 @@ class Recording:
     limits: Mapping[str, Any]
     num_pages: int
     page_size: int
+    at_rest: Any  # plain: see PagePool
     calls: Sequence[Call]
 
 
@@ -113,6 +114,7 @@ def read_recording(path: Path) -> Recording:
         **known,
         num_pages=header.get("num_pages", 0),
         page_size=header.get("page_size", 0),
+        at_rest=header.get("at_rest"),
         calls=calls,
     )
 
@@ -122,6 +124,8 @@ def fresh_policy(recording: Recording) -> RouterPolicy | PrefillPolicy | DecodeP
     if recording.policy == "RouterPolicy":
         return RouterPolicy(RouterOptions(**recording.limits))
     pool = PagePool(recording.num_pages, recording.page_size)
+    if recording.at_rest is not None:
+        pool.rest(*_restored(recording.at_rest, ()))
     if recording.policy == "PrefillPolicy":
         return PrefillPolicy(pool, PrefillOptions(**recording.limits))
     if recording.policy == "MixedPolicy":

@@ -51,6 +51,8 @@ class WorkerHost(Protocol):
 
     def on_drain(self, drain: pb.Drain) -> None: ...
 
+    def on_set_role(self, wanted: pb.SetRole) -> None: ...
+
     def on_router_lost(self, router_id: str) -> None: ...
 
     def report(self) -> pb.WorkerReport: ...
@@ -107,6 +109,23 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         if self._report_soon is None:
             gap = max(0.0, self._reported_at + REPORT_GAP_S - time.monotonic())
             self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
+
+    @property
+    def all_have_left(self) -> bool:
+        """Whether no router has anything on its way here: asked of a worker that drains."""
+        return all(link.has_left for link in self._links.values())
+
+    def ask_who_has_left(self) -> None:
+        """The worker drains from now on: what they said before was of another time."""
+        for link in self._links.values():
+            link.has_left = False
+
+    def greet_again(self) -> None:
+        """The worker is of another role from now on."""
+        for link in self._links.values():
+            link.put(pb.WorkerMessage(hello=self._host.hello()))
+            link.pages_told, link.has_left = -1, False
+        self._send_reports()
 
     async def Connect(
         self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
@@ -174,7 +193,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._host.on_move(message.move)
             case "drain":
                 self._host.on_drain(message.drain)
+            case "set_role":
+                self._host.on_set_role(message.set_role)
             case "ping":
+                link.has_left = message.ping.has_left
                 link.put(
                     pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))
                 )

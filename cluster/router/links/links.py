@@ -96,6 +96,6 @@ class WorkerLinks:
 
     def with_reports(self, now: float) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
         """Each link, prefill first, by name, with the worker's last report and its age in seconds."""
-        links = sorted(self._links.values(), key=lambda link: ("prefill" not in link.worker.phases, link.name))
+        links = sorted(self._links.values(), key=lambda link: ("prefill" not in link.phases, link.name))
         known = ((link, *self._reports.get(link.name, (None, now))) for link in links)
         return [(link, report, now - came_s) for link, report, came_s in known]

@@ -27,7 +27,7 @@ from cluster.router.links.clock_offset import ClockOffset
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
-from worker.roles import Phase, kind_of
+from worker.roles import ROLES, Phase, kind_of
 from worker.wire.rpc import PROTOCOL_VERSION, open_channel, secret_metadata
 from worker.wire.tls import TlsError, TlsFiles
 
@@ -46,11 +46,6 @@ class WorkerEndpoint:
     address: str  # host:port
     trouble: str = field(default="", compare=False)  # what whoever deploys has against it
 
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Of a request's life, that it computes."""
-        return kind_of(self.role).phases
-
 
 class LinkState(StrEnum):
     CONNECTING = "connecting"
@@ -68,9 +63,15 @@ class LinkHost(Protocol):
     def on_ready(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
         """The worker has said hello. Raises WorkerRefused if it does not fit the others."""
 
+    def on_hello_again(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
+        """It has another role. Raises WorkerRefused as on_ready does."""
+
     def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None: ...
 
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None: ...
+
+    def has_left(self, link: WorkerLink) -> bool:
+        """Whether it drains, and nothing is there or on its way."""
 
     def on_silent(self, link: WorkerLink, silent_s: float) -> str:
         """Nothing has come from it for so long. Returns why it is to be given up; empty: not yet."""
@@ -120,6 +121,16 @@ class WorkerLink:
         return self.worker.name
 
     @property
+    def role(self) -> str:
+        """As it says itself: one that has changed it has another than it was started with."""
+        return self.worker.role if self.hello is None else self.hello.role
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of a request's life, that it computes."""
+        return kind_of(self.role).phases
+
+    @property
     def address(self) -> pb.WorkerAddress:
         """Where prefill workers reach it. Asserts that it has said hello."""
         assert self.hello is not None, f"{self.name} has not said hello"
@@ -161,6 +172,9 @@ class WorkerLink:
 
     def drain(self, *, undo: bool) -> None:
         self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))
+
+    def set_role(self, role: str) -> None:
+        self._put(pb.RouterMessage(set_role=pb.SetRole(role=role)))
 
     def _put(self, message: pb.RouterMessage) -> None:
         if self.state is LinkState.READY:
@@ -220,7 +234,7 @@ class WorkerLink:
         if first is None or first.WhichOneof("kind") != "hello":
             raise WorkerRefused("it did not answer with a hello")
         hello = first.hello
-        if hello.role != self.worker.role or hello.worker.name != self.name:
+        if hello.role not in ROLES or hello.worker.name != self.name:
             raise WorkerRefused(f"{hello.worker.name} ({hello.role}) answers at {self.worker.address}")
         self.hello = hello
         self._heard_s, self._is_silent = self._awake.now_s(), False
@@ -253,6 +267,8 @@ class WorkerLink:
                 case "pong":
                     pong = message.pong
                     self.clock.add(pong.router_ns, pong.worker_ns, time.monotonic_ns())
+                case "hello":
+                    self._host.on_hello_again(self, message.hello)
                 case other:
                     log.warning("%s sent %s, which is not known here", self.name, other)
         raise WorkerRefused("it closed the stream")
@@ -260,7 +276,7 @@ class WorkerLink:
     async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
         """Ping, and end the stream of a worker that says nothing for too long, by seconds in which we could hear it."""
         while True:
-            ping = pb.Ping(router_ns=time.monotonic_ns())
+            ping = pb.Ping(router_ns=time.monotonic_ns(), has_left=self._host.has_left(self))
             self._outbox.put_nowait(pb.RouterMessage(ping=ping))
             await asyncio.sleep(self._ping_interval_s)
             silent_s = self._awake.now_s() - self._heard_s

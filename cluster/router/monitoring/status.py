@@ -35,7 +35,7 @@ def _worker_status(
 ) -> cluster_pb2.WorkerStatus:
     status = cluster_pb2.WorkerStatus(
         name=link.name,
-        role=link.worker.role,
+        role=link.role,
         address=link.worker.address,
         state=link.state.value,
         losses=link.losses,
@@ -50,7 +50,7 @@ def _worker_status(
     if report is None:
         return status
     if report.draining and link.state is LinkState.READY:
-        status.state = "draining"
+        status.state = "drained" if report.drained else "draining"
     status.report_age_s = age_s
     status.step_age_s = report.step_age_ms / 1e3
     status.loop_lag_s = report.loop_lag_ms / 1e3

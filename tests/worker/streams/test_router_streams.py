@@ -51,6 +51,8 @@ class _Host:
 
     def on_drain(self, drain: pb.Drain) -> None: ...
 
+    def on_set_role(self, wanted: pb.SetRole) -> None: ...
+
     def on_reassign(self, reassign: pb.Reassign) -> None:
         raise AssertionError("a bug")
 

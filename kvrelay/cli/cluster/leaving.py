@@ -1,0 +1,59 @@
+"""What `kvrelay drain` and `kvrelay role` wait for, and how they tell of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrelay.cli.console import FAILURE, CliError, note, print_json
+from kvrelay.cli.progress import progress
+
+if TYPE_CHECKING:
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import WorkerState
+
+POLL_S = 0.2
+
+WorkerArgument = Annotated[str, typer.Argument(help="Its name, as `kvrelay status` shows it.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Even if it is the only one: new requests wait then.")]
+TimeoutOption = Annotated[float, typer.Option(min=0, help="Seconds to wait until nothing runs there; 0: none.")]
+
+
+def still_drains(worker: str) -> str:
+    return f"{worker} goes on draining; `kvrelay drain {worker} --undo` takes it back"
+
+
+def wait_until(
+    client: Client, worker: str, is_done: Callable[[WorkerState], bool], timeout_s: float, *, show: bool
+) -> tuple[int, float]:
+    """Until it is, or the worker is gone. Returns the requests that are left there, 0 when done, and how long it took.
+    Raises CliError when the time is over, but not for one of 0 s."""
+    began_s = time.monotonic()
+    with progress(show=show) as on_progress:
+        most = left = _left(client, worker, is_done)
+        while left and time.monotonic() < began_s + timeout_s:
+            time.sleep(POLL_S)
+            left = _left(client, worker, is_done)
+            most = max(most, left)
+            on_progress(f"{worker}: requests that have left", most - left, most)
+    if left and timeout_s:
+        raise CliError(f"{worker} still has {left} requests after {timeout_s:g} s; {still_drains(worker)}", FAILURE)
+    return left, round(time.monotonic() - began_s, 1)
+
+
+def _left(client: Client, worker: str, is_done: Callable[[WorkerState], bool]) -> int:
+    """Requests that wait or run there; one at least, until it is done."""
+    for each in client.status().workers:
+        if each.name == worker and each.state != "lost":
+            return 0 if is_done(each) else max(1, each.num_waiting + each.num_running)
+    return 0
+
+
+def tell(worker: str, words: str, facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json({"worker": worker, **facts})
+    else:
+        note(f"{worker} {words}")

@@ -1,0 +1,122 @@
+"""A worker changes its role while streams run: they go on, and the others use it for what it is then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.deploy.local import LocalCluster
+from cluster.router.monitoring.status import status_of
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, KvrelayError
+from placement.checks.replay import read_recording, replay
+from tests.deploy.running import kvrelay
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import (
+    Gate,
+    counters,
+    engine_with,
+    random_prompt,
+    router_with,
+    transformers_tokens,
+    until,
+    worker_with,
+)
+
+LENGTHS = (3, 16, 21, 40, 64, 75)
+PROMPTS = [random_prompt(length, seed=length) for length in LENGTHS]
+NEW_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: ModelDir) -> list[list[int]]:
+    return transformers_tokens(model_dir("llama"), PROMPTS, NEW_TOKENS)
+
+
+def _cluster(directory: Path, record: str = "", **roles: Any) -> LocalCluster:
+    worker = worker_with(transports=("shared_memory",), report_interval_s=0.05, record=record, max_batch_size=7)
+    engine, router = engine_with(num_pages=192), router_with(record=record)
+    return LocalCluster(str(directory), **roles, engine=engine, worker=worker, router=router)
+
+
+async def _ask(client: AsyncClient) -> list[Completion]:
+    wanted: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 0.0, "timeout_s": 60}
+    return await asyncio.gather(*(client.generate(prompt, **wanted) for prompt in PROMPTS))
+
+
+async def _become(cluster: LocalCluster, client: AsyncClient, name: str, role: str) -> None:
+    await client.set_role(name, role)
+    await until(lambda: _seen(cluster, name) == (role, "ready"), f"{name} is a {role} worker")
+
+
+def _seen(cluster: LocalCluster, name: str) -> tuple[str, str]:
+    assert cluster.server is not None
+    worker = next(worker for worker in status_of(cluster.server.router).workers if worker.name == name)
+    return worker.role, worker.state
+
+
+async def test_any_worker_takes_any_role_while_streams_run(
+    model_dir: ModelDir, expected: list[list[int]], tmp_path: Path
+) -> None:
+    cluster = _cluster(model_dir("llama"), record=str(tmp_path), prefill=1, decode=2)
+    steps = [("decode-1", "prefill"), ("decode-1", "mixed"), ("prefill-0", "mixed"), ("decode-0", "prefill")]
+    steps += [("decode-1", "decode"), ("prefill-0", "prefill"), ("decode-0", "decode")]
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        stop = asyncio.Event()
+        answers: list[Completion] = []
+
+        async def go_on_asking() -> None:
+            while not stop.is_set():
+                answers.extend(await _ask(client))
+
+        asking = asyncio.create_task(go_on_asking())
+        for name, role in steps:
+            await until(lambda: any(worker.role.requests for worker in cluster.workers), "streams run")
+            await _become(cluster, client, name, role)
+            limits = next(worker for worker in cluster.workers if worker.options.name == name).options.limits
+            assert limits.get("max_batch_size", "7") == "7", "what it was given for its other role"
+            answers.extend(await _ask(client))
+        stop.set()
+        await asking
+        await cluster.settled()
+        cluster.check_invariants()
+        total = counters(cluster)
+    assert [list(answer.token_ids) for answer in answers] == expected * (len(answers) // len(PROMPTS))
+    assert [answer.timeline.attempts for answer in answers if answer.timeline] == [1] * len(answers)
+    assert (total["router_retries"], total["router_workers_lost"], total["preemptions"]) == (0, 0, 0)
+    for path in [
+        tmp_path / name for name in ("router-0.jsonl", "decode-1.jsonl", "decode-1.1.jsonl", "decode-1.2.jsonl")
+    ]:
+        replayed = replay(read_recording(path))
+        assert replayed.difference is None, str(replayed.difference)
+
+
+async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, tmp_path: Path) -> None:
+    async with _cluster(model_dir("llama"), prefill=2, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
+        for role, worker, why in (
+            ("clerk", "prefill-0", "role is 'clerk'; give one of prefill, decode, mixed"),
+            ("mixed", "decode-0", "decode-0 is the only worker for decode that takes requests; start another one"),
+            ("mixed", "decode-9", "there is no worker 'decode-9'; there are prefill-0, prefill-1, decode-0"),
+        ):
+            with pytest.raises(KvrelayError, match=why):
+                await client.set_role(worker, role)
+        gate = Gate(cluster.prefill[0].engine)
+        answer = asyncio.create_task(client.generate(PROMPTS[3], max_tokens=4, temperature=0.0))
+        await gate.reached()
+        await client.set_role("prefill-0", "decode")
+        await until(lambda: _seen(cluster, "prefill-0") == ("prefill", "draining"), "it drains")
+        await client.drain("prefill-0", undo=True)
+        await until(lambda: _seen(cluster, "prefill-0") == ("prefill", "ready"), "it stays what it is")
+        gate.open()
+        await answer
+        await asyncio.sleep(0.1)
+        assert cluster.prefill[0].options.role == "prefill"
+        where = ("decode-0", "mixed", "--force", "--endpoint", cluster.endpoint, "--json")
+        asked = await asyncio.to_thread(kvrelay, tmp_path, "role", *where, timeout_s=60)
+        assert (asked.returncode, json.loads(asked.stdout)["role"]) == (0, "mixed")
+        assert _seen(cluster, "decode-0") == ("mixed", "ready")
+        assert len(await _ask(client)) == len(PROMPTS)

@@ -1,0 +1,96 @@
+"""RoleChange makes a worker one of another role: what runs moves away or ends, then the role's object is replaced.
+
+    begin: drains --> nothing runs, no page is held --> the old role ends its pairs --> the new one, hello again
+               \\--- call_off: it stays as it is
+
+Weights, pages and what the prefix cache knows of them stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from worker.options import WorkerOptions, with_role
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+
+
+class Changing(Protocol):
+    """The worker."""
+
+    options: WorkerOptions
+    role: Any
+
+    @property
+    def is_drained(self) -> bool: ...
+
+    def take_role(self, options: WorkerOptions) -> None: ...
+
+
+class RoleChange:
+    def __init__(self, worker: Changing) -> None:
+        self._worker = worker
+        self._task: asyncio.Task[None] | None = None
+        self._may_be_called_off = True
+
+    def begin(self, role: str) -> None:
+        """Raises ValueError for a role that it cannot be of. One that it has is taken anew."""
+        options = with_role(self._worker.options, role)
+        self.call_off()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(options))
+            self._task.add_done_callback(self._on_done)
+
+    def call_off(self) -> None:
+        if self._task is not None and self._may_be_called_off:
+            self._task.cancel()
+            self._task = None
+
+    async def end(self) -> None:
+        """The worker stops: called off, or done."""
+        self.call_off()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _run(self, options: WorkerOptions) -> None:
+        worker = self._worker
+        while not worker.is_drained:
+            await asyncio.sleep(POLL_S)
+        self._may_be_called_off = False
+        before, old = worker.options.role, worker.role
+        await old.stop_serving()
+        await old.close()
+        worker.take_role(options)
+        log.info("%s was a %s worker and is a %s worker", options.name, before, options.role)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if self._task is task:
+            self._task = None
+        self._may_be_called_off = True
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s could not change its role", self._worker.options.name, exc_info=task.exception())
+
+
+class Receivers(worker_pb2_grpc.HandoffServicer):
+    """The Handoff service of whatever role the worker has."""
+
+    def __init__(self, receiver: Callable[[], worker_pb2_grpc.HandoffServicer | None]) -> None:
+        self._receiver = receiver
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[pb.PrefillMessage], context: grpc.aio.ServicerContext
+    ) -> None:
+        if (receiver := self._receiver()) is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker takes no KV: it decodes nothing")
+            return
+        await receiver.Connect(request_iterator, context)
