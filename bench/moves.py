@@ -4,11 +4,12 @@
 
 `kvrelay up` with one prefill and two decode workers serves `STREAMS` streams at a time, sampled with seeds. First all
 requests are played undisturbed. Then they are played again, over and over, while one decode worker after another is
-drained at random moments and taken back, until there were so many moves; then for `--kills`, with SIGKILL of a
-random decode worker in the middle of moves. Every answer must be what it was undisturbed, token for token; nothing may
-stay held; without kills no request may be sent again and no token computed twice. The table shows gaps between tokens,
-as a client sees them: all of them, and the largest k, k being the number of moves, beside the largest k of the run
-without moves. Kept in bench/results/moves.json. Exit code 1 when anything of this does not hold.
+drained at random moments and taken back, or made a mixed one and back, until there were so many moves; then for
+`--kills`, with SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was undisturbed,
+token for token; nothing may stay held; without kills no request may be sent again and no token computed twice. The
+table shows gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of moves,
+beside the largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of this does
+not hold.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Played:
     gaps_s: list[float] = field(default_factory=list)
     moves: int = 0
     kills: int = 0
+    roles: int = 0  # changes of them
     attempts: int = 0
     recomputed: int = 0
     errors: list[str] = field(default_factory=list)
@@ -88,7 +90,8 @@ async def play(client: AsyncClient, numbers: Sequence[int], played: Played) -> N
 
 
 async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) -> None:
-    """Drain one decode worker after the other, until cancelled; SIGKILL one now and then, so many times."""
+    """Drain one decode worker after the other, until cancelled; or make it one of both phases for a while. SIGKILL one
+    now and then, so many times."""
     rng = random.Random(seed)
     while True:
         name = rng.choice(DECODE)
@@ -97,6 +100,11 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
             await asyncio.sleep(rng.random() * 0.1)
             await kill(client, rng.choice(DECODE))
             kills, played.kills = kills - 1, played.kills + 1
+        elif not kills and rng.random() < 0.2:
+            for role in ("mixed", "decode"):
+                await client.set_role(name, role, force=True)
+                await until(client, name, lambda worker, role=role: (worker.role, worker.state) == (role, "ready"))  # type: ignore[misc]
+                played.roles += 1
         else:
             await until(client, name, lambda worker: worker.state == "drained")
         await client.drain(name, undo=True)
@@ -168,6 +176,7 @@ def row_of(played: Played, share: float) -> dict[str, Any]:
         "requests": len(played.answers),
         "tokens": len(played.gaps_s),
         "moves": played.moves,
+        "role_changes": played.roles,
         "kills": played.kills,
         "sent_again": played.attempts,
         "recomputed_tokens": played.recomputed,

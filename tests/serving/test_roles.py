@@ -95,6 +95,26 @@ async def test_any_worker_takes_any_role_while_streams_run(
         assert replayed.difference is None, str(replayed.difference)
 
 
+async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: ModelDir, expected: list[list[int]]) -> None:
+    async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        second = await cluster.add_router()
+        async with AsyncClient(f"127.0.0.1:{second.port}") as other:
+            gate = Gate(cluster.prefill[0].engine)
+            answers = asyncio.create_task(_ask(other))
+            await gate.reached()
+            bound = [live.decode for live in second.router._dispatcher._live.values()]
+            assert set(bound) == {"decode-0", "decode-1"}
+            await client.set_role("decode-1", "prefill")
+            await until(lambda: _seen(cluster, "decode-1") == ("decode", "draining"), "it drains")
+            await asyncio.sleep(0.5)
+            assert _seen(cluster, "decode-1") == ("decode", "draining"), "nothing runs there, but is on its way"
+            gate.open()
+            await until(lambda: _seen(cluster, "decode-1") == ("prefill", "ready"), "all have left")
+            done = await answers
+    assert [list(answer.token_ids) for answer in done] == expected
+    assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)
+
+
 async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, tmp_path: Path) -> None:
     async with _cluster(model_dir("llama"), prefill=2, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
         for role, worker, why in (
