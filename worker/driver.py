@@ -145,6 +145,7 @@ class Worker(Generic[RoleT]):
         while not self._step_loop.done():
             self.engine.check()
             self.streams.check()
+            self._change.check()
             if self.options.step_timeout_s:
                 self._watched.check(self.options.step_timeout_s)
             await asyncio.wait({self._step_loop}, timeout=CHECK_S)

@@ -42,6 +42,12 @@ class RoleChange:
         self._worker = worker
         self._task: asyncio.Task[None] | None = None
         self._may_be_called_off = True
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise what a change has failed by, if one has: the worker has no role any more."""
+        if self._failure is not None:
+            raise self._failure
 
     def begin(self, role: str) -> None:
         """Raises ValueError for a role that it cannot be of. One that it has is taken anew."""
@@ -77,8 +83,8 @@ class RoleChange:
         if self._task is task:
             self._task = None
         self._may_be_called_off = True
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s could not change its role", self._worker.options.name, exc_info=task.exception())
+        if not task.cancelled():
+            self._failure = task.exception()
 
 
 class Receivers(worker_pb2_grpc.HandoffServicer):

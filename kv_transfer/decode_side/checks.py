@@ -45,8 +45,8 @@ def check_commit(peer: str, commit: worker_pb2.Commit, reservation: Reservation,
         new = f", {num_more} of them new" if num_more else ""
         theirs = f"{commit.segments} segments and {commit.num_tokens} tokens{new}"
         raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
-    if num_more > reservation.room_tokens:
-        room = f"has room for {reservation.room_tokens}"
+    if num_more > reservation.most_more:
+        room = f"has room for {reservation.most_more}"
         raise Malformed(f"{peer} commits {num_more} new tokens to lease {commit.lease_id}, which {room}")
     if (largest := max((commit.token_id, *commit.more_token_ids))) >= vocab_size:
         raise Malformed(f"{peer} commits token {largest}; the model's ids go from 0 to {vocab_size - 1}")

@@ -77,6 +77,12 @@ class Reservation:
     def num_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.request.output_ids)
 
+    @property
+    def most_more(self) -> int:
+        """Tokens that it may have grown by when it is committed: another one is still to come then."""
+        left = int(self.request.sampling.max_tokens) - len(self.request.output_ids)
+        return max(0, min(self.room_tokens, left - 1))
+
 
 class IncomingKv:
     """Which cells (layer, page) of a lease's pages hold the right KV, by the segments that were announced."""

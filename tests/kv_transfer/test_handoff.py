@@ -86,7 +86,9 @@ async def test_what_grows_while_it_moves(transport: str) -> None:
         peer = await connect(decode, chosen, random_memory(50, seed=1))
         before, src = snapshot(decode.memory), random.Random(1).sample(range(50), 11)
         reserved = 9 * PAGE_SIZE + 2
-        handoff = peer.reserve(request("a", reserved), room_tokens=10, on_stalled=no_stall)
+        asked = request("a", reserved)
+        asked.sampling.max_tokens = 20
+        handoff = peer.reserve(asked, room_tokens=10, on_stalled=no_stall)
         layers = range(peer.memory.layout.num_layers)
         handoff.segment_ready(layers, 0, 9, src[:9])
         await handoff.moved()

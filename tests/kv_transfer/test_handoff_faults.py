@@ -196,6 +196,10 @@ ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # laye
         ),
         ({"commit": {"lease_id": 1, "num_tokens": 9}}, "0 segments and 9 tokens .* reserved for 8 tokens"),
         ({"commit": {"lease_id": 1, "num_tokens": 7}}, "0 segments and 7 tokens .* reserved for 8 tokens"),
+        (
+            {"commit": {"lease_id": 1, "num_tokens": 9, "more_token_ids": [1]}},
+            "1 new tokens to lease 1, which has room for 0",
+        ),
     ],
 )
 async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(
