@@ -33,8 +33,8 @@ from bench.e2e import cluster, spec
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError, WorkerState
 
-STREAMS = 8  # at a time
-REQUESTS = 48
+STREAMS = 16  # at a time
+REQUESTS = 64
 PROMPT, OUTPUT = (16, 200), (150, 350)  # tokens
 DECODE = ("decode-0", "decode-1")
 BACK_S = 60.0  # for a worker to be there again
@@ -108,7 +108,7 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
         else:
             await until(client, name, lambda worker: worker.state == "drained")
         await client.drain(name, undo=True)
-        await asyncio.sleep(rng.random() * 0.3)
+        await asyncio.sleep(rng.random() * 0.2)
 
 
 async def kill(client: AsyncClient, name: str) -> None:

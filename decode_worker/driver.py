@@ -40,7 +40,8 @@ class DecodeRole:
         self.reservations = Reservations(host, self.policy)
         self.requests = self.reservations.requests
         self.peers = peers or Peers(host)
-        self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end)
+        pages = self.reservations.grant_queued
+        self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end, on_pages=pages)
         self.reservations.on_forgotten = self.moves.drop
 
     @property

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from decode_worker.policy import DecodePolicy
@@ -24,6 +25,7 @@ from engine.pages.pool import pages_for
 from kv_transfer.plan import layer_groups
 from kv_transfer.prefill_side.errors import HandoffError, HandoffFailed
 from kv_transfer.prefill_side.handoff import Handoff
+from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.peers.peers import Peers
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 ROOM_TOKENS = 64  # that a request may grow by while it moves: then it stands still until it has moved
 MAX_ROUNDS = 4  # of full pages, before its steps end: what has filled since the last round is little
-COMMIT_S = 1.0  # a receipt that takes longer is in doubt: its request has stood still for so long, and goes on here
+STILL_S = 1.0  # that a request stands still for its move: then it goes on here, and a receipt that comes is too late
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,8 +45,10 @@ class _Move:
     over: asyncio.Future[None]  # the request has ended
     handoff: Handoff | None = None
     is_open: bool = False  # the policy knows of it
+    is_copied: bool = False  # now, within its bound
     sent_pages: int = 0
-    still: asyncio.Future[None] | None = None  # waits for its last step here
+    still: asyncio.Event = field(default_factory=asyncio.Event)  # nothing of it is computed here
+    bound: asyncio.Timeout = field(default_factory=partial(asyncio.timeout, None))
 
 
 class Moves:
@@ -56,14 +60,17 @@ class Moves:
         peers: Peers,
         *,
         on_left: Callable[[HeldAnswer], None],
+        on_pages: Callable[[], None],
     ) -> None:
-        """`on_left`: the request runs elsewhere now, and its pages are free."""
+        """`on_left`: the request runs elsewhere now, and its pages are free. `on_pages`: there may be others."""
         self._host = host
         self._name = host.options.name
         self._policy = policy
         self._requests = requests
         self._peers = peers
         self._on_left = on_left
+        self._on_pages = on_pages
+        self._turns: dict[str, asyncio.Lock] = {}  # by target: moves there share a link, and the last pages are short
         self._moves: dict[str, _Move] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -88,8 +95,12 @@ class Moves:
 
     def on_step(self) -> None:
         for move in self._moves.values():
-            if move.still is not None and not move.still.done() and self._policy.stands_still(move.request.id):
-                move.still.set_result(None)
+            self._note_still(move)
+
+    def _note_still(self, move: _Move) -> None:
+        if move.is_copied and not move.still.is_set() and self._policy.stands_still(move.request.id):
+            move.still.set()
+            move.bound.reschedule(asyncio.get_running_loop().time() + STILL_S)
 
     async def settle(self) -> None:
         """Until none is under way; whose requests are over."""
@@ -102,6 +113,9 @@ class Moves:
         work.cancel()
         await asyncio.wait({work})
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if error is not None and move.is_open:
+            self._policy.on_move_failed(move.request.id)
+            self._host.wake()
         try:
             if error is not None and move.handoff is not None:
                 await move.handoff.abort(str(error) or "the request is over")
@@ -114,11 +128,20 @@ class Moves:
                     self._leave(move, work.result())
                 else:
                     self._stay(move, error)
+            self._on_pages()
             self._host.wake()
 
     async def _hand_over(self, move: _Move) -> HandoffReceipt:
-        request, policy = move.request, self._policy
         pair = await self._peers.pair(move.target)
+        async with self._turns.setdefault(move.target.name, asyncio.Lock()), move.bound:
+            move.is_copied = True
+            try:
+                return await self._copy(move, pair)
+            finally:
+                move.is_copied = False
+
+    async def _copy(self, move: _Move, pair: PrefillPair) -> HandoffReceipt:
+        request, policy = move.request, self._policy
         reserved = policy.on_move(request.id, ROOM_TOKENS)
         move.is_open = True
         handoff = move.handoff = pair.reserve(
@@ -130,18 +153,16 @@ class Moves:
                 break
             await handoff.moved()
         policy.on_move_stops(request.id)
-        if not policy.stands_still(request.id):
-            move.still = asyncio.get_running_loop().create_future()
-            await move.still
+        self._note_still(move)
+        await move.still.wait()
         computed_ns, tokens = time.monotonic_ns(), request.tokens
         self._send(move, handoff, pages_for(len(tokens) - 1, self._host.pool.page_size))
-        async with asyncio.timeout(COMMIT_S):
-            return await handoff.commit(
-                token_id=tokens[-1],
-                num_tokens=len(tokens) - 1,
-                computed_ns=computed_ns,
-                more_token_ids=tokens[reserved:-1],
-            )
+        return await handoff.commit(
+            token_id=tokens[-1],
+            num_tokens=len(tokens) - 1,
+            computed_ns=computed_ns,
+            more_token_ids=tokens[reserved:-1],
+        )
 
     def _send(self, move: _Move, handoff: Handoff, end: int) -> int:
         """The pages before `end` that have not gone yet; how many there were."""
@@ -169,7 +190,9 @@ class Moves:
         self._host.counters["moves_failed"] += 1
         cause, reason = pb.FAILURE_CAUSE_PEER, str(error)
         if isinstance(error, TimeoutError):
-            reason = f"{move.target.name} sent no receipt for {COMMIT_S:g} s"
+            in_doubt = move.handoff is not None and move.handoff.is_in_doubt
+            cause = cause if in_doubt else pb.FAILURE_CAUSE_ROOM
+            reason = f"it stood still for {STILL_S:g} s, and {move.target.name} did not have it"
         elif isinstance(error, HandoffError):
             in_doubt = move.handoff is not None and move.handoff.is_in_doubt
             cause = cause if in_doubt else error.cause

@@ -141,7 +141,7 @@ class DecodePolicy:
         request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held)
         if isinstance(request, Denied):
             return request
-        request.room = min(room, max_new_tokens - 1)
+        request.room = min(room, max_new_tokens - 2)
         is_next = not self._queued and self._may_admit(request)
         why = f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free"
         if room and not is_next:
@@ -269,6 +269,10 @@ class DecodePolicy:
         """No more of it is computed here."""
         request = self._requests[request_id]
         request.stops_at = min(request.stops_at, request.scheduled_len)
+
+    def on_move_failed(self, request_id: str) -> None:
+        """It is computed on, while its pages may still be read."""
+        self._requests[request_id].stops_at = NEVER
 
     def stands_still(self, request_id: str) -> bool:
         """Whether nothing of it is computed, nor will be."""

@@ -515,6 +515,19 @@ def protocol(result: Mapping[str, Any]) -> str:
     return table(["setting", *columns], rows)
 
 
+def moves(result: Mapping[str, Any]) -> str:
+    columns = ("moves", "failed", "role changes", "kills", "sent again", "computed twice", "gaps, ms", "largest k, ms")
+    rows = []
+    for name, row in result["rows"].items():
+        gaps = row["gaps_ms"]
+        counts = [row["moves"], row.get("moves_failed", "-"), row["role_changes"], row["kills"], row["sent_again"]]
+        every = slashed([gaps["p50"], gaps["p99"], gaps["max"]])
+        rows.append(
+            [name, *counts, row["recomputed_tokens"], every, slashed([gaps["largest_p50"], gaps["largest_p90"]])]
+        )
+    return table(("run", *columns), rows)
+
+
 def flood(result: Mapping[str, Any]) -> str:
     rows = []
     for name, part in {"quiet": result["quiet"], **result["parts"]}.items():
@@ -566,6 +579,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "paper_splitwise": paper_splitwise,
     "placement_search": placement_search,
     "hybrids": hybrids,
+    "moves": moves,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,

@@ -122,7 +122,7 @@ class Worker(Generic[RoleT]):
         self._drain()
         await self._change.end()
         deadline = time.monotonic() + grace_s
-        while self.role.requests and time.monotonic() < deadline:
+        while (self.role.requests or self.streams.has_unread) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         self.is_stopping = True
         for request_id in list(self.role.requests):
@@ -184,10 +184,10 @@ class Worker(Generic[RoleT]):
         self.role.on_move(move)
 
     def on_drain(self, drain: pb.Drain) -> None:
-        self._change.call_off()
         if not drain.undo:
             self._drain()
-        elif not self._is_leaving:
+        elif not (self._is_leaving or self._change.is_settled):
+            self._change.call_off()
             self.is_draining = False
             log.info("%s takes new requests again", self.options.name)
             self.streams.flush()

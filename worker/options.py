@@ -42,7 +42,7 @@ class WorkerOptions:
     drop_router_after_s: float = knob(
         10.0, "of a router's silence, after which a worker drops its requests", unit="seconds", gt=0
     )
-    elsewhere: Mapping[str, Any] = field(default_factory=dict)  # knobs that count when it is of another role
+    elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # knobs that were given for other roles
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     report_interval_s: float = 0.2
     faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
@@ -61,10 +61,11 @@ def given_knobs(policy: Any) -> dict[str, Any]:
 
 
 def with_role(options: WorkerOptions, role: str) -> WorkerOptions:
-    """The same worker in another role: what its knobs were given holds wherever a role has them.
-    Raises ValueError for a role that is not known, and for values that do not go together there."""
-    known = {**options.elsewhere, **given_knobs(options.policy)}
-    return replace(options, role=role, policy=read(kind_of(role).load_options(), known), elsewhere=known)
+    """The same worker in another role. Its knobs have what they are given in that role, else what they were given in
+    this one. Raises ValueError for a role that is not known, and for values that do not go together there."""
+    mine = given_knobs(options.policy)
+    policy = read(kind_of(role).load_options(), {**mine, **options.elsewhere.get(role, {})})
+    return replace(options, role=role, policy=policy, elsewhere={**options.elsewhere, options.role: mine})
 
 
 def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
@@ -74,7 +75,7 @@ def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
     kinds = [kind.load_options() for kind in ROLES.values()]
     knobs = {knob for kind in (*kinds, TransferOptions) for knob in knobs_of(kind)}
     own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer", "elsewhere"}
-    of_roles = {knob for kind in kinds for knob in knobs_of(kind)}
+    of_roles = {name: knobs_of(kind.load_options()).keys() for name, kind in ROLES.items()}
     if unknown := settings.keys() - knobs - own:
         raise ValueError(f"{min(unknown)} is no setting of a worker; give some of {', '.join(sorted(knobs | own))}")
     return WorkerOptions(
@@ -82,6 +83,6 @@ def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
         role=role,
         policy=read(kind_of(role).load_options(), settings),
         transfer=read(TransferOptions, settings),
-        elsewhere={key: value for key, value in settings.items() if key in of_roles},
+        elsewhere={kind: {key: settings[key] for key in settings.keys() & of} for kind, of in of_roles.items()},
         **{key: value for key, value in settings.items() if key in own},
     )

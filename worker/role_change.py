@@ -57,6 +57,11 @@ class RoleChange:
             self._task = asyncio.get_running_loop().create_task(self._run(options))
             self._task.add_done_callback(self._on_done)
 
+    @property
+    def is_settled(self) -> bool:
+        """It cannot be called off any more, and is not done."""
+        return not self._may_be_called_off
+
     def call_off(self) -> None:
         if self._task is not None and self._may_be_called_off:
             self._task.cancel()
@@ -81,8 +86,7 @@ class RoleChange:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if self._task is task:
-            self._task = None
-        self._may_be_called_off = True
+            self._task, self._may_be_called_off = None, True
         if not task.cancelled():
             self._failure = task.exception()
 

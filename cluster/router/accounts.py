@@ -117,6 +117,7 @@ class RoutedRequest:
     moving_to: str = ""  # another decode worker, which takes its KV while it is computed
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to
     rests_until_s: float = 0.0  # before which it does not move
+    left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""
@@ -234,6 +235,7 @@ class DecodeAccount:
     ended: int = 0  # listed ones that have ended since
     ended_pages: int = 0
     tpots_s: dict[str, float] = field(default_factory=dict)  # ours that want one: the time a token should take
+    num_leaving: int = 0  # ours that are moving to another
 
     @property
     def tightest_s(self) -> float:

@@ -137,6 +137,12 @@ class Dispatcher:
         else:
             asyncio.get_running_loop().call_later(retry.after_s, self._route_later, live.wire_id)
 
+    def forget_target(self, worker: str) -> None:
+        """It is lost: nothing is on its way there."""
+        for live in self._live.values():
+            if live.moving_to == worker:
+                live.moving_to = ""
+
     def pardon(self, life: str) -> None:
         """A worker that seemed to have died lives: no request is to blame."""
         for live in self._live.values():

@@ -185,7 +185,9 @@ class Router:
         if role not in ROLES:
             raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, f"role is {role!r}; give one of {', '.join(ROLES)}")
         link = self._ready(name)
-        if link.role != role:
+        if link.role == role:
+            link.drain(undo=True)
+        else:
             self._check_others(link, is_sure=force)
             link.set_role(role)
 
@@ -285,6 +287,7 @@ class Router:
 
     def _forget(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
         self._links.forget_report(link)
+        self._dispatcher.forget_target(link.name)
         retries = self.policy.on_worker_lost(link.name, reason, self._clock(), is_death=is_death)
         self._note_readiness()
         for retry in retries:
@@ -353,17 +356,17 @@ class Router:
                 live.timeline.enter("decode_queue", at_s)
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
-                self._on_handed_off(live, link.name)
+                if not live.has_moved:
+                    self._on_handed_off(live, link.name)
             case pb.EVENT_KIND_HANDED_OFF:
-                if event.HasField("receipt") and not live.num_moves:
+                if event.HasField("receipt") and not live.has_moved:
                     live.receipt = event.receipt
-                if not live.num_moves:
+                if not live.has_moved:
                     self._on_handed_off(live, event.decode_worker or live.decode)
             case pb.EVENT_KIND_MOVED:
-                if link.name == live.decode:
-                    self._on_moved(live, event.decode_worker)
+                self._on_moved(live, link.name, event.decode_worker)
             case pb.EVENT_KIND_MOVE_FAILED:
-                self._moves.on_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
+                self._moves.on_failed(live, link.name, event.peer, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s)
 
@@ -376,12 +379,13 @@ class Router:
 
     def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest) -> None:
         if link.name == live.moving_to:
-            self._on_moved(live, link.name)
+            self._on_moved(live, link.name, link.name)
         else:  # it was told that it has not moved, or our cancel overtakes it
             link.cancel(live.wire_id, f"it runs at {live.decode}")
 
-    def _on_moved(self, live: LiveRequest, to: str) -> None:
-        if (retry := self._moves.on_moved(live, to)) is not None:
+    def _on_moved(self, live: LiveRequest, source: str, to: str) -> None:
+        if (retry := self._moves.on_moved(live, source, to)) is not None:
+            self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 
     def _on_ending(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, now: float) -> None:

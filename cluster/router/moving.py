@@ -36,13 +36,12 @@ class Moving:
         self._may_balance = may_balance
 
     def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
-        """Of the requests at this worker those that should leave it next, the youngest first."""
+        """Of the requests at this worker those that may leave it now, if any should, the youngest first."""
         account = self._decode.accounts.get(name)
         if account is None or len(self._decode.accounts) < 2 or not self._why(account)[0]:
             return []
         here = [requests[i] for i in (*account.listed, *account.promised)]
-        most = (AT_ONCE if account.report.draining else 1) - sum(bool(r.moving_to) and r.decode == name for r in here)
-        return [r.shape.id for r in reversed(here) if _may_move(r, name, now)][: max(0, most)]
+        return [request.shape.id for request in reversed(here) if _may_move(request, name, now)]
 
     def _why(self, account: DecodeAccount) -> tuple[str, int]:
         """Why requests should leave it, and by how many the other must have fewer."""
@@ -61,7 +60,8 @@ class Moving:
         """Who has pages for it now, `num_tokens` long; None: nobody, or it may stay."""
         source = self._decode.accounts[request.decode]
         reason, gap = self._why(source)
-        if not reason or not _may_move(request, request.decode, now):
+        most = AT_ONCE if source.report.draining else 1
+        if not reason or source.num_leaving >= most or not _may_move(request, request.decode, now):
             return None
         shape = request.shape
         grown = max(0, num_tokens - shape.prompt_len)
@@ -70,7 +70,7 @@ class Moving:
         shunned = self._health.shunned(request.past, DECODE, now, request.decode)
         shunned = {**shunned, **dict.fromkeys(request.refused_by, BARRED)}
         found = self._decode.with_pages(shape, pages, request.decode, shunned)
-        if found is None or found.view.name in shunned or source.batch - found.batch < gap:
+        if found is None or found.view.name in shunned or (gap and source.batch - found.batch < gap):
             return None
         if not source.report.draining and found.free_pages - pages <= found.batch:
             return None  # it would be short of pages itself

@@ -143,7 +143,7 @@ class RouterPolicy:
         ]
 
     def _is_hit(self, request: RoutedRequest, name: str) -> bool:
-        if request.decode == name:
+        if name in (request.decode, request.left):
             return True
         return request.prefill == name and not (request.has_first_token and request.is_handed_off)
 
@@ -278,23 +278,31 @@ class RouterPolicy:
         self._workers.begin_move(request, target, move.pages)
         return move
 
-    def on_moved(self, request_id: str, to: str, now: float) -> Retry | None:
-        """That worker has its KV and goes on with it. Returns what becomes of it if the worker is lost by now."""
+    def on_moved(self, request_id: str, to: str, now: float, *, has_left: bool = True) -> Retry | None:
+        """That worker has its KV and goes on with it. `has_left`: the one before has said so, after its last token;
+        else on_left follows. Returns what becomes of it if the worker is lost by now."""
         request = self._requests.get(request_id)
         if request is None or request.decode == to:
             return None
         if request.moving_to != to:
             self._forget(request_id)
             return retry_lost(request_id, request.past, f"{to} was lost after it had taken the KV", now)
+        request.left = "" if has_left else request.decode
         self._workers.on_moved(request, now)
         return None
+
+    def on_left(self, request_id: str, source: str) -> None:
+        """All tokens have come that the worker made before it moved."""
+        request = self._requests.get(request_id)
+        if request is not None and request.left == source:
+            request.left = ""
 
     def on_move_failed(self, request_id: str, now: float, cause: Cause = "") -> None:
         """It goes on where it was."""
         request = self._requests.get(request_id)
         if request is None or not request.moving_to:
             return
-        if cause != "room":
+        if cause == "request":
             request.refused_by |= {request.moving_to}
         self._workers.on_stays(request, now + (RETRY_S if cause == "room" else REST_S))
 

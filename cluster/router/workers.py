@@ -151,10 +151,12 @@ class Workers:
     def begin_move(self, request: RoutedRequest, to: DecodeAccount, pages: int) -> None:
         """It goes on where it is, and the other worker holds pages for it, too."""
         request.moving_to, request.pages = to.view.name, pages
+        self.decode.accounts[request.decode].num_leaving += 1
         self._promise(to, request)
 
     def on_moved(self, request: RoutedRequest, now: float) -> None:
         self.health.on_over(request)
+        self._end_move(request)
         source = request.decode
         self.decode.arrive(request)
         self.prefill.note(source)
@@ -162,6 +164,7 @@ class Workers:
         self.health.on_pair_works(source, request.decode)
 
     def on_stays(self, request: RoutedRequest, rests_until_s: float) -> None:
+        self._end_move(request)
         self.prefill.note(request.moving_to)
         self.decode.stay(request)
         request.rests_until_s = rests_until_s
@@ -178,7 +181,13 @@ class Workers:
             to.tpots_s[request.shape.id] = tpot_s
         self.prefill.note(to.view.name)
 
+    def _end_move(self, request: RoutedRequest) -> None:
+        source = self.decode.accounts.get(request.decode)
+        if request.moving_to and source is not None:
+            source.num_leaving -= 1
+
     def _drop(self, request: RoutedRequest) -> None:
+        self._end_move(request)
         self.decode.drop(request)
         self.prefill.note(request.decode)
         self.prefill.note(request.moving_to)
@@ -191,6 +200,8 @@ class Workers:
         for p in self.prefill.accounts.values():
             assert all(requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
         for d in self.decode.accounts.values():
+            leaving = [r for r in requests.values() if r.moving_to and r.decode == d.view.name]
+            assert d.num_leaving == len(leaving), f"{d.view.name}: {d.num_leaving} leave, not {len(leaving)}"
             for request_id in (*d.promised, *d.listed):
                 at = (requests[request_id].decode, requests[request_id].moving_to)
                 assert d.view.name in at, f"{request_id} is not at {d.view.name}"

@@ -231,8 +231,7 @@ def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
-    others = [given_knobs(other.policy) for other in spec.pools if other.role != pool.role]
-    elsewhere = {key: value for given in others for key, value in given.items()}
+    elsewhere = {other.role: given_knobs(other.policy) for other in spec.pools if other.role != pool.role}
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,

@@ -79,9 +79,9 @@ class Reservation:
 
     @property
     def most_more(self) -> int:
-        """Tokens that it may have grown by when it is committed: another one is still to come then."""
+        """Tokens that it may have grown by when it is committed: the one that comes with it is not its last."""
         left = int(self.request.sampling.max_tokens) - len(self.request.output_ids)
-        return max(0, min(self.room_tokens, left - 1))
+        return max(0, min(self.room_tokens, left - 2))
 
 
 class IncomingKv:

@@ -445,15 +445,16 @@ def test_all_leave_a_worker_that_stops_a_few_at_a_time() -> None:
     running(policy, *ids, d1=100)
     assert told(policy, *ids, made_s=2.0) == []
     leaving = told(policy, *ids, made_s=3.0, draining=True)
-    assert leaving == ["r5", "r4", "r3", "r2"]
+    assert leaving == ids[::-1]
     moves = [policy.move(each, 80, 3.0) for each in leaving]
     assert {(move.to, move.pages, move.reason) for move in moves if move} == {("d1", 9, "d0 is stopping")}
-    assert policy.leaving("d0", 3.0) == []
+    assert [move.request_id for move in moves if move] == ["r5", "r4", "r3", "r2"]
+    assert policy.leaving("d0", 3.0) == ["r1", "r0"]
     policy.check_invariants()
     policy.on_moved("r5", "d1", 3.1)
     policy.on_move_failed("r4", 3.1, "room")
     assert policy.leaving("d0", 3.2) == ["r1", "r0"], "who was refused rests"
-    assert policy.leaving("d0", 3.7) == ["r4", "r1"]
+    assert policy.leaving("d0", 3.7) == ["r4", "r1", "r0"]
     assert lost(policy, "d0") == ["r0", "r1", "r2", "r3", "r4"]
     policy.on_finished("r5")
     policy.check_invariants()
@@ -463,14 +464,42 @@ def test_the_youngest_leaves_one_that_runs_out_of_pages_where_another_has_them()
     policy = cluster("p0", "d0", "d1")
     running(policy, "a", "b", "c", d1=100)
     assert told(policy, "a", "b", "c", made_s=2.0, pages=3) == []
-    assert told(policy, "a", "b", "c", made_s=3.0, pages=2) == ["c"]
+    assert told(policy, "a", "b", "c", made_s=3.0, pages=2) == ["c", "b", "a"]
     policy.on_report("d1", Report(made_s=3.0, available_pages=9), 3.0)
     assert policy.move("c", 80, 3.0) is None, "it would have none left"
     policy.on_report("d1", Report(made_s=4.0, available_pages=30), 4.0)
     move = policy.move("c", 80, 4.0)
     assert move is not None
     assert (move.to, move.reason) == ("d1", "d0 has 2 pages left for 3 requests")
-    assert policy.leaving("d0", 4.0) == [], "one at a time"
+    assert policy.move("b", 80, 4.0) is None, "one at a time"
+
+
+def test_a_worker_that_stops_is_left_whatever_runs_at_the_others() -> None:
+    policy = cluster("p0", "d0", "d1")
+    running(policy, "a", "b", d1=90)
+    policy.on_report("d1", Report(made_s=1.0, num_running=10, available_pages=90), 1.0)
+    leaving = told(policy, "a", "b", made_s=2.0, draining=True)
+    assert [policy.move(each, 80, 2.0) is not None for each in leaving] == [True, True]
+
+
+def test_one_for_which_nobody_has_pages_does_not_keep_others_from_leaving() -> None:
+    policy = cluster("p0", "d0", "d1")
+    running(policy, "a", "b", d1=10)
+    leaving = told(policy, "a", "b", made_s=2.0, draining=True)
+    assert policy.move("b", 900, 2.0) is None
+    assert "a" in leaving
+    assert policy.move("a", 80, 2.0) is not None
+
+
+def test_tokens_that_the_worker_before_has_not_brought_are_lost_with_it() -> None:
+    policy = cluster("p0", "d0", "d1")
+    running(policy, "a", "b", d1=100)
+    for each in told(policy, "a", "b", made_s=2.0, draining=True):
+        assert policy.move(each, 80, 2.0) is not None
+        policy.on_moved(each, "d1", 2.1, has_left=False)
+    policy.on_left("b", "d0")
+    assert lost(policy, "d0") == ["a"]
+    policy.check_invariants()
 
 
 def test_requests_leave_one_that_computes_far_more_of_them_and_do_not_swing() -> None:
@@ -524,13 +553,15 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
         sent = sorted(i for i in known if policy._requests[i].prefill)
         match rng.randrange(17):
             case 14 | 15:
+                for each in known:
+                    policy.on_left(each, rng.choice(("d0", "d1")))
                 for each in policy.leaving(rng.choice(("d0", "d1")), now):
                     policy.move(each, rng.randrange(1, 300), now)
             case 16 if moving := [i for i in sorted(known) if policy._requests[i].moving_to]:
                 name = rng.choice(moving)
                 if rng.random() < 0.5:
                     policy.on_move_failed(name, now, rng.choice(CAUSES))
-                elif policy.on_moved(name, rng.choice(("d0", "d1")), now) is not None:
+                elif policy.on_moved(name, rng.choice(("d0", "d1")), now, has_left=rng.random() < 0.5) is not None:
                     known.discard(name)
             case 12 if sent:
                 policy.on_decoded(rng.choice(sent), rng.choice((1, 64)))

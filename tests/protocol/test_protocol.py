@@ -65,6 +65,7 @@ def test_what_is_taken_to_commute_does_after_a_fault(fault: str) -> None:
         replace(CROWD, decode=0, mixed=2, mixed_pages=4, faults=ALL, num_faults=2, prefix_cache=True),
         replace(CROWD, prefill=0, mixed=1, mixed_pages=5, faults=ALL, num_faults=2),
         replace(MOVES, prompts=(5, 9), faults=("drain", *ALL), num_faults=3, prefix_cache=True),
+        replace(MOVES, prompts=(5, 9, 3), faults=("drain", "drain", *ALL), num_faults=5, max_tokens=10),
     ],
     ids=[
         "one pair",
@@ -76,6 +77,7 @@ def test_what_is_taken_to_commute_does_after_a_fault(fault: str) -> None:
         "read",
         "written",
         "moves",
+        "many moves",
     ],
 )
 def test_faults_at_any_place_lose_nothing(setting: Setting) -> None:

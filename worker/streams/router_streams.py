@@ -111,6 +111,11 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
             self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
 
     @property
+    def has_unread(self) -> bool:
+        """Some router has not taken all that was sent to it."""
+        return any(link.num_unread for link in self._links.values())
+
+    @property
     def all_have_left(self) -> bool:
         """Whether no router has anything on its way here: asked of a worker that drains."""
         return all(link.has_left for link in self._links.values())

@@ -50,25 +50,30 @@ class LiveMoves:
             live.moving_to = move.to
             self._links[live.decode].move(wire_id, self._links[move.to].address)
 
-    def on_moved(self, live: LiveRequest, to: str) -> Retry | None:
-        """That worker has it. Returns what becomes of it if the worker is lost by now."""
-        if live.decode == to:
+    def on_moved(self, live: LiveRequest, source: str, to: str) -> Retry | None:
+        """That worker has it, as it says itself or `source` does. Returns what becomes of it if it is lost by now."""
+        if live.decode != source and source != to:  # it has said so before
+            self._policy.on_left(live.wire_id, source)
             return None
         self._metrics.counts["moved"] += 1
         live.decode, live.moving_to = to, ""
+        live.has_moved = True
         live.num_moves += 1
-        return self._policy.on_moved(live.wire_id, to, self._clock())
+        return self._policy.on_moved(live.wire_id, to, self._clock(), has_left=source != to)
 
-    def on_failed(self, live: LiveRequest, source: str, reason: str, cause: Cause) -> None:
+    def on_failed(self, live: LiveRequest, source: str, target: str, reason: str, cause: Cause) -> None:
         """The worker goes on with it."""
         if source != live.decode:  # and so does the other one, whose receipt was lost
+            self._policy.on_left(live.wire_id, source)
             self._cancel(live, source, "it runs elsewhere")
             return
-        target, live.moving_to = live.moving_to, ""
+        if cause == "peer":
+            self._cancel(live, target, "it has not moved")
+        if target != live.moving_to:
+            return  # of a move that was given up when its target was lost
+        live.moving_to = ""
         self._metrics.counts["moves_failed"] += 1
         log.info("%s stays at %s: %s", live.wire_id, source, reason)
-        if target and cause == "peer":
-            self._cancel(live, target, "it has not moved")
         self._policy.on_move_failed(live.wire_id, self._clock(), cause)
 
     def _cancel(self, live: LiveRequest, worker: str, reason: str) -> None:

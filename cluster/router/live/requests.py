@@ -94,6 +94,7 @@ class LiveRequest:
         self.num_decoded = 0  # tokens of its decode worker in this attempt: counted where `past` knows a death
         self.is_handed_off = False
         self.moving_to = ""  # another decode worker, which takes it while it is decoded
+        self.has_moved = False  # in this attempt
         self.num_moves = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -142,7 +143,7 @@ class LiveRequest:
         self.attempt += 1
         self.past = past
         self.prefill = self.decode = self.moving_to = ""
-        self.has_first_token = self.is_handed_off = False
+        self.has_first_token = self.is_handed_off = self.has_moved = False
         self.num_decoded = 0
         self.receipt = None
         self._early.clear()

@@ -29,8 +29,8 @@ def still_drains(worker: str) -> str:
 def wait_until(
     client: Client, worker: str, is_done: Callable[[WorkerState], bool], timeout_s: float, *, show: bool
 ) -> tuple[int, float]:
-    """Until it is, or the worker is gone. Returns the requests that are left there, 0 when done, and how long it took.
-    Raises CliError when the time is over, but not for one of 0 s."""
+    """Until it is. Returns the requests that are left there, 0 when done, and how long it took.
+    Raises CliError when the worker is lost, and when the time is over, but not for one of 0 s."""
     began_s = time.monotonic()
     with progress(show=show) as on_progress:
         most = left = _left(client, worker, is_done)
@@ -49,7 +49,7 @@ def _left(client: Client, worker: str, is_done: Callable[[WorkerState], bool]) -
     for each in client.status().workers:
         if each.name == worker and each.state != "lost":
             return 0 if is_done(each) else max(1, each.num_waiting + each.num_running)
-    return 0
+    raise CliError(f"{worker} was lost while it drained; it comes back as the spec has it", FAILURE)
 
 
 def tell(worker: str, words: str, facts: dict[str, Any], as_json: bool) -> None:
