@@ -14,8 +14,8 @@ from kvrelay.cli.groups import grouped
 HELP = """Change what a worker does: prefill, decode, or mixed for both.
 
 It is drained first, as by `kvrelay drain`: no request fails, starts again or is computed twice. Its weights stay
-loaded, its pages cached, and its name what it was. What its knobs were given holds wherever the new role has them, and
-what pools of that role were given in the spec. Started again, it is what the spec says.
+loaded, its pages cached, and its name what it was. Its knobs have what pools of that role were given in the spec, else
+what its own pool was given. Started again, it is what the spec says.
 
 Examples:
 
