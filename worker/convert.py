@@ -9,7 +9,7 @@ from engine.pages.news import HASH_BYTES, NO_NEWS, PageHash, PageNews
 from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,

@@ -32,8 +32,8 @@ from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.role_change import Receivers, RoleChange
 from worker.roles import kind_of
-from worker.run_ahead import BegunBatch, RunAhead
-from worker.step_watch import WatchedEngine
+from worker.steps.run_ahead import BegunBatch, RunAhead
+from worker.steps.watch import WatchedEngine
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
 from worker.wire.rpc import bind, keepalive_options, make_server, secret_door

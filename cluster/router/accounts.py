@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.pages.news import NO_NEWS, PageHash, PageNews
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
 

@@ -28,7 +28,7 @@ from mixed_worker.policy import MixedPolicy
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
 from worker.plain import plain
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 POLICIES = {
     "RouterPolicy": RouterOptions,

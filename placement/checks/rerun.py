@@ -25,8 +25,8 @@ from placement.simulator.simulate import Simulation
 from placement.workload.requests import Workload
 from worker.options import REPORT_GAP_S
 from worker.roles import kind_of
-from worker.step_costs import StepCosts
-from worker.step_times import StepTimes
+from worker.steps.costs import StepCosts
+from worker.steps.times import StepTimes
 
 Held = tuple[int, int, int]  # tokens of prompts, requests that decode, their context
 

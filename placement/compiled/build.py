@@ -49,7 +49,7 @@ COMPILED = (
     "decode_worker/policy.py",
     "decode_worker/run.py",
     "mixed_worker/policy.py",
-    "worker/step_costs.py",
+    "worker/steps/costs.py",
     "placement/simulator/attempt.py",
     "placement/simulator/clock.py",
     "placement/simulator/decode_machine.py",

@@ -9,8 +9,8 @@ from itertools import product
 
 from placement.latency.base import decode_s
 from placement.simulator.cluster import SimWorker
-from worker.step_costs import StepCosts
-from worker.step_times import StepTimes
+from worker.steps.costs import StepCosts
+from worker.steps.times import StepTimes
 
 BATCHES = (8, 32, 64, 128)
 CONTEXTS = (500, 1500)  # tokens of each request

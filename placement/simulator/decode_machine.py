@@ -21,7 +21,7 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import DECODE, DECODE_QUEUE
 from placement.simulator.reporting import Reporter
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 
 class DecodeMachine(Decoder):

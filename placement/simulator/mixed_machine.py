@@ -16,7 +16,7 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.decode_machine import DecodeMachine
 from placement.simulator.prefill_machine import PrefillMachine
 from prefill_worker.policy import PrefillBatch
-from worker.step_costs import share_after
+from worker.steps.costs import share_after
 
 
 class MixedMachine(DecodeMachine):

@@ -14,7 +14,7 @@ from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.reporting import Reporter
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 
 class PrefillMachine(Prefiller):

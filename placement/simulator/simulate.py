@@ -34,7 +34,7 @@ from placement.simulator.router_machine import OnAssigned, RouterMachine
 from placement.workload.requests import Workload
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 
 def simulate(cluster: SimCluster, workload: Workload) -> Outcome:

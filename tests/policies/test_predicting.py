@@ -12,7 +12,7 @@ from cluster.router.decisions import Assigned
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from engine.pages.pool import page_hashes
-from worker.step_costs import StepCosts
+from worker.steps.costs import StepCosts
 
 pytestmark = pytest.mark.unit
 

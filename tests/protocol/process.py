@@ -23,7 +23,7 @@ from tests.protocol.setting import PAGE_SIZE, VOCAB_SIZE, next_token, stamp
 from worker.driver import Worker
 from worker.options import WorkerOptions, worker_options
 from worker.roles import kind_of
-from worker.step_times import StepTimes
+from worker.steps.times import StepTimes
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
 

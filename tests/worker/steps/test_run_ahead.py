@@ -11,8 +11,8 @@ import pytest
 from engine.errors import EngineBroken
 from engine.pending import PendingStep
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
-from worker.run_ahead import RunAhead
-from worker.step_watch import WatchedEngine
+from worker.steps.run_ahead import RunAhead
+from worker.steps.watch import WatchedEngine
 
 pytestmark = pytest.mark.unit
 

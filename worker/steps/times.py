@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from worker.step_costs import StepCosts, share_after
+from worker.steps.costs import StepCosts, share_after
 
 KEPT = 0.998  # of what is known, by each step of the same kind
 ENOUGH = 6.0  # steps, before anything is told

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from engine.errors import EngineBroken
 from engine.pending import PendingStep
 from engine.types import SampledToken, Step
-from worker.step_times import StepTimes
+from worker.steps.times import StepTimes
 
 T = TypeVar("T")
 NAMED = 8  # requests of a step that hangs

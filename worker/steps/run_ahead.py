@@ -22,7 +22,7 @@ from engine.errors import raise_if_broken
 from engine.execution import has_failed, run_step
 from engine.pending import PendingStep
 from engine.types import SampledToken, Step
-from worker.step_watch import WatchedEngine
+from worker.steps.watch import WatchedEngine
 
 log = logging.getLogger(__name__)
 

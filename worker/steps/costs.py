@@ -1,6 +1,6 @@
 """StepCosts is what a worker's steps take, as lines: told to routers in its reports, so that they can predict it.
 
-Values and arithmetic only; worker/step_times.py measures them. A mixed worker's share of prompts in the steps that
+Values and arithmetic only; worker/steps/times.py measures them. A mixed worker's share of prompts in the steps that
 decode is followed by `share_after`, one step or many alike at a time.
 """
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from worker.step_costs import StepCosts, share_after
-from worker.step_times import StepTimes
+from worker.steps.costs import StepCosts, share_after
+from worker.steps.times import StepTimes
 
 pytestmark = pytest.mark.unit
 
