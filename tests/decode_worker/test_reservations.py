@@ -36,6 +36,7 @@ async def make_reservations() -> Reservations:
         ),
         address=pb.WorkerAddress(name="decode-0"),
         is_draining=False,
+        is_stopping=False,
         streams=SimpleNamespace(link=lambda _: object()),
         page_hashes=hashed,
     )
