@@ -100,7 +100,7 @@ def _show(answer: dict[str, Any]) -> None:
         f"{answer['uptime_s']:.0f} s, {answer['num_queued']} queued, {answer['num_in_flight']} in flight"
     )
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("worker", "state", "address"):
+    for column in ("worker", "role", "state", "address"):
         table.add_column(column, no_wrap=True)
     for column in ("wait", "run", "free", "cached", "leased", "fenced", "out", "all", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -108,7 +108,7 @@ def _show(answer: dict[str, Any]) -> None:
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
         numbers += [worker[f"{kind}_pages"] for kind in ("cached", "leased", "fenced", "quarantined", "total")]
         numbers += [worker["losses"]]
-        table.add_row(_name(worker), worker["state"], worker["address"], *map(str, numbers))
+        table.add_row(_name(worker), worker["role"], worker["state"], worker["address"], *map(str, numbers))
     console = Console()
     console = console if console.is_terminal else Console(width=PIPED_WIDTH)
     console.print(table)
