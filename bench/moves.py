@@ -102,13 +102,17 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
             kills, played.kills = kills - 1, played.kills + 1
         elif not kills and rng.random() < 0.2:
             for role in ("mixed", "decode"):
-                await client.set_role(name, role, force=True)
-                await until(client, name, lambda worker, role=role: (worker.role, worker.state) == (role, "ready"))  # type: ignore[misc]
+                await become(client, name, role)
                 played.roles += 1
         else:
             await until(client, name, lambda worker: worker.state == "drained")
         await client.drain(name, undo=True)
         await asyncio.sleep(rng.random() * 0.2)
+
+
+async def become(client: AsyncClient, name: str, role: str) -> None:
+    await client.set_role(name, role, force=True)
+    await until(client, name, lambda worker: (worker.role, worker.state) == (role, "ready"))
 
 
 async def kill(client: AsyncClient, name: str) -> None:

@@ -136,8 +136,8 @@ class DecodeRole:
 
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:
-            request = self.requests.pop(request_id)
-            self.moves.drop(request_id)
+            request = self.requests[request_id]
+            self.reservations.forget(request)
             self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED)
         for request_id in batch.joined:
             self._host.streams.event(self.requests[request_id].state, pb.EVENT_KIND_DECODE_STARTED)

@@ -15,25 +15,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import HeldAnswer
 from engine.pages.pool import pages_for
-from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.errors import HandoffError, HandoffFailed
+from kv_transfer.lease import MOVE_ROOM_TOKENS
+from kv_transfer.prefill_side.errors import HandoffDenied
 from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.peers.peers import Peers
+from worker.peers.peers import Peers, Undelivered
 from worker.role import RoleHost
 
 log = logging.getLogger(__name__)
 
-ROOM_TOKENS = 64  # that a request may grow by while it moves: then it stands still until it has moved
 MAX_ROUNDS = 4  # of full pages, before its steps end: what has filled since the last round is little
 STILL_S = 1.0  # that a request stands still for its move: then it goes on here, and a receipt that comes is too late
 
@@ -64,7 +63,6 @@ class Moves:
     ) -> None:
         """`on_left`: the request runs elsewhere now, and its pages are free. `on_pages`: there may be others."""
         self._host = host
-        self._name = host.options.name
         self._policy = policy
         self._requests = requests
         self._peers = peers
@@ -81,7 +79,8 @@ class Moves:
         loop = asyncio.get_running_loop()
         move = _Move(request=request, target=target, over=loop.create_future())
         if request_id in self._moves or not self._policy.may_move(request_id):
-            self._tell_failed(move, f"{self._name} has nothing of it to move now", pb.FAILURE_CAUSE_ROOM)
+            why = f"{self._host.options.name} has nothing of it to move now"
+            self._tell_failed(move, Undelivered(why, pb.FAILURE_CAUSE_ROOM, target.name))
             return
         self._moves[request_id] = move
         task = loop.create_task(self._run(move))
@@ -142,11 +141,10 @@ class Moves:
 
     async def _copy(self, move: _Move, pair: PrefillPair) -> HandoffReceipt:
         request, policy = move.request, self._policy
-        reserved = policy.on_move(request.id, ROOM_TOKENS)
+        reserved = policy.on_move(request.id, MOVE_ROOM_TOKENS)
         move.is_open = True
-        handoff = move.handoff = pair.reserve(
-            _state(request, reserved), room_tokens=ROOM_TOKENS, on_stalled=log.warning
-        )
+        state = _state(request, reserved)
+        handoff = move.handoff = pair.reserve(state, room_tokens=MOVE_ROOM_TOKENS, on_stalled=log.warning)
         await handoff.granted()
         for _ in range(MAX_ROUNDS):
             if not self._send(move, handoff, policy.computed_len_of(request.id) // self._host.pool.page_size):
@@ -168,19 +166,12 @@ class Moves:
         """The pages before `end` that have not gone yet; how many there were."""
         begin, move.sent_pages = move.sent_pages, max(end, move.sent_pages)
         pages = list(self._policy.pages_of(move.request.id)[begin:end])
-        if pages:
-            layout, layers_per_group = self._host.engine.layout, self._host.options.transfer.layers_per_group
-            for layers in layer_groups(layout, len(pages), layers_per_group):
-                handoff.segment_ready(layers, begin, end, pages)
+        handoff.pages_ready(begin, pages)
         return len(pages)
 
     def _leave(self, move: _Move, receipt: HandoffReceipt) -> None:
-        counters = self._host.counters
-        counters["moves_done"] += 1
-        counters["pages_sent"] += receipt.pages
-        counters["bytes_sent"] += receipt.bytes
-        counters["resends"] += receipt.resends
-        self._peers.on_receipt(move.target)
+        self._host.counters["moves_done"] += 1
+        self._peers.on_receipt(move.target, receipt)
         moved, name = pb.EVENT_KIND_MOVED, move.target.name
         self._host.streams.event(move.request.state, moved, receipt=receipt, decode_worker=name)
         self._on_left(move.request)
@@ -188,24 +179,18 @@ class Moves:
 
     def _stay(self, move: _Move, error: BaseException) -> None:
         self._host.counters["moves_failed"] += 1
-        cause, reason = pb.FAILURE_CAUSE_PEER, str(error)
         if isinstance(error, TimeoutError):
-            in_doubt = move.handoff is not None and move.handoff.is_in_doubt
-            cause = cause if in_doubt else pb.FAILURE_CAUSE_ROOM
-            reason = f"it stood still for {STILL_S:g} s, and {move.target.name} did not have it"
-        elif isinstance(error, HandoffError):
-            in_doubt = move.handoff is not None and move.handoff.is_in_doubt
-            cause = cause if in_doubt else error.cause
-        else:  # a bug must not end the request
-            log.error("the move of %s to %s broke", move.request.id, move.target.name, exc_info=error)
-            reason = f"{self._name}: {type(error).__name__}: {error}"
-        if isinstance(error, HandoffFailed):
-            self._peers.on_failed(move.target, reason)
-        self._tell_failed(move, reason, cause)
+            error = HandoffDenied(
+                f"it stood still for {STILL_S:g} s, and {move.target.name} did not have it", retryable=True
+            )
+        undelivered = self._peers.undelivered(move.request.id, move.target, error)
+        if move.handoff is not None and move.handoff.is_in_doubt:
+            undelivered = replace(undelivered, cause=pb.FAILURE_CAUSE_PEER)
+        self._tell_failed(move, undelivered)
 
-    def _tell_failed(self, move: _Move, reason: str, cause: pb.FailureCause) -> None:
+    def _tell_failed(self, move: _Move, why: Undelivered) -> None:
         failed = pb.EVENT_KIND_MOVE_FAILED
-        self._host.streams.event(move.request.state, failed, reason=reason, cause=cause, peer=move.target.name)
+        self._host.streams.event(move.request.state, failed, reason=why.reason, cause=why.cause, peer=why.peer)
         self._host.streams.flush()
 
 

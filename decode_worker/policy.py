@@ -92,8 +92,9 @@ class DecodeRequest:
     is_over: bool = False
 
     @property
-    def is_in_flight(self) -> bool:
-        return self.scheduled_len > self.computed_len
+    def is_in_use(self) -> bool:
+        """By a batch that is computed, or by a move."""
+        return self.is_moving or self.scheduled_len > self.computed_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,7 +446,7 @@ class DecodePolicy:
 
     def _youngest_committed(self) -> DecodeRequest | None:
         committed = (*self._held.values(), *self._ready.values(), *self._running.values())
-        candidates = [r for r in committed if not (r.is_in_flight or r.is_moving)]
+        candidates = [r for r in committed if not r.is_in_use]
         return max(candidates, key=_order, default=None)
 
     def _publish(self, request: DecodeRequest) -> None:
@@ -455,7 +456,7 @@ class DecodePolicy:
         request.published_pages = max(request.published_pages, full)
 
     def _drop_if_unused(self, request: DecodeRequest) -> None:
-        if request.is_over and not request.is_in_flight and not request.is_moving:
+        if request.is_over and not request.is_in_use:
             self.pool.release(request.pages)
             del self._requests[request.request_id]
             self.num_changes += 1
@@ -467,7 +468,7 @@ class DecodePolicy:
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
             assert bool(request.pages) == (request.stage not in (_Stage.QUEUED, _Stage.READING))
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
-            assert not (request.is_over and not request.is_in_flight and not request.is_moving)
+            assert not request.is_over or request.is_in_use
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
         groups = {_Stage.QUEUED: self._queued, _Stage.HELD: self._held}

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+MOVE_ROOM_TOKENS = 64  # that a running request may grow by while it moves: pages for these are leased with it
+
 LeaseKey = TypeVar("LeaseKey", bound=Hashable)
 
 

@@ -21,10 +21,10 @@ from engine.types import Chunk, InvalidRequest, OnLayer, SampledToken, Step, fin
 from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan, Undelivered
+from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
-from worker.peers.peers import Peers
+from worker.peers.peers import Peers, Undelivered
 from worker.requests import HeldRequest, read_request
 from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
@@ -264,7 +264,9 @@ class PrefillRole:
     async def _hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> None:
         outcome = await self.handoffs.hand_off(request, token_id, computed_ns)
         if isinstance(outcome, HandoffReceipt):
-            self._count_receipt(request, outcome)
+            self._host.counters["receipts_good"] += 1
+            handed_off, name = pb.EVENT_KIND_HANDED_OFF, request.decode.name
+            request.link.event(request.state, handed_off, receipt=outcome, decode_worker=name)
         if request.is_cancelled:
             return
         if isinstance(outcome, Undelivered):
@@ -275,15 +277,6 @@ class PrefillRole:
             self.handoffs.close(request)
             self._finish(request)
         self._host.streams.flush()
-
-    def _count_receipt(self, request: HeldPrompt, receipt: HandoffReceipt) -> None:
-        counters = self._host.counters
-        counters["receipts_good"] += 1
-        counters["pages_sent"] += receipt.pages
-        counters["bytes_sent"] += receipt.bytes
-        counters["resends"] += receipt.resends
-        decode_name = request.decode.name
-        request.link.event(request.state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt, decode_worker=decode_name)
 
     async def _cancel(self, request: HeldPrompt, reason: str) -> None:
         await self._let_go(request, reason)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from engine.pages.pool import pages_for
 from engine.types import OnLayer
 from kv_transfer.plan import layer_groups
-from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed
+from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError
 from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.policy import ChunkPlan, PrefillPolicy
-from worker.peers.peers import Peers
+from worker.peers.peers import Peers, Undelivered
 from worker.requests import HeldRequest
 from worker.role import RoleHost
 from worker.streams.router_link import RouterLink
@@ -56,21 +56,10 @@ class SegmentPlan:
     pages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
-    """Why a handoff to `peer` came to nothing, and whose fault it is."""
-
-    reason: str
-    cause: pb.FailureCause
-    peer: str
-
-
 class Handoffs:
     def __init__(self, host: RoleHost, policy: PrefillPolicy, peers: Peers) -> None:
         self._host = host
-        self._name = host.options.name
         self._policy = policy
-        self._layers_per_group = host.options.transfer.layers_per_group
         self.peers = peers
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,7 +80,7 @@ class Handoffs:
         try:
             await self.peers.pair(request.decode)
         except Exception as error:
-            return self._undelivered(request, error)
+            return self.peers.undelivered(request.id, request.decode, error)
         return None
 
     def open(self, request: HeldPrompt) -> None:
@@ -119,24 +108,14 @@ class Handoffs:
                 receipt = await request.handoff.commit(
                     token_id=token_id, num_tokens=len(request.tokens), computed_ns=computed_ns
                 )
-                self.peers.on_receipt(request.decode)
+                self.peers.on_receipt(request.decode, receipt)
                 return receipt
             except Exception as error:
-                undelivered = self._undelivered(request, error)
+                undelivered = self.peers.undelivered(request.id, request.decode, error)
                 in_doubt = request.handoff is not None and request.handoff.is_in_doubt  # the peer may run it
                 may_move = isinstance(error, HandoffError) and not request.is_cancelled and not in_doubt
                 if request.moving_to is None or not may_move:
                     return undelivered
-
-    def _undelivered(self, request: HeldPrompt, error: Exception) -> Undelivered:
-        peer = request.decode.name
-        if not isinstance(error, HandoffError):  # a bug must fail one request, not leave it waiting
-            log.error("the handoff of %s to %s broke", request.id, peer, exc_info=error)
-            reason = f"{self._name}: {type(error).__name__}: {error}"
-            return Undelivered(reason=reason, cause=pb.FAILURE_CAUSE_PEER, peer=peer)
-        if isinstance(error, HandoffFailed):
-            self.peers.on_failed(request.decode, str(error))
-        return Undelivered(reason=str(error), cause=error.cause, peer=peer)
 
     async def abort(self, request: HeldPrompt, reason: str) -> None:
         """Returns when nobody reads the request's pages any more."""
@@ -160,9 +139,7 @@ class Handoffs:
         if request.is_cancelled:
             raise HandoffDenied("cancelled", retryable=False)
         handoff = self._reserve(request, pair)
-        pages = list(self._policy.pages_of(request.id))
-        for group in self._layer_groups(len(pages)):
-            handoff.segment_ready(group, 0, len(pages), pages)
+        handoff.pages_ready(0, list(self._policy.pages_of(request.id)))
 
     def _reserve(self, request: HeldPrompt, pair: PrefillPair) -> Handoff:
         handoff = pair.reserve(request.state, on_stalled=lambda reason: self._on_stalled(request, reason))
@@ -179,7 +156,7 @@ class Handoffs:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("a handoff task of %s failed", self._name, exc_info=task.exception())
+            log.error("a handoff task of %s failed", self._host.options.name, exc_info=task.exception())
 
     # The layers of one step
 
@@ -194,7 +171,8 @@ class Handoffs:
         """Gives the segments to their handoffs, a group of layers at a time, as the engine's thread computes them."""
         if not segments:
             return None
-        groups = self._layer_groups(sum(segment.end - segment.begin for segment in segments))
+        num_pages = max(1, sum(segment.end - segment.begin for segment in segments))
+        groups = layer_groups(self._host.engine.layout, num_pages, self._host.options.transfer.layers_per_group)
         group_ending_at = {group.stop - 1: group for group in groups}
 
         def on_layer(layer: int) -> None:
@@ -207,6 +185,3 @@ class Handoffs:
                     segment.handoff.segment_ready(group, segment.begin, segment.end, segment.pages, computed)
 
         return on_layer
-
-    def _layer_groups(self, num_pages: int) -> list[range]:
-        return layer_groups(self._host.engine.layout, max(1, num_pages), self._layers_per_group)

@@ -89,13 +89,11 @@ class Worker(Generic[RoleT]):
         self.is_draining = False
         self.is_stopping = False
         self._is_leaving = False  # for good
-        self._num_roles = 1
+        self._num_roles = 0
         self._has_stopped = False
         self._wake = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
-        self.role = make_role(self)
-        if options.record:
-            record_calls(self.role.policy, options.record, options.name)
+        self._begin_role(make_role)
         self._watched = WatchedEngine(engine, self.clock.now_s)
         max_failed_steps = options.max_failed_steps
         self._steps: RunAhead[Any] = RunAhead(self._watched, self._step_of, max_failed_steps=max_failed_steps)
@@ -212,13 +210,16 @@ class Worker(Generic[RoleT]):
     def take_role(self, options: WorkerOptions) -> None:
         """Of these options: nothing of the last one is left. Pairs with it were pairs with another worker."""
         self.options = options
-        self._num_roles += 1
+        self._begin_role(kind_of(options.role).load_driver())
         self.address.incarnation = f"{self.address.incarnation.partition('.')[0]}.{self._num_roles}"
-        self.role = kind_of(options.role).load_driver()(self)
-        if options.record:
-            record_calls(self.role.policy, options.record, options.name)
         self.is_draining = self._is_leaving
         self.streams.greet_again()
+
+    def _begin_role(self, make_role: Callable[[RoleHost], RoleT]) -> None:
+        self.role = make_role(self)
+        self._num_roles += 1
+        if self.options.record:
+            record_calls(self.role.policy, self.options.record, self.options.name)
 
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):
@@ -234,7 +235,8 @@ class Worker(Generic[RoleT]):
         report.prompt_share = self._watched.times.prompt_share
         if costs := self._watched.times.costs():
             report.step_costs.CopyFrom(step_costs_to_proto(costs))
-        report.counters.update(self.counters)
+        for name, count in self.counters.items():
+            report.counters[name] += count  # some count on both sides of a handoff: a worker may be on either
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens
         return report

@@ -72,10 +72,9 @@ def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
     """A worker's options from settings by name: knobs of its role's policy and of the transfer, and what else
     WorkerOptions has. Knobs of other roles are passed over, so that alike settings do for all workers of a cluster.
     Raises ValueError for a value out of range and for a name that is no setting."""
-    kinds = [kind.load_options() for kind in ROLES.values()]
-    knobs = {knob for kind in (*kinds, TransferOptions) for knob in knobs_of(kind)}
-    own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer", "elsewhere"}
     of_roles = {name: knobs_of(kind.load_options()).keys() for name, kind in ROLES.items()}
+    knobs = knobs_of(TransferOptions).keys() | {knob for knobs in of_roles.values() for knob in knobs}
+    own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer", "elsewhere"}
     if unknown := settings.keys() - knobs - own:
         raise ValueError(f"{min(unknown)} is no setting of a worker; give some of {', '.join(sorted(knobs | own))}")
     return WorkerOptions(

@@ -41,7 +41,7 @@ class RoleChange:
     def __init__(self, worker: Changing) -> None:
         self._worker = worker
         self._task: asyncio.Task[None] | None = None
-        self._may_be_called_off = True
+        self.is_settled = False  # it cannot be called off any more, and is not done
         self._failure: BaseException | None = None
 
     def check(self) -> None:
@@ -57,13 +57,8 @@ class RoleChange:
             self._task = asyncio.get_running_loop().create_task(self._run(options))
             self._task.add_done_callback(self._on_done)
 
-    @property
-    def is_settled(self) -> bool:
-        """It cannot be called off any more, and is not done."""
-        return not self._may_be_called_off
-
     def call_off(self) -> None:
-        if self._task is not None and self._may_be_called_off:
+        if self._task is not None and not self.is_settled:
             self._task.cancel()
             self._task = None
 
@@ -77,7 +72,7 @@ class RoleChange:
         worker = self._worker
         while not worker.is_drained:
             await asyncio.sleep(POLL_S)
-        self._may_be_called_off = False
+        self.is_settled = True
         before, old = worker.options.role, worker.role
         await old.stop_serving()
         await old.close()
@@ -86,7 +81,7 @@ class RoleChange:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if self._task is task:
-            self._task, self._may_be_called_off = None, True
+            self._task, self.is_settled = None, False
         if not task.cancelled():
             self._failure = task.exception()
 

@@ -259,8 +259,7 @@ class Dispatcher:
     def cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
         names = {live.decode, live.moving_to} if live.is_handed_off else {live.prefill, live.decode}
         for name in sorted(names - {but, ""}):
-            if link := self._links.get(name):
-                link.cancel(live.wire_id, reason)
+            self._links.cancel(name, live.wire_id, reason)
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.wire_id, None)

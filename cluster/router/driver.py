@@ -202,7 +202,7 @@ class Router:
 
     def _check_others(self, link: WorkerLink, *, is_sure: bool) -> None:
         """Whether each of its phases has another worker."""
-        alone = [phase for phase in link.phases if self.policy.workers.open_names(phase) == [link.name]]
+        alone = self.policy.workers.alone_in(link.name)
         if alone and not is_sure:
             why = f"{link.name} is the only worker for {' and '.join(alone)} that takes requests"
             raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
@@ -358,11 +358,10 @@ class Router:
                     live.receipt = event.receipt
                 if not live.has_moved:
                     self._on_handed_off(live, link.name)
-            case pb.EVENT_KIND_HANDED_OFF:
-                if event.HasField("receipt") and not live.has_moved:
+            case pb.EVENT_KIND_HANDED_OFF if not live.has_moved:
+                if event.HasField("receipt"):
                     live.receipt = event.receipt
-                if not live.has_moved:
-                    self._on_handed_off(live, event.decode_worker or live.decode)
+                self._on_handed_off(live, event.decode_worker or live.decode)
             case pb.EVENT_KIND_MOVED:
                 self._on_moved(live, link.name, event.decode_worker)
             case pb.EVENT_KIND_MOVE_FAILED:

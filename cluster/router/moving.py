@@ -21,8 +21,8 @@ from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
 from engine.pages.pool import pages_for
+from kv_transfer.lease import MOVE_ROOM_TOKENS
 
-MOVE_ROOM_TOKENS = 64  # that a request may grow by meanwhile: pages for these are asked for, too
 AT_ONCE = 4  # from one worker; all the others wait, being computed
 REST_S = 5.0  # after a move, and after one that failed
 RETRY_S = 0.5  # after one for which there were no pages

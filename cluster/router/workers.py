@@ -11,7 +11,7 @@ from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, Route
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import LATE_LOOP_S, Health
-from cluster.router.health.isolation import PREFILL
+from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.moving import REST_S, Moving
 from cluster.router.options import RouterOptions
 from cluster.router.placing import Placed, Placing
@@ -42,9 +42,11 @@ class Workers:
             return "prefill"
         return "" if self.decode.is_open else "decode"
 
-    def open_names(self, phase: str) -> list[str]:
-        """Who takes new requests of this phase."""
-        return self.prefill.open_names if phase == PREFILL else self.decode.open_names
+    def alone_in(self, name: str) -> list[str]:
+        """The phases of the worker for which no other one takes new requests, and speaks."""
+        takers = ((PREFILL, self.prefill.open_names), (DECODE, self.decode.open_names))
+        speak = {each for _, names in takers for each in names if not self.health.is_stuck(each)}
+        return [phase for phase, names in takers if name in names and not speak.intersection(names) - {name}]
 
     def has_left(self, name: str) -> bool:
         """It drains, and nothing of ours is there or on its way."""
@@ -117,16 +119,9 @@ class Workers:
             return ""
         self.health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
         bound_s = self._options.dead_after_s
-        if not self._has_stand_in(name):
+        if self.alone_in(name):
             bound_s = max(bound_s, self._options.lost_after_s)
         return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
-
-    def _has_stand_in(self, name: str) -> bool:
-        """For every phase of the worker there is another one that takes new requests, and speaks."""
-        for names in (self.prefill.open_names, self.decode.open_names):
-            if name in names and all(each == name or self.health.is_stuck(each) for each in names):
-                return False
-        return True
 
     def on_pair_failed(self, prefill: str, decode: str, reason: str, now: float) -> None:
         if prefill in self.prefill.accounts and decode in self.decode.accounts:

@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from kv_transfer.event_loop import call_in_loop, quiet_future
+from kv_transfer.plan import layer_groups
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost
 from kv_transfer.prefill_side.pair_terms import Pair, PairTerms
 from kv_transfer.prefill_side.segments import Flow, Grant, ReadyPages, SegmentToSend, SentSegment, segments_of
@@ -87,6 +88,11 @@ class Handoff:
                 self._ready.append(ready)
                 return
         self._send(ready)
+
+    def pages_ready(self, page_begin: int, src_pages: Sequence[int]) -> None:
+        """All layers of the token pages from page_begin on stand in src_pages: segment_ready for each group of them."""
+        for layers in layer_groups(self._terms.layout, len(src_pages), self._terms.options.layers_per_group):
+            self.segment_ready(layers, page_begin, page_begin + len(src_pages), src_pages)
 
     @property
     def is_granted(self) -> bool:

@@ -19,6 +19,7 @@ from engine.pages.rows import PageRows
 from kv_transfer.lease import Ended, LeaseTable
 from tests.protocol.explore import Broken, Explorer, replay, walk
 from tests.protocol.faults import KINDS
+from tests.protocol.process import Process
 from tests.protocol.setting import Setting
 
 ALL = tuple(KINDS)
@@ -114,3 +115,11 @@ def test_a_history_is_told_and_played_again() -> None:
     world = replay(Setting(faults=("cancel",)), ["router-0>prefill-0", "cancel 0"])
     assert world.clients[0].given_up == "cancel"
     world.cluster.loop.close()
+
+
+async def test_what_both_sides_of_a_handoff_count_is_added() -> None:
+    """A mixed worker is on either."""
+    worker = Process("mixed-0", "mixed", "1", num_pages=8, prefix_cache=False)
+    worker.counters["resends"] += 2
+    worker.reservations.handoffs.counters["resends"] += 3
+    assert worker.report().counters["resends"] == 5

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from cluster.deploy.local import LocalCluster
 from cluster.front.server import ServerOptions, server_options
+from cluster.router.monitoring.status import status_of
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.types import SampledToken, Step
+from placement.checks.replay import Replayed, read_recording, replay
 from tests.zoo import VOCAB
 
 PAGE_SIZE = 16  # tokens
@@ -102,6 +104,21 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+def state_of(cluster: LocalCluster, name: str) -> tuple[str, str]:
+    """A worker's role and state, as `kvrelay status` shows them."""
+    assert cluster.server is not None
+    worker = next(worker for worker in status_of(cluster.server.router).workers if worker.name == name)
+    return worker.role, worker.state
+
+
+def replays(*recordings: Path) -> list[Replayed]:
+    """Each gives every decision again that was made when it was recorded."""
+    replayed = [replay(read_recording(path)) for path in recordings]
+    for each in replayed:
+        assert each.difference is None, str(each.difference)
+    return replayed
 
 
 async def until(predicate: Callable[[], object], what: str) -> None:

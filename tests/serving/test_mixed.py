@@ -11,13 +11,13 @@ import pytest
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion
-from placement.checks.replay import read_recording, replay
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
     ROUTER,
     counters,
     engine_with,
     random_prompt,
+    replays,
     router_with,
     transformers_tokens,
     worker_with,
@@ -97,9 +97,7 @@ async def test_what_it_decided_it_decides_again(model_dir: ModelDir, expected: l
     async with cluster:
         for _ in range(2):
             assert [list(answer.token_ids) for answer in await _answers(cluster)] == expected
-    for name in ("mixed-0", "router-0"):
-        replayed = replay(read_recording(tmp_path / f"{name}.jsonl"))
-        assert replayed.difference is None, str(replayed.difference)
+    for replayed in replays(tmp_path / "mixed-0.jsonl", tmp_path / "router-0.jsonl"):
         assert replayed.decisions > len(PROMPTS)
     assert "first token predicted in" in (tmp_path / "router-0.jsonl").read_text()
 

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from cluster.router.monitoring.status import status_of
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
-from placement.checks.replay import read_recording, replay
 from tests.deploy.running import kvrelay
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import Gate, counters, engine_with, random_prompt, router_with, until, worker_with
+from tests.serving.harness import (
+    Gate,
+    counters,
+    engine_with,
+    random_prompt,
+    replays,
+    router_with,
+    state_of,
+    until,
+    worker_with,
+)
 
 LENGTHS = (3, 16, 21, 40, 64, 75)
 NEW_TOKENS = 120
@@ -88,9 +96,8 @@ async def test_a_worker_that_drains_is_left_by_all(
         num_moves += answer.timeline.moves
     assert num_moves == total["router_moved"] == total["moves_done"] > 0
     assert (total["router_retries"], total["moves_failed"], total["router_stale_tokens"]) == (0, 0, 0)
-    for name in ["router-0", *(worker.options.name for worker in cluster.workers)]:
-        replayed = replay(read_recording(tmp_path / f"{name}.jsonl"))
-        assert replayed.difference is None, str(replayed.difference)
+    names = ["router-0", *(worker.options.name for worker in cluster.workers)]
+    replays(*(tmp_path / f"{name}.jsonl" for name in names))
 
 
 async def test_what_one_worker_has_too_much_of_goes_to_another_that_comes(
@@ -100,7 +107,7 @@ async def test_what_one_worker_has_too_much_of_goes_to_another_that_comes(
     cluster = _cluster(model_dir("llama"), prefill=1, decode=2, num_pages=40)
     async with cluster, AsyncClient(cluster.endpoint) as client:
         await client.drain("decode-1")
-        await until(lambda: _state(cluster, "decode-1").startswith("drain"), "routers have heard of it")
+        await until(lambda: state_of(cluster, "decode-1")[1].startswith("drain"), "routers have heard of it")
         answers = asyncio.create_task(_ask(client))
         await until(lambda: _num_decoding(cluster.decode[0]) > 1, "one decodes")
         await client.drain("decode-1", undo=True)
@@ -118,7 +125,7 @@ async def test_an_operator_drains_a_worker_and_takes_it_back(
         answers = asyncio.create_task(_ask(client))
         await until(lambda: max(map(_num_decoding, cluster.decode)) > 1, "one decodes some")
         await client.drain("decode-0")
-        await until(lambda: _state(cluster, "decode-0").startswith("drain"), "routers have heard of it")
+        await until(lambda: state_of(cluster, "decode-0")[1].startswith("drain"), "routers have heard of it")
         await until(lambda: not cluster.decode[0].role.requests, "it is left by all")
         assert [answer.choices for answer in await answers] == [wanted.choices for wanted in undisturbed]
         with pytest.raises(KvrelayError, match="decode-1 is the only worker for decode that takes requests; start"):
@@ -128,7 +135,7 @@ async def test_an_operator_drains_a_worker_and_takes_it_back(
         ):
             await client.drain("decode-7")
         await client.drain("decode-1", force=True)
-        await until(lambda: _state(cluster, "decode-1").startswith("drain"), "routers have heard of it")
+        await until(lambda: state_of(cluster, "decode-1")[1].startswith("drain"), "routers have heard of it")
         waits = asyncio.create_task(_ask(client))
         await client.drain("decode-0", undo=True)
         assert [answer.choices for answer in await waits] == [wanted.choices for wanted in undisturbed]
@@ -175,11 +182,6 @@ async def test_who_may_not_drain(model_dir: ModelDir) -> None:
         async with AsyncClient(cluster.endpoint, token=operator) as client:
             await client.drain("decode-0")
             await until(lambda: cluster.decode[0].is_draining, "it was told")
-
-
-def _state(cluster: LocalCluster, name: str) -> str:
-    assert cluster.server is not None
-    return next(worker.state for worker in status_of(cluster.server.router).workers if worker.name == name)
 
 
 def _num_decoding(worker: Any) -> int:

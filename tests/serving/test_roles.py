@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
-from cluster.router.monitoring.status import status_of
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
-from placement.checks.replay import read_recording, replay
 from tests.deploy.running import kvrelay
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
@@ -21,7 +19,9 @@ from tests.serving.harness import (
     counters,
     engine_with,
     random_prompt,
+    replays,
     router_with,
+    state_of,
     transformers_tokens,
     until,
     worker_with,
@@ -50,13 +50,7 @@ async def _ask(client: AsyncClient) -> list[Completion]:
 
 async def _become(cluster: LocalCluster, client: AsyncClient, name: str, role: str) -> None:
     await client.set_role(name, role)
-    await until(lambda: _seen(cluster, name) == (role, "ready"), f"{name} is a {role} worker")
-
-
-def _seen(cluster: LocalCluster, name: str) -> tuple[str, str]:
-    assert cluster.server is not None
-    worker = next(worker for worker in status_of(cluster.server.router).workers if worker.name == name)
-    return worker.role, worker.state
+    await until(lambda: state_of(cluster, name) == (role, "ready"), f"{name} is a {role} worker")
 
 
 async def test_any_worker_takes_any_role_while_streams_run(
@@ -88,11 +82,8 @@ async def test_any_worker_takes_any_role_while_streams_run(
     assert [list(answer.token_ids) for answer in answers] == expected * (len(answers) // len(PROMPTS))
     assert [answer.timeline.attempts for answer in answers if answer.timeline] == [1] * len(answers)
     assert (total["router_retries"], total["router_workers_lost"], total["preemptions"]) == (0, 0, 0)
-    for path in [
-        tmp_path / name for name in ("router-0.jsonl", "decode-1.jsonl", "decode-1.1.jsonl", "decode-1.2.jsonl")
-    ]:
-        replayed = replay(read_recording(path))
-        assert replayed.difference is None, str(replayed.difference)
+    names = ("router-0", "decode-1", "decode-1.1", "decode-1.2")
+    replays(*(tmp_path / f"{name}.jsonl" for name in names))
 
 
 async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: ModelDir, expected: list[list[int]]) -> None:
@@ -105,11 +96,11 @@ async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: Model
             bound = [live.decode for live in second.router._dispatcher._live.values()]
             assert set(bound) == {"decode-0", "decode-1"}
             await client.set_role("decode-1", "prefill")
-            await until(lambda: _seen(cluster, "decode-1") == ("decode", "draining"), "it drains")
+            await until(lambda: state_of(cluster, "decode-1") == ("decode", "draining"), "it drains")
             await asyncio.sleep(0.5)
-            assert _seen(cluster, "decode-1") == ("decode", "draining"), "nothing runs there, but is on its way"
+            assert state_of(cluster, "decode-1") == ("decode", "draining"), "nothing runs there, but is on its way"
             gate.open()
-            await until(lambda: _seen(cluster, "decode-1") == ("prefill", "ready"), "all have left")
+            await until(lambda: state_of(cluster, "decode-1") == ("prefill", "ready"), "all have left")
             done = await answers
     assert [list(answer.token_ids) for answer in done] == expected
     assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)
@@ -128,9 +119,9 @@ async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, t
         answer = asyncio.create_task(client.generate(PROMPTS[3], max_tokens=4, temperature=0.0))
         await gate.reached()
         await client.set_role("prefill-0", "decode")
-        await until(lambda: _seen(cluster, "prefill-0") == ("prefill", "draining"), "it drains")
+        await until(lambda: state_of(cluster, "prefill-0") == ("prefill", "draining"), "it drains")
         await client.drain("prefill-0", undo=True)
-        await until(lambda: _seen(cluster, "prefill-0") == ("prefill", "ready"), "it stays what it is")
+        await until(lambda: state_of(cluster, "prefill-0") == ("prefill", "ready"), "it stays what it is")
         gate.open()
         await answer
         await asyncio.sleep(0.1)
@@ -138,5 +129,5 @@ async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, t
         where = ("decode-0", "mixed", "--force", "--endpoint", cluster.endpoint, "--json")
         asked = await asyncio.to_thread(kvrelay, tmp_path, "role", *where, timeout_s=60)
         assert (asked.returncode, json.loads(asked.stdout)["role"]) == (0, "mixed")
-        assert _seen(cluster, "decode-0") == ("mixed", "ready")
+        assert state_of(cluster, "decode-0") == ("mixed", "ready")
         assert len(await _ask(client)) == len(PROMPTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kv_transfer.options import TransferOptions
 from kv_transfer.prefill_side.errors import HandoffLost
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.peers import peers as peers_module
 from worker.peers.peers import Peers
 
@@ -27,7 +29,9 @@ def make_peers(monkeypatch: pytest.MonkeyPatch, connect: Any) -> Peers:
     monkeypatch.setattr(peers_module, "connect", connect)
     options = SimpleNamespace(secret="", tls=None, transfer=TransferOptions(), host="127.0.0.1")
     engine = SimpleNamespace(info=SimpleNamespace(fingerprint="m"), memory=None)
-    host: Any = SimpleNamespace(options=options, engine=engine, address=pb.WorkerAddress(), faults=None)
+    host: Any = SimpleNamespace(
+        options=options, engine=engine, address=pb.WorkerAddress(), faults=None, counters=Counter()
+    )
     return Peers(host)
 
 
@@ -80,7 +84,7 @@ async def test_a_lost_pair_is_opened_again_before_a_request_asks(monkeypatch: py
     second: object = await peers.pair(DECODE)
     assert second is opened[1]
     assert [health.failures for health in peers.report()] == [1]  # until KV has come over it
-    peers.on_receipt(DECODE)
+    peers.on_receipt(DECODE, HandoffReceipt())
     assert not peers.report()
     await peers.close()
 

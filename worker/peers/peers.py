@@ -1,4 +1,5 @@
-"""Peers are a prefill worker's pairs with decode workers: each is opened at first use, and again after it was lost.
+"""Peers are a worker's pairs with the decode workers that it sends KV to: each is opened at first use, and again after
+it was lost.
 
 One that cannot be opened is tried again by itself, ever more seldom (pair_health.py), for as long as requests have
 named it lately; those that name it meanwhile wait a moment for it and no longer.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from functools import partial
 
 from kv_transfer.prefill_side.connect import connect
-from kv_transfer.prefill_side.errors import HandoffError, HandoffUntried
+from kv_transfer.prefill_side.errors import HandoffError, HandoffFailed, HandoffUntried
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
 from worker.peers.pair_health import PairHealth, PeerKey
 from worker.role import RoleHost
 from worker.wire.credentials import FollowedTls
@@ -26,6 +29,15 @@ Connection = asyncio.Task[PrefillPair]
 
 UNREACHABLE_WAIT_S = 0.5  # that a request waits for a pair which could not be opened the last time
 WANTED_S = 30.0  # after the last request that named it, a pair is not tried any more
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """Why a handoff to `peer` came to nothing, and whose fault it is."""
+
+    reason: str
+    cause: pb.FailureCause
+    peer: str
 
 
 class Peers:
@@ -71,12 +83,22 @@ class Peers:
             for (name, incarnation), trouble in self.health.troubles(now)
         ]
 
-    def on_receipt(self, decode: pb.WorkerAddress) -> None:
+    def on_receipt(self, decode: pb.WorkerAddress, receipt: HandoffReceipt) -> None:
         self.health.on_receipt(_key(decode))
+        counters = self._host.counters
+        counters["pages_sent"] += receipt.pages
+        counters["bytes_sent"] += receipt.bytes
+        counters["resends"] += receipt.resends
 
-    def on_failed(self, decode: pb.WorkerAddress, reason: str) -> None:
-        """A handoff failed though its pair stands."""
-        self.health.on_broken(_key(decode), reason, _now())
+    def undelivered(self, request_id: str, decode: pb.WorkerAddress, error: BaseException) -> Undelivered:
+        """A handoff to it came to nothing by this."""
+        if not isinstance(error, HandoffError):  # a bug must fail one request, not leave it waiting
+            log.error("the handoff of %s to %s broke", request_id, decode.name, exc_info=error)
+            reason = f"{self._host.options.name}: {type(error).__name__}: {error}"
+            return Undelivered(reason, pb.FAILURE_CAUSE_PEER, decode.name)
+        if isinstance(error, HandoffFailed):  # though its pair stands
+            self.health.on_broken(_key(decode), str(error), _now())
+        return Undelivered(str(error), error.cause, decode.name)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -42,6 +42,11 @@ class WorkerLinks:
     def get(self, name: str) -> WorkerLink | None:
         return self._links.get(name)
 
+    def cancel(self, name: str, wire_id: str, reason: str) -> None:
+        """Have the worker end a request, if it is there."""
+        if link := self._links.get(name):
+            link.cancel(wire_id, reason)
+
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         wanted = {worker.name: worker for worker in workers}
         for name, link in list(self._links.items()):

@@ -65,17 +65,13 @@ class LiveMoves:
         """The worker goes on with it."""
         if source != live.decode:  # and so does the other one, whose receipt was lost
             self._policy.on_left(live.wire_id, source)
-            self._cancel(live, source, "it runs elsewhere")
+            self._links.cancel(source, live.wire_id, "it runs elsewhere")
             return
         if cause == "peer":
-            self._cancel(live, target, "it has not moved")
+            self._links.cancel(target, live.wire_id, "it has not moved")
         if target != live.moving_to:
             return  # of a move that was given up when its target was lost
         live.moving_to = ""
         self._metrics.counts["moves_failed"] += 1
         log.info("%s stays at %s: %s", live.wire_id, source, reason)
         self._policy.on_move_failed(live.wire_id, self._clock(), cause)
-
-    def _cancel(self, live: LiveRequest, worker: str, reason: str) -> None:
-        if link := self._links.get(worker):
-            link.cancel(live.wire_id, reason)

@@ -41,7 +41,8 @@ def role(
     with exit_codes(as_json, interrupted=still_drains(worker)), refusals(as_json), router.client() as client:
         client.set_role(worker, role, force=force)
         show = not (no_progress or as_json)
-        is_done = lambda each: each.role == role and each.state == "ready"  # noqa: E731
-        left, took_s = wait_until(client, worker, is_done, timeout, show=show)
+        left, took_s = wait_until(
+            client, worker, lambda each: (each.role, each.state) == (role, "ready"), timeout, show=show
+        )
         words = f"drains, to be a {role} worker" if left else f"is a {role} worker after {took_s:g} s"
         tell(worker, words, {"role": role, "requests_left": left, "seconds": took_s}, as_json)
