@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 GREET_TIMEOUT_S = 10.0
 GREET_RETRY_S = 1.0
 CONTROLLER_CHECK_S = 1.0
+DRAIN_TIMEOUT_S = 10.0  # that its loop may take to hear of it
 
 
 Build = Callable[[str, Progress, Greeting], Service]  # the incarnation's name, and whom to tell of progress
@@ -121,3 +122,16 @@ class WorkerActor(MemberActor):
             return make_worker(replace(options, host=host, incarnation=incarnation, secret=secret), loaded)
 
         super().__init__(options.name, host, membership, build)
+
+    def describe(self) -> dict[str, Any]:
+        service = self._thread.service
+        return super().describe() | {"drained": service is not None and service.is_drained}
+
+    def drain(self, undo: bool) -> None:
+        """Have it left, or take it back."""
+        self._thread.call(self._drain(undo), DRAIN_TIMEOUT_S)
+
+    async def _drain(self, undo: bool) -> None:
+        from kvrelay.v1 import worker_pb2
+
+        self._thread.service.on_drain(worker_pb2.Drain(undo=undo))

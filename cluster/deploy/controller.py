@@ -15,16 +15,19 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from cluster.deploy.checkpoint import Checkpoint
+from cluster.deploy.launch import want_of
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
-from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Roster, Version, WorkerEntry
+from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Member, Roster, Version, WorkerEntry, roles_of
+from cluster.spec.model import ClusterSpec
+from cluster.spec.resolve import workers_of
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -40,35 +43,30 @@ SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as th
 
 
 class Controller:
-    """`roles`: name -> role of every worker and router."""
+    """Of a resolved spec. `launch(name)` creates a worker's actor, which was not there when the cluster was started."""
 
-    def __init__(
-        self,
-        roles: Mapping[str, str],
-        *,
-        drain_s: float,
-        liveness_timeout_s: float,
-        load_timeout_s: float,
-        log_dir: str,
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, *, log_dir: str, launch: Callable[[str], None]) -> None:
         log_into(log_dir, "controller")
         self._checkpoint, saved = _restored()
-        self._roster = Roster(roles, saved)
-        self._drain_s = drain_s
-        self._probe_timeout_s = liveness_timeout_s
-        self._liveness = Liveness(timeout_s=liveness_timeout_s, load_timeout_s=load_timeout_s + MAX_LOAD_DELAY_S)
+        workers = ((plan.name, plan.options.role) for plan in workers_of(spec))
+        self._roster = Roster(roles_of(workers, spec.router.replicas), saved)
+        self._spec = spec
+        self._launch = launch
+        load_timeout_s = spec.ready_timeout_s + MAX_LOAD_DELAY_S
+        self._liveness = Liveness(timeout_s=spec.liveness_timeout_s, load_timeout_s=load_timeout_s)
         self._awake = AwakeClock()
         self._changed = asyncio.Condition()
         self._is_stopping = False
         self._secrets: asyncio.Future[Secrets] = asyncio.get_running_loop().create_future()
         self._handles: dict[str, Any] = {}
-        self._heard = {name: asyncio.Event() for name in roles}  # asked once, whatever came of it
+        names = [*self._roster.router_names(), *self._roster.worker_names()]
+        self._heard = {name: asyncio.Event() for name in names}  # asked once, whatever came of it
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
         self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
         self._tasks: set[asyncio.Task[None]] = set()
         self._awake.start()
         self._spawn(self._confirm())
-        for name in roles:
+        for name in names:
             self._spawn(self._keep(name))
 
     # for members
@@ -86,6 +84,8 @@ class Controller:
 
     async def on_event(self, event: dict[str, Any]) -> None:
         """A ServiceEvent of a worker or router, sent or asked for."""
+        if event["name"] not in self._roster:
+            return  # it has left
         version, is_new_stage = self._roster.version, self._roster.on_event(event)
         self._liveness.on_answer(event, now := self._awake.now_s())
         if self._liveness.ready_for_s(event["name"], now) >= SERVED_WELL_S:
@@ -100,6 +100,48 @@ class Controller:
 
     async def ping(self) -> None:
         """For a member that asks whether this process hangs."""
+
+    # for routers, whom an operator asks
+
+    async def pools(self) -> dict[str, list[str]]:
+        """Who each has, by pool, the first numbers first; without those that leave."""
+        return {pool.label: self._roster.staying(pool.label) for pool in self._spec.pools}
+
+    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
+        """Have so many in it. Returns name, stage and reason of those that are on their way."""
+        role = next(each.role for each in self._spec.pools if each.label == pool)
+        version = self._roster.version
+        back, added = self._roster.resize(pool, role, replicas)
+        for name in back:
+            self._spawn(self._take_back(name))
+        for name in added:
+            self._heard[name] = asyncio.Event()
+            self._spawn(self._keep(name))
+        if self._roster.version != version:
+            await self._save()
+            await self._notify()
+        return [(m.name, *self._standing(m)) for m in self._roster.pending(pool)]
+
+    async def remove(self, name: str, undo: bool) -> bool:
+        """Have a worker leave, or not. Whether there is one of the name."""
+        if name not in self._roster.worker_names():
+            return False
+        if self._roster.member(name).is_leaving == undo:
+            self._roster.set_leaving(name, undo=undo)
+            await self._save()
+            if undo:
+                await self._take_back(name)
+        return True
+
+    async def _take_back(self, name: str) -> None:
+        with contextlib.suppress(TimeoutError, RayError):  # it has ended: what is started drains no more
+            if (handle := self._handle(name)) is not None:
+                await _call(handle.drain.remote(True), CALL_TIMEOUT_S)
+
+    def _standing(self, member: Member) -> tuple[str, str]:
+        if member.stage == "waiting" and not member.is_leaving:
+            return member.stage, want_of(self._spec, member.name)
+        return "leaving" if member.is_leaving else member.stage, member.reason
 
     # for `kvrelay up`
 
@@ -120,7 +162,7 @@ class Controller:
         """End everything but this actor: routers first, which let running requests end within `drain_s`; then workers,
         those that prefill before those that only decode."""
         self._is_stopping = True
-        await self._stop_all(self._roster.router_names(), self._drain_s)
+        await self._stop_all(self._roster.router_names(), self._spec.router.drain_s)
         workers = self._roster.worker_names()
         workers.sort(key=lambda name: "prefill" not in kind_of(self._roster.member(name).role).phases)
         await self._stop_all(workers, 0.0)
@@ -149,28 +191,63 @@ class Controller:
 
     async def _keep(self, name: str) -> None:
         while not self._is_stopping:
+            member, has_left = self._roster.member(name), False
             with contextlib.suppress(TimeoutError, RayError):  # Ray may be in trouble itself: the watch goes on
                 if (handle := self._handle(name)) is not None:
-                    await self._probe(name, handle)
+                    has_left = await self._probe(name, handle)
+                elif member.is_leaving:
+                    has_left = True
+                elif member.is_added:
+                    await asyncio.to_thread(self._create, name)
             self._heard[name].set()
+            if has_left or (member.is_leaving and not member.is_ready):
+                await self._dismiss(name)
+                return
             if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
                 await self._replace(name, reason)
             await asyncio.sleep(PROBE_S)
 
-    async def _probe(self, name: str, handle: Any) -> None:
-        """Raises TimeoutError when nothing is said, neither by the process nor by Ray, and what Ray raises."""
+    async def _probe(self, name: str, handle: Any) -> bool:
+        """Whether it is left for good. Raises TimeoutError when nothing is said, neither by the process nor by Ray,
+        and what Ray raises."""
         incarnation = self._roster.member(name).incarnation
         try:
-            answer = await _call(handle.describe.remote(), self._probe_timeout_s)
+            answer = await _call(handle.describe.remote(), self._spec.liveness_timeout_s)
             if not self._secrets.done() and (secrets := await _call(handle.secrets.remote(), CALL_TIMEOUT_S)):
                 await self.set_secrets(secrets)
         except RayActorError as error:
             await self._on_gone(name, incarnation, error)
-            return
+            return False
         await self.on_event(answer)
+        if self._roster.member(name).is_leaving and not answer["drained"]:
+            await _call(handle.drain.remote(False), CALL_TIMEOUT_S)
+            return False
+        return self._roster.member(name).is_leaving
+
+    async def _dismiss(self, name: str) -> None:
+        """Nothing runs there: its process ends for good, once no router knows it any more."""
+        self._roster.remove(name)
+        await asyncio.gather(*self._tell_routers())
+        with contextlib.suppress(TimeoutError, RayError):
+            if (handle := self._handle(name)) is not None:
+                await _call(handle.stop.remote(0.0), CALL_TIMEOUT_S)
+        self._kill(name, "it has left its pool", no_restart=True)
+        self._handles.pop(name, None)
+        await self._save()
+        await self._notify()
+
+    def _create(self, name: str) -> None:
+        try:
+            self._launch(name)
+        except ValueError as error:  # the last actor of the name is not gone yet: at the next probe
+            logger.info("%s is not created yet: %s", name, " ".join(str(error).split()))
 
     async def _on_gone(self, name: str, incarnation: str, error: RayActorError) -> None:
-        if self._is_stopping or self._roster.member(name).stage == "failed":
+        member = self._roster.member(name)
+        if self._is_stopping or member.stage == "failed":
+            return
+        if member.is_added and member.stage == "waiting":  # the last actor of the name
+            self._handles.pop(name, None)
             return
         if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")
@@ -200,14 +277,16 @@ class Controller:
 
     # the routers
 
-    def _tell_routers(self) -> None:
+    def _tell_routers(self) -> list[asyncio.Task[None]]:
         """Only a confirmed roster, and each router what it has not taken yet."""
+        tasks = []
         workers, version = self._roster.workers(), self._roster.version
         for name in self._roster.router_names() if self._is_confirmed else ():
             router = self._roster.member(name)
             if router.is_ready and self._told.get(router.incarnation) != workers:
                 self._told[router.incarnation] = workers
-                self._spawn(self._tell_router(name, router.incarnation, version, workers))
+                tasks.append(self._spawn(self._tell_router(name, router.incarnation, version, workers)))
+        return tasks
 
     async def _tell_router(self, name: str, incarnation: str, version: Version, workers: list[WorkerEntry]) -> None:
         try:
@@ -228,10 +307,11 @@ class Controller:
         async with self._changed:
             self._changed.notify_all()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _restored() -> tuple[Checkpoint, dict[str, Any] | None]:

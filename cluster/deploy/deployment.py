@@ -23,7 +23,7 @@ from cluster.deploy.launch import (
     launch_controller,
     launch_members,
     needs_of,
-    wants_of,
+    want_of,
 )
 from cluster.deploy.local_ray import LOOPBACK, LocalRay
 from cluster.deploy.ray import (
@@ -59,7 +59,6 @@ class Deployment:
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
         self._version = Version()
-        self._wants: dict[str, str] = {}
         self.spec = spec
 
     def start(self) -> None:
@@ -82,9 +81,9 @@ class Deployment:
                     f"a cluster named {self.spec.name} runs in this Ray already; end it with "
                     f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
                 )
-        self._wants = wants_of(self.spec)
-        self._controller = launch_controller(self.spec, self._log_dir)  # from here on `stop` ends what is there
-        launch_members(self.spec, self._log_dir, loopback=self._local is not None)
+        loopback = self._local is not None
+        self._controller = launch_controller(self.spec, self._log_dir, loopback=loopback)  # which `stop` ends
+        launch_members(self.spec, self._log_dir, loopback=loopback)
 
     def next_snapshot(self, timeout_s: float = POLL_S, deadline_s: float = math.inf) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
@@ -111,8 +110,8 @@ class Deployment:
                 raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]
         for member in snapshot["members"]:
-            if member["stage"] == "waiting":
-                member["reason"] = self._wants.get(member["name"], "")
+            if member["stage"] == "waiting" and member["role"] != ROUTER:
+                member["reason"] = want_of(self.spec, member["name"])
         self._check_ray()
         return snapshot
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cluster.deploy.ray import find_actor, named_actors
-from cluster.deploy.roster import roles_of
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import WorkerPlan, workers_of
+from cluster.spec.resolve import WorkerPlan, plan_of, workers_of
 from worker.membership import Membership
 
 CONTROLLER = "controller"
@@ -38,53 +38,37 @@ def needs_of(spec: ClusterSpec) -> dict[str, float]:
     return dict(total)
 
 
-def wants_of(spec: ClusterSpec) -> dict[str, str]:
-    """What each worker waits for before it is started, for people."""
-    wants = {}
-    for plan in workers_of(spec):
-        amounts = ", ".join(f"{name} {amount:g}" for name, amount in bundle_of(plan).items())
-        wants[plan.name] = f"wants {amounts} of Ray" if amounts else ""
-    return wants
+def want_of(spec: ClusterSpec, name: str) -> str:
+    """What a worker waits for before it is started, for people."""
+    amounts = ", ".join(f"{what} {amount:g}" for what, amount in bundle_of(plan_of(spec, name)).items())
+    return f"wants {amounts} of Ray" if amounts else ""
 
 
-def launch_controller(spec: ClusterSpec, log_dir: str) -> Any:
+def launch_controller(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> Any:
     """Create the controller of a resolved spec, before all else: its name is the cluster's, and it ends the others."""
     import ray
 
     from cluster.deploy.controller import Controller
 
-    plans = workers_of(spec)
-    roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
     actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
-    return actor.remote(
-        roles,
-        drain_s=spec.router.drain_s,
-        liveness_timeout_s=spec.liveness_timeout_s,
-        load_timeout_s=spec.ready_timeout_s,
-        log_dir=log_dir,
-    )
+    return actor.remote(spec, log_dir=log_dir, launch=partial(launch_worker, spec, log_dir, loopback=loopback))
 
 
 def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     """Create every worker and router of a resolved spec. What they are made with is kept in Ray's GCS: no secret."""
-    plans = workers_of(spec)
-    membership = Membership(controller=CONTROLLER, liveness_timeout_s=spec.liveness_timeout_s, log_dir=log_dir)
-    bundles = [bundle_of(plan) for plan in plans]
-    group = _reserve([bundle for bundle in bundles if bundle])
-    index = 0
-    for plan, bundle in zip(plans, bundles, strict=True):
-        _launch_worker(plan, bundle, group, index, loopback, membership)
-        index += bool(bundle)
-    for i in range(spec.router.replicas):
-        _launch_router(spec, i, membership)
-
-
-def _reserve(bundles: list[dict[str, float]]) -> Any | None:
     import ray
 
-    if not bundles:
-        return None
-    return ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
+    plans = workers_of(spec)
+    if bundles := [bundle for plan in plans if (bundle := bundle_of(plan))]:
+        ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
+    for plan in plans:
+        launch_worker(spec, log_dir, plan.name, loopback=loopback)
+    for i in range(spec.router.replicas):
+        _launch_router(spec, i, _membership(spec, log_dir))
+
+
+def _membership(spec: ClusterSpec, log_dir: str) -> Membership:
+    return Membership(controller=CONTROLLER, liveness_timeout_s=spec.liveness_timeout_s, log_dir=log_dir)
 
 
 def _always(name: str) -> dict[str, Any]:
@@ -92,27 +76,29 @@ def _always(name: str) -> dict[str, Any]:
     return {"name": name, "lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
 
-def _launch_worker(
-    plan: WorkerPlan,
-    bundle: Mapping[str, float],
-    group: Any,
-    index: int,
-    loopback: bool,
-    membership: Membership,
-) -> None:
+def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool) -> None:
+    """Create any worker of a resolved spec's pools: where its place is reserved, else wherever Ray has room. A Ray of
+    our own has no more cores than the spec wants, so that none are counted there for one more than it has.
+
+    Raises ValueError when there is an actor of the name, and what Ray raises.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    options = _always(plan.name) | {
+    plan, reserved = plan_of(spec, name), [plan.name for plan in workers_of(spec) if bundle_of(plan)]
+    if loopback and name not in reserved:
+        plan = replace(plan, num_cpus=0)
+    options = _always(name) | {
         "num_cpus": plan.num_cpus,
         "num_gpus": plan.num_gpus,
         "resources": dict(plan.resources),
         "max_concurrency": 4,
     }
-    if bundle:
+    if name in reserved:
+        group, index = ray.util.get_placement_group(PLACEMENT_GROUP), reserved.index(name)
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     actor = ray.remote(_actor_class(plan.options.role)).options(**options)
-    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, membership)
+    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, _membership(spec, log_dir))
 
 
 def _actor_class(role: str) -> type[Any]:

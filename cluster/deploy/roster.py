@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 MAX_LOAD_DEATHS = 3
@@ -72,16 +73,23 @@ class Member:
     last_death: str = ""  # the reason of the newest of them
     served_as: tuple[str, str] | None = None  # address and incarnation when it was last ready
     past: list[str] = field(default_factory=list)  # its earlier incarnations
+    is_added: bool = False  # since the start: the controller creates its actor
+    is_leaving: bool = False  # for good, once nothing runs there
 
     @property
     def is_ready(self) -> bool:
         return self.stage == "ready"
 
+    @property
+    def pool(self) -> str:
+        return self.name.rpartition("-")[0] if self.role != ROUTER else ""
+
 
 class Roster:
     def __init__(self, roles: Mapping[str, str], saved: Mapping[str, Any] | None = None) -> None:
-        """`roles`: name -> ROUTER or a worker's role, in the order to show them. `saved`: an earlier controller's."""
-        self._members = {name: Member(name=name, role=role) for name, role in roles.items()}
+        """`roles`: name -> ROUTER or a worker's role, in the order to show them. `saved`: an earlier controller's, who
+        knew who is there by then."""
+        self._members = {name: Member(name=name, role=role) for name, role in roles.items() if saved is None}
         self.was_ready = False  # all of them, at some time
         self.version = Version(epoch=1)  # of the newest change, so that a watcher can wait for the next one
         if saved is not None:
@@ -186,6 +194,48 @@ class Roster:
 
     def member(self, name: str) -> Member:
         return self._members[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    # how many there are to be
+
+    def staying(self, pool: str) -> list[str]:
+        """Of a pool, the first numbers first."""
+        return [member.name for member in self._pool(pool) if not member.is_leaving]
+
+    def pending(self, pool: str) -> list[Member]:
+        """Of a pool, who is not yet, or still, there."""
+        return [member for member in self._pool(pool) if member.is_leaving or not member.is_ready]
+
+    def _pool(self, pool: str) -> list[Member]:
+        return sorted((m for m in self._members.values() if m.pool == pool), key=lambda m: int(m.name[len(pool) + 1 :]))
+
+    def resize(self, pool: str, role: str, replicas: int) -> tuple[list[str], list[str]]:
+        """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who comes
+        back, and who is added."""
+        names = self.staying(pool)
+        for name in names[replicas:]:
+            self.set_leaving(name)
+        missing = max(0, replicas - len(names))
+        back = [member.name for member in self._pool(pool) if member.is_leaving][:missing]
+        for name in back:
+            self.set_leaving(name, undo=True)
+        free = (name for i in count() if (name := f"{pool}-{i}") not in self._members)
+        added = list(islice(free, missing - len(back)))
+        for name in added:
+            self._members[name] = Member(name=name, role=role, is_added=True)
+            self._note_change()
+        return back, added
+
+    def set_leaving(self, name: str, *, undo: bool = False) -> None:
+        self._members[name].is_leaving = not undo
+        self._note_change()
+
+    def remove(self, name: str) -> None:
+        """It has left."""
+        del self._members[name]
+        self._note_change()
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for whoever watches: version, is_ready, failed (sentences), members."""

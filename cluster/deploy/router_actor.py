@@ -4,10 +4,13 @@ gRPC, tells the controller how that goes, and hands the router the newest word o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import ray
+from ray.exceptions import RayError
 
 from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
@@ -33,7 +36,7 @@ class RouterActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from cluster.deploy.router_service import RouterService
 
-            return RouterService(_options(spec, index, greeting), host)
+            return RouterService(_options(spec, index, greeting), host, pools=ControllerPools(membership.controller))
 
         super().__init__(f"router-{index}", host, membership, build)
 
@@ -45,6 +48,39 @@ class RouterActor(MemberActor):
         """Why it does not serve by then; empty if it does. Raises TimeoutError if it says nothing."""
         serves: Coroutine[Any, Any, str] = self._thread.service.wait_serving(timeout_s)
         return self._thread.call(serves, timeout_s + CALL_TIMEOUT_S)
+
+
+class ControllerPools:
+    """What an operator asks of a router for which it must ask the controller. Each raises RequestFailed when that does
+    not answer."""
+
+    def __init__(self, controller: str) -> None:
+        self._controller = controller
+
+    async def pools(self) -> dict[str, list[str]]:
+        answer: dict[str, list[str]] = await self._ask("pools")
+        return answer
+
+    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
+        answer: list[tuple[str, str, str]] = await self._ask("scale", pool, replicas)
+        return answer
+
+    async def remove(self, worker: str, *, undo: bool) -> bool:
+        return bool(await self._ask("remove", worker, undo))
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        """In a thread: where Ray's GCS is gone its client waits without end."""
+        from cluster.router.live.requests import RequestFailed
+
+        def ask() -> Any:
+            controller = ray.get_actor(self._controller)
+            return ray.get(getattr(controller, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(ask), CALL_TIMEOUT_S)
+        except (RayError, ValueError, TimeoutError) as error:
+            why = " ".join(str(error).split()) or f"it said nothing for {CALL_TIMEOUT_S:g} s"
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"the controller does not answer: {why}") from None
 
 
 def _options(spec: ClusterSpec, index: int, greeting: Greeting) -> ServerOptions:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cluster.deploy.roster import Newest, WorkerEntry
 from cluster.front.memory import put_off_collections
+from cluster.front.operate import Pools
 from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.links.worker_link import WorkerEndpoint
 
@@ -18,10 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class RouterService:
-    def __init__(self, options: ServerOptions, reached_at: str, workers: Sequence[WorkerEndpoint] = ()) -> None:
-        """`workers`: those that are known before anybody has said a word."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        reached_at: str,
+        workers: Sequence[WorkerEndpoint] = (),
+        pools: Pools | None = None,
+    ) -> None:
+        """`workers`: those that are known before anybody has said a word. `pools`: who starts and ends them."""
         put_off_collections()
-        self._server = RouterServer(options)
+        self._server = RouterServer(options, pools=pools)
         self._reached_at = reached_at
         self._workers = workers
         self._newest = Newest()

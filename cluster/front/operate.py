@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -16,19 +16,35 @@ from worker.wire.door import CALLER
 from worker.wire.tokens import DEFAULT_NAME
 
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
-RequestT = TypeVar("RequestT", cluster_pb2.DrainRequest, cluster_pb2.SetRoleRequest)
+RequestT = TypeVar("RequestT", cluster_pb2.DrainRequest, cluster_pb2.SetRoleRequest, cluster_pb2.ScaleRequest)
+MAX_REPLICAS = 4096  # as a spec has
 OPERATORS = ("", DEFAULT_NAME, "operator")  # names of tokens; none: there are no tokens
 
 
+class Pools(Protocol):
+    """Who starts and ends workers. Each raises RequestFailed when it does not answer."""
+
+    async def pools(self) -> dict[str, list[str]]:
+        """By pool, its workers, those that leave first last; without those that are leaving."""
+
+    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
+        """Returns name, stage and reason of those that are on their way."""
+
+    async def remove(self, worker: str, *, undo: bool) -> bool:
+        """Have it leave, or not. Whether there is one of the name."""
+
+
 class ClusterService:
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, pools: Pools | None = None) -> None:
         self._router = router
+        self._pools = pools
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
             "GetStatus": unary(self.get_status, cluster_pb2.GetStatusRequest),
             "Drain": unary(self.drain, cluster_pb2.DrainRequest),
             "SetRole": unary(self.set_role, cluster_pb2.SetRoleRequest),
+            "Scale": unary(self.scale, cluster_pb2.ScaleRequest),
         }
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
@@ -37,7 +53,12 @@ class ClusterService:
     async def drain(self, request: cluster_pb2.DrainRequest | None, context: Any) -> cluster_pb2.DrainResponse:
         try:
             asked = _checked(request)
-            self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
+            if asked.remove:
+                await self._remove(asked.worker, force=asked.force)
+            else:
+                self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
+            if asked.undo and self._pools is not None:
+                await self._pools.remove(asked.worker, undo=True)
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
         return cluster_pb2.DrainResponse()
@@ -49,6 +70,37 @@ class ClusterService:
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
         return cluster_pb2.SetRoleResponse()
+
+    async def scale(self, request: cluster_pb2.ScaleRequest | None, context: Any) -> cluster_pb2.ScaleResponse:
+        try:
+            asked, kept = _checked(request), self._kept()
+            pools = await kept.pools()
+            if asked.pool not in pools:
+                raise RequestFailed(
+                    grpc.StatusCode.NOT_FOUND, f"there is no pool {asked.pool!r}; there are {', '.join(pools)}"
+                )
+            if asked.replicas > MAX_REPLICAS:
+                raise InvalidRequest(f"replicas is {asked.replicas}; give {MAX_REPLICAS} at most")
+            self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
+            pending = await kept.scale(asked.pool, asked.replicas)
+        except (RequestFailed, InvalidRequest) as error:
+            await refuse_with(context, error)
+        return cluster_pb2.ScaleResponse(
+            pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending]
+        )
+
+    async def _remove(self, worker: str, *, force: bool) -> None:
+        """Also one that is lost, again and again."""
+        kept = self._kept()
+        self._router.check_others((worker,), is_sure=force)
+        if not await kept.remove(worker, undo=False):
+            raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {worker!r} in any pool")
+
+    def _kept(self) -> Pools:
+        if self._pools is None:
+            why = "nobody keeps this router's workers: start and end them as they were started"
+            raise RequestFailed(grpc.StatusCode.UNIMPLEMENTED, why)
+        return self._pools
 
 
 def _checked(request: RequestT | None) -> RequestT:

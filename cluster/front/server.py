@@ -24,7 +24,7 @@ from cluster.front.grpc import GENERATE_SERVICE, GenerateService
 from cluster.front.health import Health
 from cluster.front.limits import CallLimit, grpc_options
 from cluster.front.memory import let_go_forever
-from cluster.front.operate import CLUSTER_SERVICE, ClusterService
+from cluster.front.operate import CLUSTER_SERVICE, ClusterService, Pools
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.router.driver import Router
@@ -79,8 +79,9 @@ def server_options(**settings: Any) -> ServerOptions:
 
 
 class RouterServer:
-    def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None) -> None:
-        """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise."""
+    def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None, pools: Pools | None = None) -> None:
+        """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise. `pools`: who
+        starts and ends workers, if anybody does."""
         if why := why_open(options.host, auth=options.auth, tls=options.tls):
             raise ValueError(why)
         self.options = options
@@ -98,6 +99,7 @@ class RouterServer:
         self.port = 0
         self.metrics_port: int | None = None
         self._codec = codec
+        self._pools = pools
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
@@ -123,7 +125,7 @@ class RouterServer:
         )
         services = {
             GENERATE_SERVICE: self._generate.handlers(),
-            CLUSTER_SERVICE: ClusterService(self.router).handlers(),
+            CLUSTER_SERVICE: ClusterService(self.router, self._pools).handlers(),
             health.SERVICE_NAME: self._health.handlers(),
         }
         _serve(self._server, services)

@@ -17,7 +17,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -177,7 +177,7 @@ class Router:
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
         link = self._ready(name)
-        self._check_others(link, is_sure=undo or force)
+        self.check_others((name,), is_sure=undo or force)
         link.drain(undo=undo)
 
     def set_role(self, name: str, role: str, *, force: bool = False) -> None:
@@ -188,7 +188,7 @@ class Router:
         if link.role == role:
             link.drain(undo=True)
         else:
-            self._check_others(link, is_sure=force)
+            self.check_others((name,), is_sure=force)
             link.set_role(role)
 
     def _ready(self, name: str) -> WorkerLink:
@@ -200,12 +200,14 @@ class Router:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{name} is {link.state.value}: {link.reason}")
         return link
 
-    def _check_others(self, link: WorkerLink, *, is_sure: bool) -> None:
-        """Whether each of its phases has another worker."""
-        alone = self.policy.workers.alone_in(link.name)
+    def check_others(self, names: Collection[str], *, is_sure: bool) -> None:
+        """Whether each phase of these workers has another one. Raises RequestFailed."""
+        alone = self.policy.workers.alone_in(names)
         if alone and not is_sure:
-            why = f"{link.name} is the only worker for {' and '.join(alone)} that takes requests"
-            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
+            phases, takes = " and ".join(alone), "takes" if len(names) == 1 else "take"
+            only = f"{' and '.join(names)} {'is the only worker' if len(names) == 1 else 'are the only workers'}"
+            why = f"{only} for {phases} that {takes} requests; start another one, or force it"
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
 
     # what workers say: LinkHost
 

@@ -5,7 +5,7 @@ of requests is the policy's (cluster/router/policy.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
@@ -42,11 +42,14 @@ class Workers:
             return "prefill"
         return "" if self.decode.is_open else "decode"
 
-    def alone_in(self, name: str) -> list[str]:
-        """The phases of the worker for which no other one takes new requests, and speaks."""
-        takers = ((PREFILL, self.prefill.open_names), (DECODE, self.decode.open_names))
-        speak = {each for _, names in takers for each in names if not self.health.is_stuck(each)}
-        return [phase for phase, names in takers if name in names and not speak.intersection(names) - {name}]
+    def alone_in(self, workers: Collection[str]) -> list[str]:
+        """The phases of these workers for which no other one takes new requests, and speaks."""
+        alone = []
+        for phase, takers in ((PREFILL, self.prefill.open_names), (DECODE, self.decode.open_names)):
+            others = [name for name in takers if name not in workers]
+            if len(others) < len(takers) and all(self.health.is_stuck(name) for name in others):
+                alone.append(phase)
+        return alone
 
     def has_left(self, name: str) -> bool:
         """It drains, and nothing of ours is there or on its way."""
@@ -119,7 +122,7 @@ class Workers:
             return ""
         self.health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
         bound_s = self._options.dead_after_s
-        if self.alone_in(name):
+        if self.alone_in((name,)):
             bound_s = max(bound_s, self._options.lost_after_s)
         return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
 

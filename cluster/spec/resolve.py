@@ -192,6 +192,12 @@ def workers_of(spec: ClusterSpec) -> list[WorkerPlan]:
     return [_plan(spec, pool, i) for pool in spec.pools for i in range(pool.replicas)]
 
 
+def plan_of(spec: ClusterSpec, name: str) -> WorkerPlan:
+    """Of any worker of its pools, also of one more than they have: cores to pin it to are shared out then."""
+    label, _, index = name.rpartition("-")
+    return _plan(spec, next(pool for pool in spec.pools if pool.label == label), int(index))
+
+
 def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
     is_on_gpu = pool.device == "cuda"
     assert "auto" not in (pool.threads, pool.cpus, pool.device), "the spec is not resolved"
@@ -208,7 +214,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
             "kv_bytes": None if pool.kv_memory == "auto" else pool.kv_memory,
             "threads": pool.threads,
             "device": pool.device,
-            "rank_cpus": tuple(ranks) if cpus and len(ranks) > 1 else (),
+            "rank_cpus": tuple(ranks) if ranks[0] and len(ranks) > 1 else (),
             **(_gpu_options(pool) if is_on_gpu else {}),
         },
         cpus=ranks[0],

@@ -42,7 +42,7 @@ def _options(
 
 def _register() -> None:
     from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
-    from kvrelay.cli.cluster import down, drain, role, status, up
+    from kvrelay.cli.cluster import down, drain, role, scale, status, up
 
     modules: list[Any] = [
         up,
@@ -50,6 +50,7 @@ def _register() -> None:
         status,
         drain,
         role,
+        scale,
         generate,
         bench,
         plan,
@@ -76,7 +77,7 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 def main() -> None:
     _register()
-    if sys.argv[1:2] in (["generate"], ["bench"], ["calibrate"], ["verify"], ["drain"], ["role"]):
+    if sys.argv[1:2] and sys.argv[1] in ("generate", "bench", "calibrate", "verify", "drain", "role", "scale"):
         _find_endpoint(sys.argv[2:])
     try:
         app()

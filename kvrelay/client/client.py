@@ -28,9 +28,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.access import Access, FoundAccess, find_access
 from kvrelay.client.failures import cancelled_error, raise_kvrelay
-from kvrelay.client.messages import build_request, completion_from, model_from, status_from
+from kvrelay.client.messages import build_request, completion_from, model_from, pending_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
-from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, ServedModel
+from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, PendingWorker, ServedModel
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from worker.wire.credentials import channel_credentials
 from worker.wire.rpc import channel_options, open_channel
@@ -99,14 +99,26 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return status_from(self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
-    def drain(self, worker: str, *, undo: bool = False, force: bool = False) -> None:
+    def drain(self, worker: str, *, undo: bool = False, force: bool = False, remove: bool = False) -> None:
         """Have a worker take nothing new and be left by what it decodes, or take it back; `status` says how far it is.
+        With `remove` it is ended then, and its pool is one smaller.
 
         Raises KvrelayError: NOT_FOUND, PERMISSION_DENIED, FAILED_PRECONDITION for the only one of its kind unless
         forced.
         """
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
+        request = cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force, remove=remove)
+        self._call(stub.Drain, request, _CALL_TIMEOUT_S)
+
+    def scale(self, pool: str, replicas: int, *, force: bool = False) -> tuple[PendingWorker, ...]:
+        """Have a pool of so many workers. Returns those that are on their way: none once it has them. Asked again, it
+        says how far they are.
+
+        Raises KvrelayError as `drain` does, and UNIMPLEMENTED where nobody keeps the workers.
+        """
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force)
+        return pending_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
         """Drain a worker and have it be a `prefill`, `decode` or `mixed` worker then; `status` says when it is.
@@ -205,10 +217,17 @@ class AsyncClient:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return status_from(await self._call(stub.GetStatus, cluster_pb2.GetStatusRequest(), timeout_s))
 
-    async def drain(self, worker: str, *, undo: bool = False, force: bool = False) -> None:
+    async def drain(self, worker: str, *, undo: bool = False, force: bool = False, remove: bool = False) -> None:
         """See Client.drain."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        await self._call(stub.Drain, cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force), _CALL_TIMEOUT_S)
+        request = cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force, remove=remove)
+        await self._call(stub.Drain, request, _CALL_TIMEOUT_S)
+
+    async def scale(self, pool: str, replicas: int, *, force: bool = False) -> tuple[PendingWorker, ...]:
+        """See Client.scale."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force)
+        return pending_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     async def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
         """See Client.set_role."""

@@ -19,6 +19,7 @@ from kvrelay.client.types import (
     GenerateOptions,
     KvrelayError,
     PairTrouble,
+    PendingWorker,
     PositionLogprobs,
     Receipt,
     ServedModel,
@@ -185,6 +186,10 @@ def receipt_from(receipt: generate_pb2.HandoffReceipt) -> Receipt:
 
 def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
     return _copy(ServedModel, info, eos_token_ids=tuple(info.eos_token_ids))
+
+
+def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]:
+    return tuple(_copy(PendingWorker, worker) for worker in answer.pending)
 
 
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:

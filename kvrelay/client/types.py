@@ -187,6 +187,15 @@ class PairTrouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PendingWorker:
+    """One that is not yet, or still, in its pool."""
+
+    name: str
+    stage: str  # waiting, started, weights, ..., lost; or leaving
+    reason: str  # why it is no further
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """A worker as the router sees it."""
 

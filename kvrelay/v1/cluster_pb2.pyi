@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker", "undo", "force")
+    __slots__ = ("worker", "undo", "force", "remove")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     UNDO_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     undo: bool
     force: bool
-    def __init__(self, worker: _Optional[str] = ..., undo: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
+    remove: bool
+    def __init__(self, worker: _Optional[str] = ..., undo: _Optional[bool] = ..., force: _Optional[bool] = ..., remove: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ()
@@ -33,6 +35,32 @@ class SetRoleRequest(_message.Message):
 class SetRoleResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pool", "replicas", "force")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replicas: int
+    force: bool
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("pending",)
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    pending: _containers.RepeatedCompositeFieldContainer[PendingWorker]
+    def __init__(self, pending: _Optional[_Iterable[_Union[PendingWorker, _Mapping]]] = ...) -> None: ...
+
+class PendingWorker(_message.Message):
+    __slots__ = ("name", "stage", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    stage: str
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., stage: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -50,6 +50,11 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/kvrelay.v1.Cluster/Scale',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -79,6 +84,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """/ Have a pool of so many workers: start some, or have the last ones left and end them. Returns at once with those
+        / that are on their way; asked again, it says how far they are. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +109,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +198,33 @@ class Cluster:
             '/kvrelay.v1.Cluster/SetRole',
             kvrelay_dot_v1_dot_cluster__pb2.SetRoleRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/Scale',
+            kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

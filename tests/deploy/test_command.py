@@ -23,11 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_command(tmp_path: Path) -> None:
     shown = kvrelay(tmp_path, "--help")
     assert shown.returncode == 0
-    for command in ("up", "down", "status", "drain", "role", "generate", "bench", "make-model"):
+    for command in ("up", "down", "status", "drain", "role", "scale", "generate", "bench", "make-model"):
         assert f" {command} " in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "drain", "role", "make-model"])
+@pytest.mark.parametrize("command", ["up", "down", "status", "drain", "role", "scale", "make-model"])
 def test_help_shows_examples(tmp_path: Path, command: str) -> None:
     shown = kvrelay(tmp_path, command, "--help")
     assert shown.returncode == 0

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.client.client import Client
+from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
 from tests.deploy.running import Running, gone, kvrelay, until
 from worker.wire.tls import is_loopback
@@ -141,6 +142,50 @@ def test_a_name_that_is_taken_is_refused(cluster: Running, tmp_path: Path) -> No
     again = kvrelay(cluster.state_dir, "up", "--model", model, "--name", "test", "--port", "0")
     assert again.returncode == 1
     assert again.stderr.startswith("error: a cluster named test runs already")
+
+
+def test_a_pool_grows_and_shrinks_while_streams_run(cluster: Running, client: Client) -> None:
+    """A worker comes, another is taken out, and its name and place are taken again."""
+    before, is_over = client.status().counters, threading.Event()
+
+    def ask(index: int) -> set[int]:
+        lengths = set()
+        while not is_over.is_set():
+            lengths.add(len(client.generate(f"prompt {index}", max_tokens=200, ignore_eos=True).token_ids))
+        return lengths
+
+    def ready() -> list[str]:
+        workers = client.status().workers
+        assert {each.state for each in workers} == {"ready"}
+        return [each.name for each in workers if each.role == "decode"]
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, index) for index in range(3)]
+        try:
+            scaled = kvrelay(cluster.state_dir, "scale", "decode", "3", "--json")
+            assert (scaled.returncode, json.loads(scaled.stdout)["pending"]) == (0, []), scaled.stderr
+            assert ready() == ["decode-0", "decode-1", "decode-2"]
+            removed = kvrelay(cluster.state_dir, "drain", "decode-0", "--remove")
+            assert removed.returncode == 0, removed.stderr
+            assert ready() == ["decode-1", "decode-2"]
+            until(lambda: not client.scale("decode", 1), "decode-2 has left")
+            assert ready() == ["decode-1"]
+            until(lambda: not client.scale("decode", 2), "decode-0 is there again")
+            assert ready() == ["decode-0", "decode-1"]
+        finally:
+            is_over.set()
+        assert [each.result() for each in asking] == [{200}] * 3
+    after = client.status().counters
+    assert after["moved"] > before.get("moved", 0)
+    for name in ("retries", "failed", "workers_lost"):
+        assert after.get(name, 0) == before.get(name, 0), name
+    for scaling, why in [
+        (("decode", 0), "decode-0 and decode-1 are the only workers for decode that take requests"),
+        (("chat", 1), "there is no pool 'chat'; there are prefill, decode"),
+        (("decode", 5000), "replicas is 5000; give 4096 at most"),
+    ]:
+        with pytest.raises(KvrelayError, match=why):
+            client.scale(*scaling)
 
 
 def test_a_killed_decode_worker_costs_no_token_and_comes_back(cluster: Running, client: Client) -> None:

@@ -179,9 +179,15 @@ async def test_who_may_not_drain(model_dir: ModelDir) -> None:
             with pytest.raises(KvrelayError, match="the token of 'chat' may not change workers") as refused:
                 await client.drain("decode-0")
             assert refused.value.code == "PERMISSION_DENIED"
+            with pytest.raises(KvrelayError, match="the token of 'chat' may not change workers"):
+                await client.scale("decode", 2)
         async with AsyncClient(cluster.endpoint, token=operator) as client:
             await client.drain("decode-0")
             await until(lambda: cluster.decode[0].is_draining, "it was told")
+            for changing in (client.scale("decode", 3), client.drain("decode-0", remove=True)):
+                with pytest.raises(KvrelayError, match="nobody keeps this router's workers") as refused:
+                    await changing
+                assert refused.value.code == "UNIMPLEMENTED"
 
 
 def _num_decoding(worker: Any) -> int:

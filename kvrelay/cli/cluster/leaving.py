@@ -27,16 +27,22 @@ def still_drains(worker: str) -> str:
 
 
 def wait_until(
-    client: Client, worker: str, is_done: Callable[[WorkerState], bool], timeout_s: float, *, show: bool
+    client: Client,
+    worker: str,
+    is_done: Callable[[WorkerState], bool],
+    timeout_s: float,
+    *,
+    show: bool,
+    may_end: bool = False,
 ) -> tuple[int, float]:
-    """Until it is. Returns the requests that are left there, 0 when done, and how long it took.
-    Raises CliError when the worker is lost, and when the time is over, but not for one of 0 s."""
+    """Until it is, or if it `may_end` is gone. Returns the requests that are left there, 0 when done, and how long it
+    took. Raises CliError when the worker is lost, and when the time is over, but not for one of 0 s."""
     began_s = time.monotonic()
     with progress(show=show) as on_progress:
-        most = left = _left(client, worker, is_done)
+        most = left = _left(client, worker, is_done, may_end)
         while left and time.monotonic() < began_s + timeout_s:
             time.sleep(POLL_S)
-            left = _left(client, worker, is_done)
+            left = _left(client, worker, is_done, may_end)
             most = max(most, left)
             on_progress(f"{worker}: requests that have left", most - left, most)
     if left and timeout_s:
@@ -44,11 +50,13 @@ def wait_until(
     return left, round(time.monotonic() - began_s, 1)
 
 
-def _left(client: Client, worker: str, is_done: Callable[[WorkerState], bool]) -> int:
+def _left(client: Client, worker: str, is_done: Callable[[WorkerState], bool], may_end: bool) -> int:
     """Requests that wait or run there; one at least, until it is done."""
     for each in client.status().workers:
-        if each.name == worker and each.state != "lost":
+        if each.name == worker and (each.state != "lost" or may_end):
             return 0 if is_done(each) else max(1, each.num_waiting + each.num_running)
+    if may_end:
+        return 0
     raise CliError(f"{worker} was lost while it drained; it comes back as the spec has it", FAILURE)
 
 

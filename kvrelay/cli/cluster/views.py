@@ -79,6 +79,9 @@ class LineView:
             if self._shown.get(member["name"], ("waiting", "")) != now:
                 self._shown[member["name"]] = now
                 note(line_of(member))
+        for name in self._shown.keys() - {member["name"] for member in snapshot["members"]}:
+            del self._shown[name]
+            note(f"{name}: has left")
 
     def ready(self, summary: dict[str, Any]) -> None:
         print_ready(summary)

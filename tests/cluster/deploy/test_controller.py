@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from ray.exceptions import RpcError
 from cluster.deploy import controller as controllers
 from cluster.deploy.controller import Controller
 from cluster.deploy.roster import Roster
+from cluster.spec.load import parse_spec
+from cluster.spec.resolve import resolve
 
 pytestmark = pytest.mark.unit
 
@@ -32,25 +35,29 @@ class Member:
     """Its describe and set_workers; what it is told stands in `told`."""
 
     def __init__(self, name: str) -> None:
-        self.told: list[object] = []
+        self.told: list[Any] = []
         self.event = {"name": name, "incarnation": "a", "stage": "ready", "fraction": 1.0, "address": "h:1"}
         self.event |= {"pid": 7, "host": "h", "reason": ""}
-        self.describe = remote(lambda: self.event | {"turns": 0})
+        self.describe = remote(lambda: self.event | {"turns": 0, "drained": self.is_drained})
         self.secrets = remote(lambda: None)
         self.set_workers = remote(lambda _, workers: self.told.append(workers))
+        self.is_drained = False
+        self.drains: list[bool] = []  # the undo of each
+        self.drain = remote(self.drains.append)
+        self.stop = remote(lambda grace_s: None)
 
 
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> dict[str, Member]:
     """Ray names each only at the second time that it is asked."""
-    there = {name: Member(name) for name in ("router-0", "decode-0")}
+    there: dict[str, Any] = {name: Member(name) for name in ("router-0", "decode-0")}
     asked: set[str] = set()
 
-    def find_actor(name: str) -> Member:
+    def find_actor(name: str) -> Member | None:
         if name not in asked:
             asked.add(name)
             raise RpcError("the GCS is being restarted")
-        return there[name]
+        return there.get(name)
 
     monkeypatch.setattr(controllers, "find_actor", find_actor)
     monkeypatch.setattr(controllers, "_restored", lambda: (Checkpoint(), None))
@@ -60,21 +67,95 @@ def members(monkeypatch: pytest.MonkeyPatch) -> dict[str, Member]:
 
 
 ROLES = {"router-0": "router", "decode-0": "decode"}
+POOLS = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1}]
+SPEC = resolve(parse_spec({"model": "m", "pools": POOLS, "router": {"host": "127.0.0.1"}}), None)
 
 
 async def run_until(is_done: Callable[[], object]) -> None:
-    controller = Controller(ROLES, drain_s=1.0, liveness_timeout_s=5.0, load_timeout_s=60.0, log_dir="")
+    async with running():
+        await until(is_done)
+
+
+async def until(is_done: Callable[[], object]) -> None:
     async with asyncio.timeout(10.0):
         while not is_done():
             await asyncio.sleep(0.01)
-    for task in controller._tasks:
-        task.cancel()
-    await controller._awake.stop()
+
+
+@asynccontextmanager
+async def running(launch: Callable[[str], None] = print) -> AsyncIterator[Controller]:
+    controller = Controller(SPEC, log_dir="", launch=launch)
+    try:
+        yield controller
+    finally:
+        for task in controller._tasks:
+            task.cancel()
+        await controller._awake.stop()
 
 
 def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
     asyncio.run(run_until(lambda: members["router-0"].told))
     assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "")]
+
+
+async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append((handle, no_restart)))
+    created: list[str] = []
+
+    def launch(name: str) -> None:
+        created.append(name)
+        if len(created) == 1:
+            raise ValueError("the name is taken")  # its last actor is about to go
+        members[name] = Member(name)
+
+    def told() -> list[str]:
+        return [entry[0] for entry in members["router-0"].told[-1]] if members["router-0"].told else []
+
+    async with running(launch) as controller:
+        await until(lambda: told() == ["decode-0"])
+        pending = await controller.scale("decode", 2)
+        assert pending == [("decode-1", "waiting", "wants CPU 1 of Ray")]
+        await until(lambda: told() == ["decode-0", "decode-1"])
+        assert created == ["decode-1", "decode-1"]
+        assert await controller.scale("decode", 2) == []
+
+        assert await controller.scale("decode", 1) == [("decode-1", "leaving", "")]
+        await until(lambda: members["decode-1"].drains)
+        assert await controller.scale("decode", 2) == [], "it comes back"
+        await until(lambda: members["decode-1"].drains[-1:] == [True])
+        assert not killed
+
+        assert not await controller.remove("router-0", undo=False)
+        assert await controller.remove("decode-0", undo=False)
+        await until(lambda: members["decode-0"].drains)
+        gone, knew = members["decode-0"], list[list[str]]()
+        gone.stop = remote(lambda grace_s: knew.append(told()))
+        gone.is_drained = True
+        await until(lambda: killed)
+        assert killed == [(gone, True)]
+        assert knew == [["decode-1"]], "no router is surprised"
+        assert (await controller.pools())["decode"] == ["decode-1"]
+
+
+async def test_one_that_leaves_and_dies_is_not_started_again(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a controller that is started in the middle of it goes on."""
+    killed: list[object] = []
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append(no_restart))
+    last = Roster(ROLES)
+    for name in ROLES:
+        last.on_event(members[name].event)
+    last.set_leaving("decode-0")
+    monkeypatch.setattr(controllers, "_restored", lambda: (Checkpoint(), last.saved))
+    async with running() as controller:
+        await until(lambda: members["decode-0"].drains)
+        members["decode-0"].event |= {"incarnation": "b", "stage": "started", "address": ""}
+        await until(lambda: killed)
+        assert killed == [True]
+        assert (await controller.pools())["decode"] == []
+        assert members["router-0"].told[-1] == []
 
 
 def test_what_failed_is_replaced_by_the_next_controller(
