@@ -528,6 +528,16 @@ def moves(result: Mapping[str, Any]) -> str:
     return table(("run", *columns), rows)
 
 
+def replan(result: Mapping[str, Any]) -> str:
+    columns = ("load", "roles", "requests that met their targets", "changes")
+    rows = []
+    for name, row in result["loads"].items():
+        for roles, share in row["attainment"].items():
+            changes = ", ".join(f"{each['at_s']:.0f} s" for each in row["changes"]) if roles == "following" else ""
+            rows.append([name, roles, f"{share:.0%}", changes])
+    return table(columns, rows)
+
+
 def flood(result: Mapping[str, Any]) -> str:
     rows = []
     for name, part in {"quiet": result["quiet"], **result["parts"]}.items():
@@ -580,6 +590,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "placement_search": placement_search,
     "hybrids": hybrids,
     "moves": moves,
+    "replan": replan,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,

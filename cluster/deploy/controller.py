@@ -74,7 +74,9 @@ class Controller:
     async def greet(self, event: dict[str, Any]) -> Greeting:
         """What a process that has just started must know; waits until the secrets are known."""
         await self.on_event(event)
-        name = event["name"]
+        if (name := event["name"]) not in self._roster:
+            self._kill(name, "it is on no roster", no_restart=True)
+            raise LookupError(f"{name} is on no roster")
         served_as = self._roster.member(name).served_as
         return Greeting(
             secrets=await asyncio.shield(self._secrets),
@@ -110,37 +112,30 @@ class Controller:
     async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
         """Have so many in it. Returns name, stage and reason of those that are on their way."""
         role = next(each.role for each in self._spec.pools if each.label == pool)
-        version = self._roster.version
-        back, added = self._roster.resize(pool, role, replicas)
-        for name in back:
-            self._spawn(self._take_back(name))
+        added = self._roster.resize(pool, role, replicas)
+        await self._save()  # before there is an actor that the next controller would not know
+        await self._notify()
         for name in added:
             self._heard[name] = asyncio.Event()
             self._spawn(self._keep(name))
-        if self._roster.version != version:
-            await self._save()
-            await self._notify()
+        return await self.pending(pool)
+
+    async def pending(self, pool: str) -> list[tuple[str, str, str]]:
+        """Who is on the way."""
         return [(m.name, *self._standing(m)) for m in self._roster.pending(pool)]
 
     async def remove(self, name: str, undo: bool) -> bool:
-        """Have a worker leave, or not. Whether there is one of the name."""
-        if name not in self._roster.worker_names():
+        """Have a worker leave, or not. Whether there is one of the name, and it is not too late."""
+        if name not in self._roster.worker_names() or self._roster.member(name).is_gone:
             return False
         if self._roster.member(name).is_leaving == undo:
             self._roster.set_leaving(name, undo=undo)
             await self._save()
-            if undo:
-                await self._take_back(name)
         return True
-
-    async def _take_back(self, name: str) -> None:
-        with contextlib.suppress(TimeoutError, RayError):  # it has ended: what is started drains no more
-            if (handle := self._handle(name)) is not None:
-                await _call(handle.drain.remote(True), CALL_TIMEOUT_S)
 
     def _standing(self, member: Member) -> tuple[str, str]:
         if member.stage == "waiting" and not member.is_leaving:
-            return member.stage, want_of(self._spec, member.name)
+            return member.stage, member.reason or want_of(self._spec, member.name)
         return "leaving" if member.is_leaving else member.stage, member.reason
 
     # for `kvrelay up`
@@ -191,25 +186,35 @@ class Controller:
 
     async def _keep(self, name: str) -> None:
         while not self._is_stopping:
-            member, has_left = self._roster.member(name), False
-            with contextlib.suppress(TimeoutError, RayError):  # Ray may be in trouble itself: the watch goes on
-                if (handle := self._handle(name)) is not None:
-                    has_left = await self._probe(name, handle)
-                elif member.is_leaving:
-                    has_left = True
-                elif member.is_added:
-                    await asyncio.to_thread(self._create, name)
+            try:
+                if await self._look_after(name):
+                    return  # another member may have the name by now
+            except (TimeoutError, RayError):
+                pass  # Ray may be in trouble itself: the watch goes on
+            except Exception:
+                logger.exception("the watch over %s goes on", name)
             self._heard[name].set()
-            if has_left or (member.is_leaving and not member.is_ready):
-                await self._dismiss(name)
-                return
-            if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
-                await self._replace(name, reason)
+            if not self._roster.member(name).is_gone:
+                await self._replace_if_hung(name)
             await asyncio.sleep(PROBE_S)
 
-    async def _probe(self, name: str, handle: Any) -> bool:
-        """Whether it is left for good. Raises TimeoutError when nothing is said, neither by the process nor by Ray,
-        and what Ray raises."""
+    async def _look_after(self, name: str) -> bool:
+        """Whether it is there no more."""
+        member, handle = self._roster.member(name), self._handle(name)
+        if member.is_leaving and (handle is None or member.is_gone or not member.is_ready):
+            return await self._dismiss(name, handle)
+        if handle is not None:
+            await self._probe(name, handle)
+        elif member.is_added:
+            await self._create(name)
+        return False
+
+    async def _replace_if_hung(self, name: str) -> None:
+        if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
+            await self._replace(name, reason)
+
+    async def _probe(self, name: str, handle: Any) -> None:
+        """Raises TimeoutError when nothing is said, neither by the process nor by Ray, and what Ray raises."""
         incarnation = self._roster.member(name).incarnation
         try:
             answer = await _call(handle.describe.remote(), self._spec.liveness_timeout_s)
@@ -217,37 +222,42 @@ class Controller:
                 await self.set_secrets(secrets)
         except RayActorError as error:
             await self._on_gone(name, incarnation, error)
-            return False
+            return
         await self.on_event(answer)
-        if self._roster.member(name).is_leaving and not answer["drained"]:
-            await _call(handle.drain.remote(False), CALL_TIMEOUT_S)
-            return False
-        return self._roster.member(name).is_leaving
+        member = self._roster.member(name)
+        if member.is_leaving and answer["drained"]:
+            await self._dismiss(name, handle)
+        elif member.is_leaving or member.is_returning:
+            await _call(handle.drain.remote(not member.is_leaving), CALL_TIMEOUT_S)
+            member.is_returning = False
 
-    async def _dismiss(self, name: str) -> None:
-        """Nothing runs there: its process ends for good, once no router knows it any more."""
-        self._roster.remove(name)
+    async def _dismiss(self, name: str, handle: Any | None) -> bool:
+        """Nothing runs there: its process ends for good, once no router knows it any more. Its name is free when Ray
+        knows no such actor, which the next look shows."""
+        self._roster.set_gone(name)
+        await self._save()
         await asyncio.gather(*self._tell_routers())
-        with contextlib.suppress(TimeoutError, RayError):
-            if (handle := self._handle(name)) is not None:
+        if handle is not None:
+            with contextlib.suppress(TimeoutError, RayError):
                 await _call(handle.stop.remote(0.0), CALL_TIMEOUT_S)
-        self._kill(name, "it has left its pool", no_restart=True)
-        self._handles.pop(name, None)
+            self._handles.pop(name, None)
+            ray.kill(handle, no_restart=True)
+            return False
+        self._roster.remove(name)
         await self._save()
         await self._notify()
+        return True
 
-    def _create(self, name: str) -> None:
+    async def _create(self, name: str) -> None:
         try:
-            self._launch(name)
-        except ValueError as error:  # the last actor of the name is not gone yet: at the next probe
-            logger.info("%s is not created yet: %s", name, " ".join(str(error).split()))
+            await asyncio.to_thread(self._launch, name)
+        except Exception as error:
+            self._roster.member(name).reason = f"it cannot be created: {' '.join(str(error).split())}"
+            raise
 
     async def _on_gone(self, name: str, incarnation: str, error: RayActorError) -> None:
         member = self._roster.member(name)
         if self._is_stopping or member.stage == "failed":
-            return
-        if member.is_added and member.stage == "waiting":  # the last actor of the name
-            self._handles.pop(name, None)
             return
         if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")

@@ -75,6 +75,8 @@ class Member:
     past: list[str] = field(default_factory=list)  # its earlier incarnations
     is_added: bool = False  # since the start: the controller creates its actor
     is_leaving: bool = False  # for good, once nothing runs there
+    is_returning: bool = False  # it was leaving, and may drain still
+    is_gone: bool = False  # nothing runs there: its process is being ended
 
     @property
     def is_ready(self) -> bool:
@@ -183,7 +185,7 @@ class Roster:
         return [
             WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m))
             for m in self._members.values()
-            if m.role != ROUTER and m.served_as is not None
+            if m.role != ROUTER and m.served_as is not None and not m.is_gone
         ]
 
     def router_names(self) -> list[str]:
@@ -211,14 +213,15 @@ class Roster:
     def _pool(self, pool: str) -> list[Member]:
         return sorted((m for m in self._members.values() if m.pool == pool), key=lambda m: int(m.name[len(pool) + 1 :]))
 
-    def resize(self, pool: str, role: str, replicas: int) -> tuple[list[str], list[str]]:
-        """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who comes
-        back, and who is added."""
+    def resize(self, pool: str, role: str, replicas: int) -> list[str]:
+        """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who is
+        added."""
         names = self.staying(pool)
         for name in names[replicas:]:
             self.set_leaving(name)
         missing = max(0, replicas - len(names))
-        back = [member.name for member in self._pool(pool) if member.is_leaving][:missing]
+        leaving = [member.name for member in self._pool(pool) if member.is_leaving and not member.is_gone]
+        back = leaving[:missing]
         for name in back:
             self.set_leaving(name, undo=True)
         free = (name for i in count() if (name := f"{pool}-{i}") not in self._members)
@@ -226,10 +229,14 @@ class Roster:
         for name in added:
             self._members[name] = Member(name=name, role=role, is_added=True)
             self._note_change()
-        return back, added
+        return added
 
     def set_leaving(self, name: str, *, undo: bool = False) -> None:
-        self._members[name].is_leaving = not undo
+        self._members[name].is_leaving, self._members[name].is_returning = not undo, undo
+        self._note_change()
+
+    def set_gone(self, name: str) -> None:
+        self._members[name].is_gone = True
         self._note_change()
 
     def remove(self, name: str) -> None:

@@ -65,6 +65,10 @@ class ControllerPools:
         answer: list[tuple[str, str, str]] = await self._ask("scale", pool, replicas)
         return answer
 
+    async def pending(self, pool: str) -> list[tuple[str, str, str]]:
+        answer: list[tuple[str, str, str]] = await self._ask("pending", pool)
+        return answer
+
     async def remove(self, worker: str, *, undo: bool) -> bool:
         return bool(await self._ask("remove", worker, undo))
 

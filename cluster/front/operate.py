@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -9,14 +10,20 @@ import grpc
 from cluster.front.grpc import refuse_with, unary
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed
-from cluster.router.monitoring.status import status_of
+from cluster.router.monitoring.status import load_of, status_of
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2
 from worker.wire.door import CALLER
 from worker.wire.tokens import DEFAULT_NAME
 
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
-RequestT = TypeVar("RequestT", cluster_pb2.DrainRequest, cluster_pb2.SetRoleRequest, cluster_pb2.ScaleRequest)
+RequestT = TypeVar(
+    "RequestT",
+    cluster_pb2.DrainRequest,
+    cluster_pb2.SetRoleRequest,
+    cluster_pb2.ScaleRequest,
+    cluster_pb2.GetLoadRequest,
+)
 MAX_REPLICAS = 4096  # as a spec has
 OPERATORS = ("", DEFAULT_NAME, "operator")  # names of tokens; none: there are no tokens
 
@@ -30,8 +37,11 @@ class Pools(Protocol):
     async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
         """Returns name, stage and reason of those that are on their way."""
 
+    async def pending(self, pool: str) -> list[tuple[str, str, str]]:
+        """The same of those that are."""
+
     async def remove(self, worker: str, *, undo: bool) -> bool:
-        """Have it leave, or not. Whether there is one of the name."""
+        """Have it leave, or not. Whether there is one of the name, and it is not too late."""
 
 
 class ClusterService:
@@ -45,20 +55,30 @@ class ClusterService:
             "Drain": unary(self.drain, cluster_pb2.DrainRequest),
             "SetRole": unary(self.set_role, cluster_pb2.SetRoleRequest),
             "Scale": unary(self.scale, cluster_pb2.ScaleRequest),
+            "GetLoad": unary(self.get_load, cluster_pb2.GetLoadRequest),
         }
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
         return status_of(self._router)
 
+    async def get_load(self, request: cluster_pb2.GetLoadRequest | None, context: Any) -> cluster_pb2.GetLoadResponse:
+        try:
+            asked = _checked(request)
+        except (RequestFailed, InvalidRequest) as error:
+            await refuse_with(context, error)
+        return load_of(self._router, asked.window_s)
+
     async def drain(self, request: cluster_pb2.DrainRequest | None, context: Any) -> cluster_pb2.DrainResponse:
         try:
             asked = _checked(request)
+            if asked.remove and asked.undo:
+                raise InvalidRequest("remove and undo do not go together; give one")
             if asked.remove:
                 await self._remove(asked.worker, force=asked.force)
+            elif asked.undo and self._pools is not None:
+                await self._take_back(asked.worker, self._pools)
             else:
                 self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
-            if asked.undo and self._pools is not None:
-                await self._pools.remove(asked.worker, undo=True)
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
         return cluster_pb2.DrainResponse()
@@ -81,8 +101,11 @@ class ClusterService:
                 )
             if asked.replicas > MAX_REPLICAS:
                 raise InvalidRequest(f"replicas is {asked.replicas}; give {MAX_REPLICAS} at most")
-            self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
-            pending = await kept.scale(asked.pool, asked.replicas)
+            if asked.look:
+                pending = await kept.pending(asked.pool)
+            else:
+                self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
+                pending = await kept.scale(asked.pool, asked.replicas)
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
         return cluster_pb2.ScaleResponse(
@@ -95,6 +118,13 @@ class ClusterService:
         self._router.check_others((worker,), is_sure=force)
         if not await kept.remove(worker, undo=False):
             raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {worker!r} in any pool")
+
+    async def _take_back(self, worker: str, pools: Pools) -> None:
+        """First of all from whoever would end it. Where that does not answer, it is not being ended just now."""
+        with contextlib.suppress(RequestFailed):
+            if not await pools.remove(worker, undo=True):
+                raise InvalidRequest(f"{worker} is in no pool, or on its way out for good")
+        self._router.drain(worker, undo=True)
 
     def _kept(self) -> Pools:
         if self._pools is None:

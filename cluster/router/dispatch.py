@@ -231,7 +231,7 @@ class Dispatcher:
         live.timeline.finish(self._clock())
         submission.num_running -= 1
         submission.put(ChoiceUpdate(live.choice, list(tokens), finish))
-        self._metrics.on_finished(live.timeline, len(live.output_ids))
+        self._metrics.on_finished(live)
         if submission.num_running == 0:
             self._metrics.counts["finished"] += 1
             self._metrics.counts["prompt_tokens"] += len(live.prompt_ids)
@@ -248,6 +248,8 @@ class Dispatcher:
             if live.finish is None:
                 live.finish = FinishReason.ABORT
                 live.timeline.finish(now)
+                if error.code is not grpc.StatusCode.CANCELLED:
+                    self._metrics.load.note(live, failed=True)
                 self._policy.on_cancelled(live.wire_id)
                 if live.wire_id in self._live:
                     self.cancel_at_workers(live, error.message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -108,6 +108,17 @@ class ClusterSpec(Spec):
         "between all processes, `{cert: FILE, key: FILE, ca: FILE}` on every node; see [security.md](security.md)",
     )
 
+    replan: Literal["off", "advise", "act"] = setting(
+        "off",
+        "where requests miss the router's targets (`slo_ttft_ms`, `slo_tpot_ms`), `kvrelay up` weighs other roles for "
+        "its workers, as `kvrelay replan` does, and `kvrelay decisions` shows; act: and has workers change theirs",
+    )
+
+    @field_validator("replan", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        return "off" if value is False else value  # what YAML makes of it
+
     @field_validator("name", mode="after")
     @classmethod
     def _good_name(cls, value: str) -> str:
@@ -128,7 +139,18 @@ class ClusterSpec(Spec):
         )
         _check_ports(self.router)
         _check_auth(self.router)
+        if self.replan != "off" and not self.targets_s:
+            raise ValueError(
+                f"replan is {self.replan}, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both"
+            )
         return self
+
+    @property
+    def targets_s(self) -> dict[str, float]:
+        """ttft_s, tpot_s: those that the router was given."""
+        options = self.router.options(RouterOptions)
+        given_ms = {"ttft_s": options.slo_ttft_ms, "tpot_s": options.slo_tpot_ms}
+        return {name: ms / 1e3 for name, ms in given_ms.items() if ms}
 
     @property
     def model_name(self) -> str:

@@ -204,7 +204,8 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
     assert is_on_gpu or pool.kv_memory != "auto", "the spec is not resolved"
     cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
     per_worker = len(cpus) // pool.replicas
-    ranks = _shares(cpus[index * per_worker : (index + 1) * per_worker], pool.tensor_parallel)
+    own = cpus[index * per_worker : (index + 1) * per_worker] if index < pool.replicas else ()
+    ranks = _shares(own, pool.tensor_parallel)
     return WorkerPlan(
         options=_options(spec, pool, index),
         engine={

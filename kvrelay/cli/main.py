@@ -42,7 +42,7 @@ def _options(
 
 def _register() -> None:
     from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
-    from kvrelay.cli.cluster import down, drain, role, scale, status, up
+    from kvrelay.cli.cluster import down, drain, replan, role, scale, status, up
 
     modules: list[Any] = [
         up,
@@ -51,6 +51,7 @@ def _register() -> None:
         drain,
         role,
         scale,
+        replan,
         generate,
         bench,
         plan,
@@ -75,9 +76,15 @@ def _find_endpoint(arguments: list[str]) -> None:
         os.environ[ENDPOINT_VARIABLE] = endpoints[0]
 
 
+ASK_A_ROUTER = ("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions")
+
+
+ASK_A_ROUTER = ("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions")
+
+
 def main() -> None:
     _register()
-    if sys.argv[1:2] and sys.argv[1] in ("generate", "bench", "calibrate", "verify", "drain", "role", "scale"):
+    if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
         _find_endpoint(sys.argv[2:])
     try:
         app()

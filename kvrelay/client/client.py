@@ -28,9 +28,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.access import Access, FoundAccess, find_access
 from kvrelay.client.failures import cancelled_error, raise_kvrelay
-from kvrelay.client.messages import build_request, completion_from, model_from, pending_from, status_from
+from kvrelay.client.messages import build_request, completion_from, load_from, model_from, pending_from, status_from
 from kvrelay.client.streams import AsyncStream, Stream
-from kvrelay.client.types import ClusterStatus, Completion, GenerateOptions, KvrelayError, PendingWorker, ServedModel
+from kvrelay.client.types import (
+    ClusterStatus,
+    Completion,
+    EndedRequest,
+    GenerateOptions,
+    KvrelayError,
+    PendingWorker,
+    ServedModel,
+)
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from worker.wire.credentials import channel_credentials
 from worker.wire.rpc import channel_options, open_channel
@@ -110,14 +118,16 @@ class Client:
         request = cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force, remove=remove)
         self._call(stub.Drain, request, _CALL_TIMEOUT_S)
 
-    def scale(self, pool: str, replicas: int, *, force: bool = False) -> tuple[PendingWorker, ...]:
-        """Have a pool of so many workers. Returns those that are on their way: none once it has them. Asked again, it
-        says how far they are.
+    def scale(
+        self, pool: str, replicas: int = 0, *, force: bool = False, look: bool = False
+    ) -> tuple[PendingWorker, ...]:
+        """Have a pool of so many workers. Returns those that are on their way: none once it has them. With `look` it
+        changes nothing, and says how far they are.
 
         Raises KvrelayError as `drain` does, and UNIMPLEMENTED where nobody keeps the workers.
         """
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force)
+        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
@@ -127,6 +137,12 @@ class Client:
         """
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         self._call(stub.SetRole, cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force), _CALL_TIMEOUT_S)
+
+    def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:
+        """The requests that ended lately at this router, of those that came in the last so many seconds; 0: all that
+        it keeps. Raises KvrelayError as `drain` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return load_from(self._call(stub.GetLoad, cluster_pb2.GetLoadRequest(window_s=window_s), _CALL_TIMEOUT_S))
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the server says that it can serve; it may be started after this call.
@@ -223,10 +239,12 @@ class AsyncClient:
         request = cluster_pb2.DrainRequest(worker=worker, undo=undo, force=force, remove=remove)
         await self._call(stub.Drain, request, _CALL_TIMEOUT_S)
 
-    async def scale(self, pool: str, replicas: int, *, force: bool = False) -> tuple[PendingWorker, ...]:
+    async def scale(
+        self, pool: str, replicas: int = 0, *, force: bool = False, look: bool = False
+    ) -> tuple[PendingWorker, ...]:
         """See Client.scale."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force)
+        request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     async def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
@@ -234,6 +252,11 @@ class AsyncClient:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force)
         await self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
+
+    async def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:
+        """See Client.load."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return load_from(await self._call(stub.GetLoad, cluster_pb2.GetLoadRequest(window_s=window_s), _CALL_TIMEOUT_S))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """See Client.wait_ready."""

@@ -16,6 +16,7 @@ from kvrelay.client.types import (
     ClusterStatus,
     Completion,
     Delta,
+    EndedRequest,
     GenerateOptions,
     KvrelayError,
     PairTrouble,
@@ -192,6 +193,10 @@ def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]
     return tuple(_copy(PendingWorker, worker) for worker in answer.pending)
 
 
+def load_from(answer: cluster_pb2.GetLoadResponse) -> tuple[EndedRequest, ...]:
+    return tuple(_copy(EndedRequest, request) for request in answer.requests)
+
+
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
     workers = tuple(
         _copy(
@@ -199,6 +204,7 @@ def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
             worker,
             counters=dict(worker.counters),
             limits=dict(worker.limits),
+            step_costs=dict(worker.step_costs),
             pairs=tuple(_copy(PairTrouble, pair) for pair in worker.pairs),
         )
         for worker in status.workers

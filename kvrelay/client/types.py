@@ -187,6 +187,20 @@ class PairTrouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """How long a request was, and how it fared. Times in seconds."""
+
+    age_s: float  # since it came
+    prompt_tokens: int
+    cached_tokens: int  # of those, found in a prefix cache
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    handoff_s: float  # from its first token being computed to its KV being where it is decoded; 0: that is one place
+    failed: bool  # ended without an answer, its deadline's end counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PendingWorker:
     """One that is not yet, or still, in its pool."""
 
@@ -222,6 +236,7 @@ class WorkerState:
     loop_lag_s: float = 0.0
     circuit: str = ""  # closed, open or half_open: whether requests are sent to it
     pairs: tuple[PairTrouble, ...] = ()
+    step_costs: Mapping[str, float] = field(default_factory=dict)  # as far as they were measured: worker/steps/costs.py
     num_tasks: int = 0  # of its event loop
 
 

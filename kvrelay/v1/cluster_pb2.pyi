@@ -37,14 +37,16 @@ class SetRoleResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("pool", "replicas", "force")
+    __slots__ = ("pool", "replicas", "force", "look")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
     force: bool
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., force: _Optional[bool] = ...) -> None: ...
+    look: bool
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., force: _Optional[bool] = ..., look: _Optional[bool] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("pending",)
@@ -62,12 +64,44 @@ class PendingWorker(_message.Message):
     reason: str
     def __init__(self, name: _Optional[str] = ..., stage: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class GetLoadRequest(_message.Message):
+    __slots__ = ("window_s",)
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    def __init__(self, window_s: _Optional[float] = ...) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[EndedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ...) -> None: ...
+
+class EndedRequest(_message.Message):
+    __slots__ = ("age_s", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    handoff_s: float
+    failed: bool
+    def __init__(self, age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason", "page_size", "limits", "fenced_pages", "quarantined_pages", "step_age_s", "loop_lag_s", "circuit", "pairs", "num_tasks")
+    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason", "page_size", "limits", "fenced_pages", "quarantined_pages", "step_age_s", "loop_lag_s", "circuit", "pairs", "num_tasks", "step_costs")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +116,13 @@ class WorkerStatus(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class StepCostsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +147,7 @@ class WorkerStatus(_message.Message):
     CIRCUIT_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -130,7 +172,8 @@ class WorkerStatus(_message.Message):
     circuit: str
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
     num_tasks: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_s: _Optional[float] = ..., loop_lag_s: _Optional[float] = ..., circuit: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+    step_costs: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_s: _Optional[float] = ..., loop_lag_s: _Optional[float] = ..., circuit: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("peer", "failures", "reason", "age_s")

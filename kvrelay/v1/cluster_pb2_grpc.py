@@ -55,6 +55,11 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/kvrelay.v1.Cluster/GetLoad',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -92,6 +97,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """/ The requests that ended lately at this router: what a planner goes by. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +126,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +242,33 @@ class Cluster:
             '/kvrelay.v1.Cluster/Scale',
             kvrelay_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/GetLoad',
+            kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

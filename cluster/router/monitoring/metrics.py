@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cluster.router.live.timeline import Timeline
+from cluster.router.live.requests import LiveRequest
 from cluster.router.monitoring.families import PREFIX, Scrape, families
+from cluster.router.monitoring.load import Load
 from cluster.router.monitoring.scraping import ScrapeServer
 from worker.wire.tls import TlsFiles
 
@@ -55,6 +56,7 @@ COUNTERS = {
 class RouterMetrics:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.load = Load()
         self.codes: Counter[str] = Counter()  # how calls of Generate's ended, by gRPC's code
         self._exposed: _Exposed | None = None
         self._server: ScrapeServer | None = None
@@ -97,9 +99,11 @@ class RouterMetrics:
         if self._exposed is not None:
             self._exposed.observe("time_to_first_token_seconds", ttft_s)
 
-    def on_finished(self, timeline: Timeline, num_tokens: int) -> None:
+    def on_finished(self, live: LiveRequest) -> None:
+        self.load.note(live)
         if self._exposed is None:
             return
+        timeline, num_tokens = live.timeline, len(live.output_ids)
         phases = timeline.phases()
         observe = self._exposed.observe
         observe("e2e_request_latency_seconds", timeline.e2e_s)

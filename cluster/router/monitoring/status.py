@@ -1,18 +1,21 @@
-"""What an operator sees of a router: the answer to GetStatus, which is scraped, too. It only reads."""
+"""What an operator sees of a router: the answers to GetStatus, which is scraped, too, and GetLoad. It only reads."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from cluster.router.driver import Router
 from cluster.router.links.worker_link import LinkState, WorkerLink
 from kvrelay.v1 import cluster_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from worker.convert import step_costs_from_proto
 
 REPORTED = (
     *("num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages"),
     *("leased_pages", "fenced_pages", "quarantined_pages", "num_tasks"),
 )
+
+TOLD = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")  # of an Ended
 
 
 def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
@@ -57,7 +60,21 @@ def _worker_status(
     for key in REPORTED:
         setattr(status, key, getattr(report, key))
     status.counters.update(report.counters)
+    if report.HasField("step_costs"):
+        status.step_costs.update(asdict(step_costs_from_proto(report.step_costs)))
     return status
+
+
+def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadResponse:
+    """`window_s` 0: of all that is kept."""
+    now = router.now
+    return cluster_pb2.GetLoadResponse(
+        requests=[
+            cluster_pb2.EndedRequest(age_s=now - ended.arrived_s, **{key: getattr(ended, key) for key in TOLD})
+            for ended in router.metrics.load
+            if not window_s or now - ended.arrived_s < window_s
+        ]
+    )
 
 
 def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerLink) -> None:

@@ -68,7 +68,7 @@ def _wait(
         while pending and time.monotonic() < until_s:
             on_progress(", ".join(map(_standing, pending)), most - len(pending), most)
             time.sleep(POLL_S)
-            pending = client.scale(pool, replicas, force=force)
+            pending = client.scale(pool, look=True)
     return pending
 
 

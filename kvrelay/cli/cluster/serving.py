@@ -9,19 +9,22 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvrelay.cli.cluster import state
 from kvrelay.cli.cluster.secrets import noted
-from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError
+from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError, note
 
 if TYPE_CHECKING:
     from cluster.deploy.deployment import Deployment
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
     from kvrelay.client.known_clusters import Mode
+    from kvrelay.replan.journal import Entry
     from worker.wire.secrets import Secrets
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,7 +97,8 @@ def _serve(
             view.ready(summary(deployment, snapshot, ready_s) | {"detached": keep})
             if keep:
                 return 0
-            _watch(deployment, view)
+            with _replanning(deployment.spec, endpoints):
+                _watch(deployment, view)
         except SpecError as error:
             raise CliError(str(error), USAGE) from None
         except DeployError as error:
@@ -130,6 +134,28 @@ def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:
         _check_signals()
     deployment.wait_serving(SERVING_TIMEOUT_S)
     return snapshot
+
+
+@contextmanager
+def _replanning(spec: ClusterSpec, endpoints: Sequence[str]) -> Iterator[None]:
+    """As the spec has it."""
+    if spec.replan == "off":
+        yield
+        return
+    from kvrelay.cli.cluster.replan import lines_of
+    from kvrelay.replan.watching import ReplanThread
+
+    def tell(entry: Entry) -> None:
+        if entry.changes:
+            for line in lines_of(asdict(entry)):
+                note(line)
+
+    thread = ReplanThread(endpoints, spec.targets_s, acts=spec.replan == "act", on_entry=tell)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.stop()
 
 
 def _watch(deployment: Deployment, view: View) -> NoReturn:

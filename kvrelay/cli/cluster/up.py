@@ -68,7 +68,7 @@ def up(
     changes = SpecChanges(cluster=cluster, router=router, pools=pool, transfer=transfer)
     try:
         wanted = build_spec(spec, changes, {"prefill": prefill, "decode": decode, "mixed": mixed})
-        if why := why_not_served(wanted):
+        if why := why_not_served(wanted) or _why_not_replanned(wanted, is_left=detach and address is not None):
             raise SpecError(why)
     except SpecError as error:
         raise CliError(str(error), USAGE) from None
@@ -89,6 +89,15 @@ def up(
     logs = str(log_dir.absolute()) if log_dir is not None else "" if address else str(state.log_dir(wanted.name))
     raise typer.Exit(
         serving.serve(wanted, address=address, drawn=drawn, log_dir=logs, mode=mode, view=view)  # type: ignore[arg-type]
+    )
+
+
+def _why_not_replanned(spec: Any, *, is_left: bool) -> str:
+    if spec.replan == "off" or not is_left:
+        return ""
+    return (
+        f"replan is {spec.replan}, and with --address and --detach no process of kvrelay's stays to do it; leave "
+        "--detach out, or run `kvrelay replan` beside the cluster"
     )
 
 

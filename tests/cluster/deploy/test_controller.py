@@ -100,13 +100,18 @@ def test_members_are_watched_though_ray_could_not_name_them_at_first(members: di
 
 async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[object] = []
-    monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append((handle, no_restart)))
+
+    def kill(handle: Member, no_restart: bool) -> None:
+        killed.append((handle, no_restart))
+        del members[str(handle.event["name"])]
+
+    monkeypatch.setattr("ray.kill", kill)
     created: list[str] = []
 
     def launch(name: str) -> None:
         created.append(name)
         if len(created) == 1:
-            raise ValueError("the name is taken")  # its last actor is about to go
+            raise ValueError("Ray is in trouble")
         members[name] = Member(name)
 
     def told() -> list[str]:
@@ -132,7 +137,8 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         gone, knew = members["decode-0"], list[list[str]]()
         gone.stop = remote(lambda grace_s: knew.append(told()))
         gone.is_drained = True
-        await until(lambda: killed)
+        assert await controller.pending("decode") == [("decode-0", "leaving", "")]
+        await until(lambda: "decode-0" not in controller._roster)
         assert killed == [(gone, True)]
         assert knew == [["decode-1"]], "no router is surprised"
         assert (await controller.pools())["decode"] == ["decode-1"]
@@ -172,3 +178,37 @@ def test_what_failed_is_replaced_by_the_next_controller(
     monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append(handle))
     asyncio.run(run_until(lambda: killed))
     assert killed == [members["decode-0"]]
+
+
+async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to one whose process is being ended, and which may be hard to end."""
+    kills: list[object] = []
+
+    def kill(handle: Member, no_restart: bool) -> None:
+        kills.append(handle)
+        if len(kills) == 1:
+            raise RpcError("the GCS is being restarted")
+        del members["decode-0"]
+
+    monkeypatch.setattr("ray.kill", kill)
+    created: list[str] = []
+
+    def launch(name: str) -> None:
+        created.append(name)
+        members[name] = Member(name)
+
+    async with running(launch) as controller:
+        await until(lambda: members["router-0"].told)
+        members["decode-0"].is_drained = True
+        assert await controller.remove("decode-0", undo=False)
+        await until(lambda: controller._roster.member("decode-0").is_gone)
+        assert not await controller.remove("decode-0", undo=True), "it is too late"
+        await controller.scale("decode", 1)
+        await until(lambda: created)
+        assert created == ["decode-1"]
+        await until(lambda: "decode-0" not in controller._roster)
+        assert len(kills) == 2
+        await controller.scale("decode", 2)
+        await until(lambda: created == ["decode-1", "decode-0"])

@@ -31,6 +31,10 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
     [
         ({"pools": pools()}, "model is missing; give it a value"),
         ({"modle": "m", "pools": pools()}, "modle is not a known key; did you mean model?"),
+        (
+            spec_data(replan="act"),
+            "replan is act, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both",
+        ),
         (spec_data(port=1), "port is not a known key here; did you mean router.port?"),
         (spec_data(router={"prot": 1}), "router.prot is not a known key; did you mean router.port?"),
         (spec_data(pools=pools({"thread": 1})), "pools[0].thread is not a known key; did you mean pools[0].threads?"),
@@ -443,3 +447,14 @@ def test_the_specs_for_gpus_fit_the_machines_they_name(name: str, gpus_there: in
             resolve(spec, with_gpus(gpus_there - 1))
     on_one = [float(plan.engine["gpu_memory_utilization"]) for plan in plans if plan.num_gpus < 1]
     assert sum(on_one) <= 0.95
+
+
+@pytest.mark.parametrize(("written", "meant"), [("off", "off"), ('"off"', "off"), ("advise", "advise"), ("act", "act")])
+def test_replan_is_off_as_yaml_says_it(tmp_path: Path, written: str, meant: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        f"model: m\nreplan: {written}\nrouter: {{slo_ttft_ms: 500, slo_tpot_ms: 0}}\n"
+        "pools: [{role: prefill}, {role: decode}]\n"
+    )
+    spec = load_spec(path)
+    assert (spec.replan, spec.targets_s) == (meant, {"ttft_s": 0.5})

@@ -1,0 +1,187 @@
+"""A load that shifts, simulated: the replanning policy against roles that stay, over time.
+
+    python -m bench.replan [--minutes M] [--window S]
+
+Four H100 serve Llama-3.1-8B, by the live policies and a roofline's times. Azure's conversation comes, then its code,
+then conversation; and both in turns, every half minute. Every 30 s the policy of `kvrelay replan` looks at what came in
+the last --window seconds, by what it could see of a live cluster: lengths, times, and step costs as workers fit them.
+Each half minute is played by itself, from an empty cluster; a worker that changes its role is away for CHANGE_S of it,
+and what it had starts again, which in life moves. Printed for each load: the share of requests that met their targets
+with roles that stay, in each arrangement that is best for a phase, and with roles that follow; what changed, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from bench.common import about, save
+from bench.placement_search import azure
+from cluster.spec.load import parse_spec
+from engine.knobs import as_text
+from kvrelay.replan.replanner import HANDOFF_S
+from kvrelay.replan.watching import WINDOW_S
+from kvrelay.simulate.simulation import source_of
+from placement.build.from_spec import sim_cluster
+from placement.plan import Slo
+from placement.replan.play import corrected, play
+from placement.replan.policy import Played, Roles, candidates, decide
+from placement.replan.seen import Seen, SeenWorker, workload_of
+from placement.simulator.cluster import Loss, SimCluster
+from placement.simulator.costs import costs_of
+from placement.simulator.outcome import Outcome
+from placement.simulator.simulate import simulate
+from placement.workload.requests import Workload
+from worker.roles import ROLES
+
+MODEL, HARDWARE = "llama-3.1-8b", "h100-sxm"
+SLO = Slo(ttft_s=0.4, tpot_s=0.020)
+RATE = 45.0  # requests/s: more than any arrangement takes of both
+LOOK_S, CHANGE_S = 30.0, 5.0
+BEGIN = (2, 2, 0)  # prefill, decode, mixed
+STILL = {"two and two": (2, 2, 0), "best of conversation": (1, 0, 3), "best of code": (3, 1, 0)}
+
+
+def roles_of(counts: Sequence[int]) -> dict[str, str]:
+    roles = [role for role, count in zip(ROLES, counts, strict=True) for _ in range(count)]
+    return {f"worker-{index}": role for index, role in enumerate(roles)}
+
+
+def cluster_of(base: SimCluster, roles: Roles) -> SimCluster:
+    """`base` has one worker of each role."""
+    kinds = {worker.role: worker for worker in base.workers}
+    return replace(base, workers=tuple(replace(kinds[role], name=name) for name, role in roles.items()))
+
+
+@dataclass
+class Cluster:
+    """As a replanner sees it, and as it fares."""
+
+    base: SimCluster
+    roles: dict[str, str]
+    window_s: float
+    past: list[tuple[float, Outcome]] = field(default_factory=list)  # when each began
+    met: list[float] = field(default_factory=list)
+    decided: list[dict[str, Any]] = field(default_factory=list)
+
+    def serve(self, at_s: float, workload: Workload, changed: Sequence[str] = ()) -> None:
+        losses = tuple(Loss(worker=name, at_s=0.0, back_s=CHANGE_S) for name in changed)
+        outcome = simulate(replace(cluster_of(self.base, self.roles), losses=losses), workload)
+        self.past = [(begin_s, each) for begin_s, each in self.past if begin_s >= at_s + LOOK_S - self.window_s]
+        self.past.append((at_s, outcome))
+        self.met.append(outcome.attainment(SLO.ttft_s, SLO.tpot_s))
+
+    def look(self, at_s: float) -> list[str]:
+        """Who changes."""
+        seen, present = corrected(self._seen(at_s), SLO)
+        measured = self.met[-1]
+        others = [play(seen, roles, SLO) for roles in candidates(self.roles, 2)] if self._is_short(present) else []
+        decision = decide(
+            present, others, wanted=SLO.attainment, seen_s=seen.seen_s, change_s=CHANGE_S, measured=measured
+        )
+        self.roles |= dict(decision.changes)
+        if decision.changes:
+            self.decided.append({"at_s": at_s, "changes": decision.changes, "reason": decision.reason})
+        return [name for name, _ in decision.changes]
+
+    def _is_short(self, present: Played) -> bool:
+        return max(self.met[-1], present.attainment) < SLO.attainment
+
+    def _seen(self, at_s: float) -> Seen:
+        rows = [
+            (begin_s + came_s, prompt, output)
+            for begin_s, outcome in self.past
+            for came_s, prompt, output in zip(
+                outcome.workload.arrival_s.tolist(),
+                outcome.workload.prompt_len.tolist(),
+                outcome.workload.output_len.tolist(),
+                strict=True,
+            )
+        ]
+        seen_s = at_s - self.past[0][0]
+        return Seen(
+            workers=[
+                SeenWorker(
+                    name=worker.name,
+                    role=worker.role,
+                    num_pages=worker.num_pages,
+                    page_size=worker.page_size,
+                    limits=as_text(worker.policy),
+                    costs=costs_of(worker),
+                )
+                for worker in cluster_of(self.base, self.roles).workers
+            ],
+            router=self.base.router,
+            workload=workload_of(rows),
+            ttft_s=_or_inf([outcome.ttft_s for _, outcome in self.past]),
+            tpot_s=_or_inf([outcome.tpot_s for _, outcome in self.past]),
+            handoff_s=HANDOFF_S,
+            cached_share=0.0,
+            rate=len(rows) / seen_s,
+            seen_s=seen_s,
+        )
+
+
+def _or_inf(columns: Sequence[Any]) -> Any:
+    return np.nan_to_num(np.concatenate(columns), nan=np.inf)
+
+
+def compared(base: SimCluster, loads: Sequence[Workload], window_s: float) -> dict[str, Any]:
+    """Each of `loads` comes for LOOK_S."""
+    still = {name: Cluster(base, roles_of(counts), window_s) for name, counts in STILL.items()}
+    following = Cluster(base, roles_of(BEGIN), window_s)
+    changed: list[str] = []
+    for index, load in enumerate(loads):
+        at_s = index * LOOK_S
+        for each in still.values():
+            each.serve(at_s, load)
+        following.serve(at_s, load, changed)
+        changed = following.look(at_s + LOOK_S)
+    over_time: Mapping[str, list[float]] = {name: each.met for name, each in {**still, "following": following}.items()}
+    return {
+        "attainment": {name: round(float(np.mean(met)), 4) for name, met in over_time.items()},
+        "over_time": {name: [round(share, 3) for share in met] for name, met in over_time.items()},
+        "changes": following.decided,
+        "roles_at_the_end": dict(Counter(following.roles.values())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.replan", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of each phase (default: 8)")
+    parser.add_argument("--window", type=float, default=WINDOW_S, help=f"seconds (default: {WINDOW_S:g})")
+    args = parser.parse_args()
+    spec = parse_spec({"model": MODEL, "pools": [{"role": role, "replicas": 1} for role in ROLES]})
+    base = sim_cluster(spec, source_of(spec, hardware=HARDWARE, profile=None, model=MODEL))
+    traces = {kind: trace for kind in ("conv", "code") if (trace := azure(kind))}
+    if len(traces) < 2:
+        raise SystemExit("Azure's traces of conversation and code are not both here; see bench/placement_search.py")
+    looks, count = int(args.minutes * 60 / LOOK_S), int(RATE * LOOK_S)
+    shift = [*["conv"] * looks, *["code"] * looks, *["conv"] * looks]
+    loads = {"shift": shift, "turns": ["conv", "code"] * looks}
+    rows = {}
+    for name, kinds in loads.items():
+        requests = [traces[kind].resampled(count, RATE, seed=i) for i, kind in enumerate(kinds)]
+        rows[name] = compared(base, requests, args.window)
+        print(name, rows[name]["attainment"], f"{len(rows[name]['changes'])} times changed", flush=True)
+        for each in rows[name]["changes"]:
+            print(f"  {each['at_s']:.0f} s: {dict(each['changes'])}: {each['reason']}", flush=True)
+    save(
+        "replan",
+        {
+            **about(),
+            "rate": RATE,
+            "window_s": args.window,
+            "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
+            "loads": rows,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`kvrelay replan` watches a cluster and says which workers should have other roles, or has them change; `kvrelay
+decisions` shows what it said."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.cli.connection import Router, refusals
+from kvrelay.cli.console import ENDPOINT_VARIABLE, USAGE, CliError, JsonOption, exit_codes, note, print_json
+from kvrelay.cli.groups import grouped
+from kvrelay.cli.targets import Targets
+from kvrelay.client.client import DEFAULT_ENDPOINT
+
+REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
+
+HELP = """Say which workers should have other roles for what has come lately, or have them change.
+
+Every --every seconds it asks the routers for the requests of the last --window seconds, and for what steps take. Where
+fewer than --attainment of them met --ttft and --tpot, it plays them against other arrangements of roles in the
+simulator, and names the best one if the gain is more than chance and than the price of the change. --act has workers
+change their roles, one after another, as by `kvrelay role`: no request fails or starts again. It looks on until Ctrl-C.
+
+Examples:
+
+  kvrelay replan --ttft 500ms --tpot 50ms --once
+
+  kvrelay replan --ttft 500ms --tpot 50ms --act
+"""
+HELP_DECISIONS = """Show what `kvrelay replan` has decided, why, and what came of it.
+
+Examples:
+
+  kvrelay decisions
+
+  kvrelay decisions --last 100 --json
+"""
+Last = Annotated[int, typer.Option("--last", min=1, help="How many, the newest last.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(grouped(replan))
+    app.command(help=HELP_DECISIONS)(grouped(decisions))
+
+
+def replan(
+    router: Router,
+    targets: Targets,
+    attainment: Annotated[float, typer.Option(min=0.01, max=0.999, help="Share that shall meet both.")] = 0.9,
+    act: Annotated[bool, typer.Option("--act", help="Have workers change, instead of only saying so.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 15.0,
+    window: Annotated[float, typer.Option(min=1, help="Seconds that it looks back.")] = 120.0,
+    most_changes: Annotated[int, typer.Option(min=1, max=8, help="Workers that may change at once.")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    from kvrelay.client import known_clusters
+    from kvrelay.client.types import KvrelayError
+    from kvrelay.replan.journal import journal_of
+    from kvrelay.replan.replanner import Asked, NotYet, Replanner
+    from kvrelay.replan.watching import NICE
+    from placement.catalogs.base import PlanError
+    from placement.plan import Slo
+    from placement.simulator.cluster import SetupError
+
+    with exit_codes(as_json, wrong=(PlanError,), interrupted="it looks no more"), refusals(as_json):
+        given = targets.given_s()
+        if not given:
+            raise CliError("no targets: give --ttft, --tpot or both", USAGE)
+        os.nice(NICE)
+        asked = Asked(slo=Slo(**given, attainment=attainment), acts=act, most_changes=most_changes, window_s=window)
+        with ExitStack() as stack:
+            known = known_clusters.at(router.endpoint)
+            others = (
+                [each for each in known.endpoints if each != known_clusters.noted(router.endpoint)] if known else []
+            )
+            clients = [stack.enter_context(router.client_of(each)) for each in (router.endpoint, *others)]
+            replanner = Replanner(clients, asked, journal_of(router.endpoint))
+            while True:
+                try:
+                    _show(asdict(replanner.look()), as_json)
+                except (NotYet, SetupError) as error:
+                    if once:
+                        raise CliError(str(error)) from None
+                    note(str(error))
+                except KvrelayError as error:  # a router may be back at the next look
+                    if once or error.code in REFUSED:
+                        raise
+                    note(f"error: {error.message}")
+                if once:
+                    return
+                time.sleep(every)
+
+
+def decisions(
+    endpoint: Annotated[
+        str, typer.Option(envvar=ENDPOINT_VARIABLE, help="Of whose cluster, host:port.")
+    ] = DEFAULT_ENDPOINT,
+    last: Last = 20,
+    as_json: JsonOption = False,
+) -> None:
+    from kvrelay.replan.journal import journal_of
+
+    entries = journal_of(endpoint).last(last)
+    if as_json:
+        print_json(entries)
+        return
+    if not entries:
+        note(f"nothing was decided for {endpoint}; see kvrelay replan --help")
+    for entry in entries:
+        _show(entry, as_json=False)
+
+
+def _show(entry: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(entry)
+        return
+    for line in lines_of(entry):
+        print(line)
+
+
+def lines_of(entry: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    yield f"{entry['at']}  {entry['rate']:g}/s  {entry['reason']}"
+    for change in entry["changes"]:
+        verb = "becomes" if entry["mode"] == "act" else "should become"
+        took = change["failure"] or (f"after {change['seconds']:g} s" if change["seconds"] else "")
+        yield f"  {change['worker']} {verb} a {change['role']} worker{f': {took}' if took else ''}"

@@ -1,0 +1,72 @@
+"""The journal of decisions about roles: lines of JSON, one for each time that arrangements were weighed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrelay.client.known_clusters import directory, noted
+from worker.wire.private_files import make_private_folder, write_private
+
+MOST_BYTES = 16 << 20  # then the older half is dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    worker: str
+    role: str
+    seconds: float = 0.0  # that it took
+    failure: str = ""  # why it was given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """`measured`: the share of requests that met their targets. `changes`: what was decided, and what came of it."""
+
+    at: str  # ISO 8601, UTC
+    roles: dict[str, str]
+    requests: int
+    rate: float
+    measured: float
+    reason: str
+    mode: str  # advise or act
+    tried: Sequence[dict[str, Any]] = ()  # roles and attainment of each arrangement that was played
+    changes: Sequence[Change] = field(default_factory=tuple)
+
+
+class Journal:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, entry: Entry) -> None:
+        make_private_folder(self._path.parent.parent)
+        make_private_folder(self._path.parent)
+        with self._path.open("a") as file:
+            print(json.dumps(asdict(entry)), file=file)
+            size = file.tell()
+        if size > MOST_BYTES:
+            lines = self._path.read_text().splitlines(keepends=True)
+            write_private(self._path, "".join(lines[len(lines) // 2 :]))
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """The newest last; none where nothing was written."""
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [entry for line in lines[-count:] if (entry := _read(line))]
+
+
+def journal_of(endpoint: str) -> Journal:
+    return Journal(directory().parent / "decisions" / f"{noted(endpoint).replace(':', '_').replace('/', '_')}.jsonl")
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """None for a line that was torn."""
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return None

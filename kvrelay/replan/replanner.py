@@ -1,0 +1,184 @@
+"""Replanner watches a cluster from beside it, as an operator would: it asks routers what came and how it fared, plays
+that against other arrangements of roles, and has workers change theirs where that pays.
+
+    look: status, load -> Seen -> play the arrangements near by -> decide -> journal; act: set_role, one after another
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import mean, median
+
+import numpy as np
+
+from cluster.router.options import RouterOptions
+from engine.knobs import read
+from kvrelay.client.client import Client
+from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, WorkerState
+from kvrelay.replan.journal import Change, Entry, Journal
+from placement.plan import Slo
+from placement.replan.play import corrected, play
+from placement.replan.policy import Roles, candidates, decide
+from placement.replan.seen import Seen, SeenWorker, workload_of
+from worker.steps.costs import StepCosts
+
+LEAST_REQUESTS = 60  # of which something can be said
+CHANGE_S = 5.0  # that a change takes, until one was seen
+CHANGE_TIMEOUT_S = 120.0  # then it is called off
+POLL_S = 0.2
+SERVING = ("ready", "suspect")
+HANDOFF_S = 0.005  # that a handoff takes, until one was seen
+SHORT = 0.25  # the share of handoffs that are shorter than what one takes by itself, without waiting for pages
+
+
+class NotYet(Exception):
+    """Too little was seen: one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    slo: Slo
+    acts: bool
+    most_changes: int
+    window_s: float  # of what came, that is looked at
+
+
+class Replanner:
+    def __init__(
+        self, clients: Sequence[Client], asked: Asked, journal: Journal, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clients`: of each router, whose loads add up."""
+        self._clients = clients
+        self._asked = asked
+        self._journal = journal
+        self._clock = clock
+        self._took_s: list[float] = []  # each change
+        self._changed_s = -math.inf
+
+    def look(self) -> Entry:
+        """Once. Raises NotYet, SetupError for what is not simulated, KvrelayError where a router does not answer."""
+        slo, seen = self._asked.slo, self._see()
+        measured = seen.attainment(slo.ttft_s, slo.tpot_s)
+        seen, present = corrected(seen, slo)
+        others = [play(seen, roles, slo) for roles in self._near(seen, measured, present.attainment)]
+        change_s = mean(self._took_s) if self._took_s else CHANGE_S
+        decision = decide(
+            present, others, wanted=slo.attainment, seen_s=seen.seen_s, change_s=change_s, measured=measured
+        )
+        changes = [Change(worker=worker, role=role) for worker, role in decision.changes]
+        entry = Entry(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            roles=seen.roles,
+            requests=len(seen.ttft_s),
+            rate=round(seen.rate, 3),
+            measured=round(measured, 4),
+            reason=decision.reason,
+            mode="act" if self._asked.acts else "advise",
+            tried=[{"roles": dict(p.roles), "attainment": round(p.attainment, 4)} for p in (present, *others)],
+            changes=changes,
+        )
+        try:
+            if self._asked.acts:
+                self._carry_out(changes)
+        finally:
+            if len(entry.tried) > 1:
+                self._journal.add(entry)
+        return entry
+
+    def _near(self, seen: Seen, measured: float, attainment: float) -> list[Roles]:
+        """None where no change will come of it: to play them takes time from the cluster."""
+        if max(measured, attainment) >= self._asked.slo.attainment:
+            return []
+        return candidates(seen.roles, self._asked.most_changes)
+
+    def _see(self) -> Seen:
+        status, window_s = self._clients[0].status(), self._asked.window_s
+        load = [ended for client in self._clients for ended in client.load(window_s)]
+        if len(load) < LEAST_REQUESTS:
+            raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")
+        age_s = self._clock() - self._changed_s
+        newer = [ended for ended in load if ended.age_s < age_s]
+        if len(newer) < LEAST_REQUESTS:
+            raise NotYet(f"{len(newer)} requests have come and gone since the last change; {LEAST_REQUESTS} must")
+        seen = seen_of(status, load, newer)
+        if phase := seen.missing_costs:
+            raise NotYet(f"no worker's steps of {phase} were measured yet")
+        return seen
+
+    def _carry_out(self, changes: list[Change]) -> None:
+        """What came of each is noted in its place."""
+        for index, change in enumerate(changes):
+            self._changed_s = self._clock()
+            changes[index] = self._change(change)
+            self._changed_s = self._clock()
+            if changes[index].failure:
+                return
+
+    def _change(self, change: Change) -> Change:
+        client, began_s = self._clients[0], self._clock()
+        is_done = False
+        try:
+            client.set_role(change.worker, change.role)
+            while not (is_done := _has_role(client.status(), change)) and self._clock() - began_s < CHANGE_TIMEOUT_S:
+                time.sleep(POLL_S)
+        except KvrelayError as error:
+            return replace(change, failure=error.message)
+        finally:
+            if not is_done:  # also where we are interrupted: nobody would take it back
+                with contextlib.suppress(KvrelayError):
+                    client.drain(change.worker, undo=True)
+        took_s = self._clock() - began_s
+        if not is_done:
+            return replace(change, failure=f"it still had requests after {CHANGE_TIMEOUT_S:g} s, and keeps its role")
+        self._took_s.append(took_s)
+        return replace(change, seconds=round(took_s, 2))
+
+
+def _has_role(status: ClusterStatus, change: Change) -> bool:
+    wanted = (change.worker, change.role)
+    return any((each.name, each.role) == wanted and each.state in SERVING for each in status.workers)
+
+
+def seen_of(status: ClusterStatus, load: Sequence[EndedRequest], newer: Sequence[EndedRequest]) -> Seen:
+    """`newer`: of the load, what came since roles changed. Raises NotYet while a worker is away: roles should not
+    change for that."""
+    for worker in status.workers:
+        if worker.state not in SERVING:
+            raise NotYet(f"{worker.name} is {worker.state}")
+    load = sorted(load, key=lambda ended: -ended.age_s)
+    seen_s = load[0].age_s - load[-1].age_s
+    finished = [ended for ended in load if not ended.failed]
+    typical = int(median(ended.output_tokens for ended in finished)) if finished else 1
+    handoffs_s = [ended.handoff_s for ended in finished if ended.handoff_s > 0]
+    return Seen(
+        workers=[_seen(worker) for worker in status.workers],
+        router=read(RouterOptions, status.limits),
+        workload=workload_of([(-e.age_s, e.prompt_tokens, _output_tokens(e, typical)) for e in load]),
+        ttft_s=np.array([np.inf if ended.failed else ended.ttft_s for ended in newer]),
+        tpot_s=np.array([np.inf if ended.failed else ended.tpot_s for ended in newer]),
+        handoff_s=float(np.quantile(handoffs_s, SHORT)) if handoffs_s else HANDOFF_S,
+        cached_share=sum(e.cached_tokens for e in load) / max(1, sum(e.prompt_tokens for e in load)),
+        rate=len(load) / max(seen_s, 1e-3),
+        seen_s=seen_s,
+    )
+
+
+def _output_tokens(ended: EndedRequest, typical: int) -> int:
+    """One that failed would have had more."""
+    return max(ended.output_tokens, typical) if ended.failed else max(1, ended.output_tokens)
+
+
+def _seen(worker: WorkerState) -> SeenWorker:
+    return SeenWorker(
+        name=worker.name,
+        role=worker.role,
+        num_pages=worker.total_pages,
+        page_size=worker.page_size,
+        limits=worker.limits,
+        costs=StepCosts(**worker.step_costs) if worker.step_costs else None,
+    )

@@ -1,0 +1,60 @@
+"""ReplanThread has a replanner look at a cluster every now and then, beside what this process does else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from kvrelay.client.client import Client
+from kvrelay.client.types import KvrelayError
+from kvrelay.replan.journal import Entry, journal_of
+from kvrelay.replan.replanner import Asked, NotYet, Replanner
+from placement.plan import Slo
+from placement.simulator.cluster import SetupError
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 15.0
+WINDOW_S = 120.0  # that it looks back
+MOST_CHANGES = 2
+NICE = 10  # it plays arrangements on the machine on which a cluster may run
+
+
+class ReplanThread:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        targets_s: Mapping[str, float],
+        *,
+        acts: bool,
+        on_entry: Callable[[Entry], object],
+    ) -> None:
+        """Clients find their tokens as any client of this user does. `on_entry`: told of each look, in the thread."""
+        self._endpoints = endpoints
+        self._asked = Asked(slo=Slo(**targets_s), acts=acts, most_changes=MOST_CHANGES, window_s=WINDOW_S)
+        self._on_entry = on_entry
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replan", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once: what it does just now ends with the cluster."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        os.nice(NICE)  # of this thread alone
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client(endpoint)) for endpoint in self._endpoints]
+            replanner = Replanner(clients, self._asked, journal_of(self._endpoints[0]))
+            while not self._is_over.wait(EVERY_S):
+                try:
+                    self._on_entry(replanner.look())
+                except (NotYet, SetupError, KvrelayError) as error:
+                    log.info("at the next look: %s", error)
+                except Exception:
+                    log.exception("a look at the cluster failed: roles stay as they are")

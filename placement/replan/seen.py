@@ -1,0 +1,177 @@
+"""Seen is a running cluster as a planner sees it: its workers and what their steps take, what came lately and how it
+fared. Values, and what is simulated of them: the same cluster, with the same or with other roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from cluster.router.options import RouterOptions
+from engine.knobs import read
+from placement.latency.base import DecodeLine
+from placement.latency.scaled import ScaledLatency
+from placement.simulator.cluster import SimCluster, SimWorker
+from placement.workload.requests import Floats, Workload
+from worker.options import REPORT_GAP_S
+from worker.roles import kind_of
+from worker.steps.costs import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenWorker:
+    """`limits`: knobs of its policy, as text. `costs`: None until enough steps of it were measured."""
+
+    name: str
+    role: str
+    num_pages: int
+    page_size: int
+    limits: Mapping[str, str]
+    costs: StepCosts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """`workload`: what came, or spans of it (workload_of); `rate`, `seen_s`: how many a second, and for how long.
+    `ttft_s`, `tpot_s`: of each that came since roles changed, inf where it failed. `cached_share`: of all prompts."""
+
+    workers: Sequence[SeenWorker]
+    router: RouterOptions
+    workload: Workload
+    ttft_s: Floats
+    tpot_s: Floats
+    handoff_s: float
+    cached_share: float
+    rate: float
+    seen_s: float
+    slower: float = 1.0  # how much longer a step that only decodes takes than was measured
+
+    @property
+    def roles(self) -> dict[str, str]:
+        return {worker.name: worker.role for worker in self.workers}
+
+    def attainment(self, ttft_s: float, tpot_s: float) -> float:
+        """As it was measured: the share of the requests that met both."""
+        return float(((self.ttft_s <= ttft_s) & (self.tpot_s <= tpot_s)).mean())
+
+    @property
+    def missing_costs(self) -> str:
+        """A phase of which no worker's steps were measured yet; empty: all are known."""
+        return next((phase for phase in ("prefill", "decode") if not self._measured(phase)), "")
+
+    def _measured(self, phase: str) -> list[StepCosts]:
+        return [w.costs for w in self.workers if w.costs is not None and phase in kind_of(w.role).phases]
+
+    def latency(self) -> CostsLatency:
+        """What steps take at any of them: each part as those measured it that do it. What is found in prefix caches, as
+        much of each prompt as there was of all, is not computed."""
+        prompts, answers = self._measured("prefill"), self._measured("decode")
+        both = [costs.both_s for costs in prompts if costs in answers]
+        return CostsLatency(
+            prompt_fixed_s=median(costs.fixed_s for costs in prompts),
+            prompt_token_s=median(costs.prompt_token_s for costs in prompts) * (1 - self.cached_share),
+            answers=StepCosts(
+                fixed_s=median(costs.fixed_s for costs in answers),
+                prompt_token_s=0.0,
+                request_s=median(costs.request_s for costs in answers),
+                context_token_s=median(costs.context_token_s for costs in answers),
+                both_s=median(both) if both else 0.0,
+            ),
+        )
+
+    def cluster(self, roles: Mapping[str, str]) -> SimCluster:
+        """It, if its workers had these roles. One whose role is not its own has the knobs of those that have it; where
+        none has, its own, and defaults."""
+        latency = ScaledLatency(
+            model=self.latency(), prefill=1.0, decode=self.slower, transfer=1.0, how="as answers came"
+        )
+        limits = {worker.role: worker.limits for worker in reversed(self.workers)}
+        return SimCluster(
+            workers=tuple(
+                SimWorker(
+                    name=worker.name,
+                    role=role,
+                    latency=latency,
+                    num_pages=worker.num_pages,
+                    page_size=worker.page_size,
+                    policy=read(kind_of(role).load_options(), self._limits(worker, role, limits)),
+                )
+                for worker in self.workers
+                for role in (roles[worker.name],)
+            ),
+            router=self.router,
+            report_gap_s=REPORT_GAP_S,
+            handoff_s=self.handoff_s,
+        )
+
+    @staticmethod
+    def _limits(worker: SeenWorker, role: str, limits: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
+        return worker.limits if role == worker.role else limits.get(role, worker.limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsLatency:
+    """What steps take, as the workers have measured it. A handoff takes Seen.handoff_s, whatever its length."""
+
+    prompt_fixed_s: float  # of a step of prompts alone
+    prompt_token_s: float
+    answers: StepCosts
+    stages: int = 1
+
+    @property
+    def source(self) -> str:
+        return "step times as the workers measure them"
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return max(MIN_STEP_S, self.prompt_fixed_s + self._prompts_s(chunks))
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        step_s = self.answers.step_s(0, batch_size, context_tokens, both=0)
+        return DecodeLine(max(MIN_STEP_S, step_s), self.answers.context_token_s)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
+        if not batch_size:
+            return self.prefill_s(chunks)
+        step_s = self.answers.step_s(0, batch_size, context_tokens, both=bool(chunks))
+        return max(MIN_STEP_S, step_s + self._prompts_s(chunks))
+
+    def transfer_s(self, num_tokens: int) -> float:
+        return 0.0
+
+    def _prompts_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.prompt_token_s * sum(tokens for tokens, _ in chunks)
+
+
+MIN_STEP_S = 1e-6  # a fit may find nothing where nothing was seen
+
+
+MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few seconds
+SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
+GAP_S = 60.0  # between two spans: each begins anew
+
+Row = tuple[float, int, int]  # arrival s, prompt tokens, output tokens
+
+
+def workload_of(rows: Sequence[Row]) -> Workload:
+    """Of many, SPANS that lie evenly over the time."""
+    rows = _in_spans(sorted(rows))
+    return Workload(
+        arrival_s=np.array([at_s for at_s, *_ in rows]),
+        prompt_len=np.array([max(1, prompt) for _, prompt, _ in rows], dtype=np.int64),
+        output_len=np.array([max(1, output) for *_, output in rows], dtype=np.int64),
+        name="what came lately",
+    )
+
+
+def _in_spans(rows: Sequence[Row]) -> list[Row]:
+    """From 0 on."""
+    size = MOST_PLAYED // SPANS if len(rows) > MOST_PLAYED else len(rows)
+    begins = np.linspace(0, len(rows) - size, SPANS if size < len(rows) else 1).astype(int)
+    found: list[Row] = []
+    for begin in begins:
+        from_s = found[-1][0] + GAP_S if found else 0.0
+        found += [(from_s + at_s - rows[begin][0], *sizes) for at_s, *sizes in rows[begin : begin + size]]
+    return found

@@ -1,0 +1,194 @@
+"""The replanner beside a cluster: what it waits for, what it has changed, what it gives up, and what it writes down."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.router.options import RouterOptions
+from engine.knobs import as_text
+from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, WorkerState
+from kvrelay.replan import replanner as replanners
+from kvrelay.replan import watching
+from kvrelay.replan.journal import Journal
+from kvrelay.replan.replanner import Asked, NotYet, Replanner
+from kvrelay.replan.watching import ReplanThread
+from placement.plan import Slo
+from worker.roles import kind_of
+
+pytestmark = pytest.mark.unit
+
+READS = {"fixed_s": 0.004, "prompt_token_s": 0.0005, "request_s": 0.0, "context_token_s": 0.0, "both_s": 0.0}
+WRITES = READS | {"prompt_token_s": 0.0, "request_s": 0.0005, "context_token_s": 1e-7}
+
+
+def state(name: str, role: str, costs: dict[str, float]) -> WorkerState:
+    return WorkerState(
+        name=name,
+        role=role,
+        address="h:1",
+        state="ready",
+        num_waiting=0,
+        num_running=0,
+        waiting_tokens=0,
+        cached_pages=0,
+        leased_pages=0,
+        available_pages=2000,
+        total_pages=2000,
+        report_age_s=0.1,
+        losses=0,
+        reason="",
+        page_size=16,
+        limits=as_text(kind_of(role).load_options()()),
+        step_costs=costs,
+    )
+
+
+def ended(index: int, *, prompt: int, output: int, rate: float, ttft_s: float) -> EndedRequest:
+    return EndedRequest(
+        age_s=100.0 - index / rate,
+        prompt_tokens=prompt,
+        cached_tokens=0,
+        output_tokens=output,
+        ttft_s=ttft_s,
+        tpot_s=0.01,
+        handoff_s=0.001,
+        failed=False,
+    )
+
+
+class FakeCluster:
+    """One reader of prompts and two writers, with prompts for two readers."""
+
+    def __init__(self, ttft_s: float = 3.0) -> None:
+        self.workers = [state("prefill-0", "prefill", READS)]
+        self.workers += [state(f"decode-{i}", "decode", WRITES) for i in range(2)]
+        self.requests = [ended(i, prompt=800, output=10, rate=3.5, ttft_s=ttft_s) for i in range(300)]
+        self.asked: list[Any] = []
+        self.refusal = ""
+        self.obeys = True
+
+    def status(self) -> ClusterStatus:
+        limits = as_text(RouterOptions())
+        return ClusterStatus(
+            router_id="router-0",
+            model="m",
+            uptime_s=1.0,
+            num_queued=0,
+            num_in_flight=0,
+            workers=tuple(self.workers),
+            limits=limits,
+        )
+
+    def load(self, window_s: float) -> tuple[EndedRequest, ...]:
+        return tuple(self.requests)
+
+    def set_role(self, name: str, role: str) -> None:
+        self.asked.append((name, role))
+        if self.refusal:
+            raise KvrelayError("FAILED_PRECONDITION", self.refusal)
+        if self.obeys:
+            self.workers = [replace(w, role=role) if w.name == name else w for w in self.workers]
+
+    def drain(self, name: str, *, undo: bool) -> None:
+        self.asked.append((name, "undo" if undo else "drain"))
+
+
+def made(cluster: FakeCluster, folder: Path, *, acts: bool = True) -> tuple[Replanner, Journal]:
+    clients: Any = [cluster]
+    journal = Journal(folder / "kvrelay" / "decisions" / "here.jsonl")
+    asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=acts, most_changes=1, window_s=300.0)
+    return Replanner(clients, asked, journal), journal
+
+
+def test_a_worker_changes_where_it_is_worth_it_and_all_is_written_down(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    replanner, journal = made(cluster, tmp_path)
+    entry = replanner.look()
+    assert [(change.worker, change.failure) for change in entry.changes] == [("decode-1", "")], entry.reason
+    assert cluster.asked == [("decode-1", entry.changes[0].role)]
+    (kept,) = journal.last(5)
+    assert (kept["mode"], kept["measured"], kept["requests"]) == ("act", 0.0, 300)
+    assert "0% of the requests met their targets" in kept["reason"]
+    assert len(kept["tried"]) > 2
+
+
+def test_advice_changes_nothing(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    entry = made(cluster, tmp_path, acts=False)[0].look()
+    assert (entry.mode, [change.worker for change in entry.changes], cluster.asked) == ("advise", ["decode-1"], [])
+
+
+def test_where_targets_are_met_nothing_else_is_played(tmp_path: Path) -> None:
+    entry = made(FakeCluster(ttft_s=0.1), tmp_path)[0].look()
+    assert (entry.changes, len(entry.tried), entry.reason.endswith("enough")) == ([], 1, True)
+
+
+def test_too_little_is_said_so(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    replanner, journal = made(cluster, tmp_path)
+    cluster.requests = cluster.requests[:10]
+    with pytest.raises(NotYet, match="10 requests have come and gone in 300 s; 60 must"):
+        replanner.look()
+    cluster = FakeCluster()
+    cluster.workers = [replace(worker, step_costs={}) for worker in cluster.workers]
+    with pytest.raises(NotYet, match="no worker's steps of prefill were measured yet"):
+        made(cluster, tmp_path)[0].look()
+    assert journal.last(1) == []
+
+
+def test_after_a_change_it_waits_for_what_came_since(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    replanner, _ = made(cluster, tmp_path)
+    replanner.look()
+    with pytest.raises(NotYet, match="0 requests have come and gone since the last change"):
+        replanner.look()
+
+
+def test_what_is_refused_or_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster()
+    cluster.refusal = "decode-1 is the only worker for decode that takes requests"
+    entry = made(cluster, tmp_path)[0].look()
+    assert [change.failure for change in entry.changes] == [cluster.refusal]
+    cluster = FakeCluster()
+    cluster.workers[2] = replace(cluster.workers[2], state="lost")
+    with pytest.raises(NotYet, match="decode-1 is lost"):
+        made(cluster, tmp_path)[0].look()
+    monkeypatch.setattr(replanners, "CHANGE_TIMEOUT_S", 0.0)
+    cluster = FakeCluster()
+    cluster.obeys = False
+    entry = made(cluster, tmp_path)[0].look()
+    assert "keeps its role" in entry.changes[0].failure
+    assert cluster.asked[-1] == ("decode-1", "undo")
+
+
+def test_a_thread_looks_on_whatever_a_look_comes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, looks = FakeCluster(), threading.Event()
+    troubles = iter([KvrelayError("UNAVAILABLE", "it is away"), ZeroDivisionError()])
+    cluster_of = cluster.status
+
+    def status() -> ClusterStatus:
+        if error := next(troubles, None):
+            raise error
+        return cluster_of()
+
+    monkeypatch.setattr(cluster, "status", status)
+    monkeypatch.setattr(watching, "Client", lambda endpoint: nullcontext(cluster))
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    monkeypatch.setattr(
+        watching, "journal_of", lambda endpoint: Journal(tmp_path / "kvrelay" / "decisions" / "x.jsonl")
+    )
+    monkeypatch.setattr("os.nice", lambda by: by)
+    thread = ReplanThread(["h:1"], {"ttft_s": 1.0}, acts=True, on_entry=lambda entry: looks.set())
+    thread.start()
+    assert looks.wait(30)
+    thread.stop()
+    assert ("decode-1", "prefill") in cluster.asked or ("decode-1", "mixed") in cluster.asked
+    assert "roles stay as they are" in caplog.text

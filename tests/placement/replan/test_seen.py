@@ -1,0 +1,112 @@
+"""A running cluster as it is played again: by what its workers have measured, in this arrangement and in others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.router.options import RouterOptions
+from engine.knobs import as_text
+from placement.plan import Slo
+from placement.replan.play import corrected, play
+from placement.replan.policy import candidates, decide
+from placement.replan.seen import GAP_S, MOST_PLAYED, SPANS, Row, Seen, SeenWorker, workload_of
+from worker.roles import kind_of
+from worker.steps.costs import StepCosts
+
+pytestmark = pytest.mark.unit
+
+READS = StepCosts(fixed_s=0.004, prompt_token_s=0.00075, request_s=0.0, context_token_s=0.0)
+WRITES = StepCosts(fixed_s=0.006, prompt_token_s=0.0, request_s=0.0005, context_token_s=1e-7)
+SLO = Slo(ttft_s=0.5, tpot_s=0.02)
+
+
+def worker(name: str, costs: StepCosts | None = None, **limits: str) -> SeenWorker:
+    role = name.partition("-")[0]
+    knobs = as_text(kind_of(role).load_options()())
+    own = READS if role == "prefill" else WRITES
+    return SeenWorker(name=name, role=role, num_pages=2000, page_size=16, limits=knobs | limits, costs=costs or own)
+
+
+def seen(*workers: SeenWorker, prompt: int, output: int, rate: float, count: int = 300) -> Seen:
+    gaps = np.random.default_rng(1).exponential(1 / rate, count).cumsum()
+    return Seen(
+        workers=workers,
+        router=RouterOptions(),
+        workload=workload_of([(float(at_s) - 1000.0, prompt, output) for at_s in gaps]),
+        ttft_s=np.full(count, 0.1),
+        tpot_s=np.full(count, 0.1),
+        handoff_s=0.002,
+        cached_share=1 / 3,
+        rate=rate,
+        seen_s=count / rate,
+    )
+
+
+def test_each_part_of_a_step_is_taken_from_those_that_do_it() -> None:
+    cluster = seen(worker("prefill-0"), worker("decode-0"), prompt=100, output=10, rate=1.0)
+    latency = cluster.latency()
+    assert latency.prompt_fixed_s == 0.004
+    assert latency.prompt_token_s == pytest.approx(0.00075 * 2 / 3), "what is cached is not computed"
+    assert latency.answers == StepCosts(
+        fixed_s=0.006, prompt_token_s=0.0, request_s=0.0005, context_token_s=1e-7, both_s=0.0
+    )
+    assert latency.mixed_s([(10, 0)], 2, 100) == pytest.approx(0.006 + 0.005 + 0.001 + 1e-5)
+    assert cluster.missing_costs == ""
+    assert cluster.attainment(0.2, 0.05) == 0.0
+    assert list(cluster.workload.prompt_len[:2]) == [100, 100]
+    assert cluster.workload.arrival_s[0] == 0.0
+
+
+def test_a_worker_in_another_role_has_the_knobs_of_those_that_have_it() -> None:
+    cluster = seen(
+        worker("prefill-0", max_batch_tokens="77"), worker("decode-0", max_batch_size="5"), prompt=9, output=9, rate=1.0
+    )
+    both = {each.name: each for each in cluster.cluster({"prefill-0": "decode", "decode-0": "prefill"}).workers}
+    assert as_text(both["prefill-0"].policy)["max_batch_size"] == "5"
+    assert as_text(both["decode-0"].policy)["max_batch_tokens"] == "77"
+
+
+def test_of_a_long_time_spans_are_played_as_they_came() -> None:
+    """Two loads that took turns are both among them, each with its own arrivals."""
+    turns = [(100, 10.0), (900, 2.0)] * 6
+    rows, at_s = list[Row](), 5.0
+    for prompt, rate in turns:
+        for _ in range(1000):
+            rows.append((at_s, prompt, 7))
+            at_s += 1 / rate
+    played = workload_of(rows)
+    assert len(played) == MOST_PLAYED
+    assert set(played.prompt_len) == {100, 900}
+    gaps = np.diff(played.arrival_s)
+    assert (gaps > 0).all()
+    assert sum(gaps > GAP_S - 1) == SPANS - 1
+    assert played.arrival_s[0] == 0.0
+    assert workload_of(rows[:50]).duration_s == pytest.approx(4.9)
+
+
+def test_steps_are_taken_for_as_long_as_answers_show() -> None:
+    cluster = seen(worker("prefill-0"), worker("decode-0"), prompt=100, output=50, rate=1.0)
+    plain = play(cluster, cluster.roles, SLO)
+    slow = replace(cluster, tpot_s=np.full(300, 1.5 * plain.tpot_s))
+    same, present = corrected(slow, SLO)
+    assert same.slower == pytest.approx(1.5)
+    assert present.tpot_s == pytest.approx(1.5 * plain.tpot_s, rel=0.1)
+    fast = replace(cluster, tpot_s=np.full(300, 0.5 * plain.tpot_s))
+    assert corrected(fast, SLO)[0].slower == 1.0, "there was less beside it"
+
+
+@pytest.mark.parametrize(("prompt", "output", "rate", "wanted"), [(800, 10, 3.5, "prefill"), (20, 400, 7.0, "decode")])
+def test_the_phase_that_has_too_few_gets_another(prompt: int, output: int, rate: float, wanted: str) -> None:
+    """Prompts of 0.4 s at 3.5 a second want two readers; answers of 400 tokens two writers."""
+    few = "decode" if wanted == "prefill" else "prefill"
+    names = [f"{wanted}-0", f"{few}-0", f"{few}-1"]
+    cluster = seen(*(worker(name) for name in names), prompt=prompt, output=output, rate=rate)
+    slo = SLO if wanted == "prefill" else Slo(ttft_s=2.0, tpot_s=0.03)
+    present = play(cluster, cluster.roles, slo)
+    others = [play(cluster, roles, slo) for roles in candidates(cluster.roles, 1)]
+    decision = decide(present, others, wanted=0.9, seen_s=600.0, change_s=5.0, measured=present.attainment)
+    assert [worker for worker, _ in decision.changes] == [f"{few}-1"], decision.reason
+    assert decision.changes[0][1] in (wanted, "mixed")
