@@ -22,12 +22,11 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from cluster.deploy.checkpoint import Checkpoint
-from cluster.deploy.launch import want_of
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Member, Roster, Version, WorkerEntry, roles_of
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import workers_of
+from cluster.spec.resolve import plan_of, workers_of
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -135,7 +134,7 @@ class Controller:
 
     def _standing(self, member: Member) -> tuple[str, str]:
         if member.stage == "waiting" and not member.is_leaving:
-            return member.stage, member.reason or want_of(self._spec, member.name)
+            return member.stage, member.reason or plan_of(self._spec, member.name).wants
         return "leaving" if member.is_leaving else member.stage, member.reason
 
     # for `kvrelay up`

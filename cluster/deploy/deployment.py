@@ -23,7 +23,6 @@ from cluster.deploy.launch import (
     launch_controller,
     launch_members,
     needs_of,
-    want_of,
 )
 from cluster.deploy.local_ray import LOOPBACK, LocalRay
 from cluster.deploy.ray import (
@@ -38,7 +37,7 @@ from cluster.deploy.ray import (
 )
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import Machine, resolve
+from cluster.spec.resolve import Machine, plan_of, resolve
 from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Deployment:
         self._version = snapshot["version"]
         for member in snapshot["members"]:
             if member["stage"] == "waiting" and member["role"] != ROUTER:
-                member["reason"] = want_of(self.spec, member["name"])
+                member["reason"] = plan_of(self.spec, member["name"]).wants
         self._check_ray()
         return snapshot
 

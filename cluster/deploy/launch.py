@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.deploy.ray import find_actor, named_actors
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import WorkerPlan, plan_of, workers_of
+from cluster.spec.resolve import plan_of, workers_of
 from worker.membership import Membership
 
 CONTROLLER = "controller"
@@ -22,26 +22,14 @@ PLACEMENT_GROUP = "workers"
 STOP_TIMEOUT_S = 300.0  # beyond drain_s: the controller bounds what it waits for itself; this is for one that hangs
 
 
-def bundle_of(plan: WorkerPlan) -> dict[str, float]:
-    """What Ray sets aside for a worker, by Ray's names."""
-    wanted = {"CPU": plan.num_cpus, "GPU": plan.num_gpus, **plan.resources}
-    return {name: amount for name, amount in wanted.items() if amount > 0}
-
-
 def needs_of(spec: ClusterSpec) -> dict[str, float]:
     """What all actors of a resolved spec ask of Ray together."""
     total: Counter[str] = Counter()
     for plan in workers_of(spec):
-        total.update(bundle_of(plan))
+        total.update(plan.bundle)
     for _ in range(spec.router.replicas):
         total.update(spec.router.resources)
     return dict(total)
-
-
-def want_of(spec: ClusterSpec, name: str) -> str:
-    """What a worker waits for before it is started, for people."""
-    amounts = ", ".join(f"{what} {amount:g}" for what, amount in bundle_of(plan_of(spec, name)).items())
-    return f"wants {amounts} of Ray" if amounts else ""
 
 
 def launch_controller(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> Any:
@@ -59,7 +47,7 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     import ray
 
     plans = workers_of(spec)
-    if bundles := [bundle for plan in plans if (bundle := bundle_of(plan))]:
+    if bundles := [plan.bundle for plan in plans if plan.bundle]:
         ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
     for plan in plans:
         launch_worker(spec, log_dir, plan.name, loopback=loopback)
@@ -85,7 +73,7 @@ def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool)
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    plan, reserved = plan_of(spec, name), [plan.name for plan in workers_of(spec) if bundle_of(plan)]
+    plan, reserved = plan_of(spec, name), [each.name for each in workers_of(spec) if each.bundle]
     if loopback and name not in reserved:
         plan = replace(plan, num_cpus=0)
     options = _always(name) | {

@@ -186,6 +186,18 @@ class WorkerPlan:
     def name(self) -> str:
         return self.options.name
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray sets aside for it, by Ray's names."""
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount > 0}
+
+    @property
+    def wants(self) -> str:
+        """What it waits for before it is started, for people."""
+        amounts = ", ".join(f"{what} {amount:g}" for what, amount in self.bundle.items())
+        return f"wants {amounts} of Ray" if amounts else ""
+
 
 def workers_of(spec: ClusterSpec) -> list[WorkerPlan]:
     """One plan for each worker of a resolved spec, in the order of the spec."""
