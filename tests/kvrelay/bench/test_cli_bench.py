@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import bench as command
-from tests.kvrelay.client.scripted import EOS, VOCAB_SIZE, ScriptedServer, heed_interrupts
+from tests.kvrelay.client.scripted import EOS, HEED_INTERRUPTS, VOCAB_SIZE, ScriptedServer
 
 DEADLINE_S = 30.0
 GRPC_LOG = re.compile(rb"[IWE]\d{4} ")  # gRPC's own lines, of a machine that forks beside it
@@ -185,10 +185,17 @@ def test_nobody_there() -> None:
 
 def test_interrupt_cancels_what_is_out_and_exits_130() -> None:
     with ScriptedServer(answering="hang") as server:
-        args = [sys.executable, "-c", APP, "bench", "--endpoint", server.endpoint, *SMALL, "--no-progress"]
-        with subprocess.Popen(
-            args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_interrupts
-        ) as process:
+        args = [
+            sys.executable,
+            "-c",
+            HEED_INTERRUPTS + APP,
+            "bench",
+            "--endpoint",
+            server.endpoint,
+            *SMALL,
+            "--no-progress",
+        ]
+        with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert server.hanging.wait(DEADLINE_S)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=DEADLINE_S)

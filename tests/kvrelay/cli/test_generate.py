@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import generate as command
-from tests.kvrelay.client.scripted import ScriptedServer, heed_interrupts
+from tests.kvrelay.client.scripted import HEED_INTERRUPTS, ScriptedServer
 
 DEADLINE_S = 30.0
 APP = (
@@ -150,8 +150,8 @@ def test_stdin_that_is_not_text_is_refused(server: ScriptedServer) -> None:
 
 
 def test_interrupt_cancels_the_request_and_exits_130(server: ScriptedServer) -> None:
-    args: list[Any] = [sys.executable, "-c", APP, "generate", "hang", "--endpoint", server.endpoint]
-    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_interrupts) as process:
+    args: list[Any] = [sys.executable, "-c", HEED_INTERRUPTS + APP, "generate", "hang", "--endpoint", server.endpoint]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"first"
         process.send_signal(signal.SIGINT)

@@ -8,7 +8,6 @@ its own event loop, so that plain and asyncio clients can both call it.
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -187,6 +186,6 @@ def _end(request: Any, num_tokens: int) -> Any:
     )
 
 
-def heed_interrupts() -> None:
-    """In a child before it runs: take SIGINT as in a terminal, also where whoever runs the tests ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# The first line of a program that takes SIGINT as in a terminal, also where whoever runs the tests ignores it. What a
+# test's process did for it between fork and exec could wait for gRPC's threads without end.
+HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
