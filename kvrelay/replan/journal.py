@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvrelay.client.known_clusters import directory, noted
 from worker.wire.private_files import make_private_folder, write_private
@@ -40,10 +41,24 @@ class Entry:
 class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock: TextIO | None = None
 
-    def add(self, entry: Entry) -> None:
+    def hold(self) -> bool:
+        """Be the one who has workers change, until this process ends; False: another process is."""
+        self._make_folder()
+        self._lock = self._path.with_suffix(".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _make_folder(self) -> None:
         make_private_folder(self._path.parent.parent)
         make_private_folder(self._path.parent)
+
+    def add(self, entry: Entry) -> None:
+        self._make_folder()
         with self._path.open("a") as file:
             print(json.dumps(asdict(entry)), file=file)
             size = file.tell()

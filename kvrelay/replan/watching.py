@@ -50,7 +50,11 @@ class ReplanThread:
         os.nice(NICE)  # of this thread alone
         with ExitStack() as stack:
             clients = [stack.enter_context(Client(endpoint)) for endpoint in self._endpoints]
-            replanner = Replanner(clients, self._asked, journal_of(self._endpoints[0]))
+            journal = journal_of(self._endpoints[0])
+            if self._asked.acts and not journal.hold():
+                log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
+                return
+            replanner = Replanner(clients, self._asked, journal)
             while not self._is_over.wait(EVERY_S):
                 try:
                     self._on_entry(replanner.look())

@@ -192,3 +192,20 @@ def test_a_thread_looks_on_whatever_a_look_comes_to(
     thread.stop()
     assert ("decode-1", "prefill") in cluster.asked or ("decode-1", "mixed") in cluster.asked
     assert "roles stay as they are" in caplog.text
+
+
+def test_one_process_has_the_workers_change(tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay" / "decisions" / "x.jsonl"
+    first = Journal(path)
+    assert first.hold()
+    assert not Journal(path).hold(), "as in another process: a lock belongs to the opened file"
+    del first
+    assert Journal(path).hold()
+
+
+def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
+    replanner, journal = made(FakeCluster(), tmp_path)
+    replanner.look()
+    with journal._path.open("a") as file:
+        file.write('{"at": "2026-')
+    assert [entry["mode"] for entry in journal.last(5)] == ["act"]

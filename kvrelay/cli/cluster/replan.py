@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrelay.cli.cluster.state import written_or_told
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import ENDPOINT_VARIABLE, USAGE, CliError, JsonOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
@@ -75,13 +76,16 @@ def replan(
             raise CliError("no targets: give --ttft, --tpot or both", USAGE)
         os.nice(NICE)
         asked = Asked(slo=Slo(**given, attainment=attainment), acts=act, most_changes=most_changes, window_s=window)
-        with ExitStack() as stack:
+        with ExitStack() as stack, written_or_told():
             known = known_clusters.at(router.endpoint)
             others = (
                 [each for each in known.endpoints if each != known_clusters.noted(router.endpoint)] if known else []
             )
             clients = [stack.enter_context(router.client_of(each)) for each in (router.endpoint, *others)]
-            replanner = Replanner(clients, asked, journal_of(router.endpoint))
+            journal = journal_of(router.endpoint)
+            if act and not journal.hold():
+                raise CliError(f"somebody else has the workers of {router.endpoint} change already: leave --act out")
+            replanner = Replanner(clients, asked, journal)
             while True:
                 try:
                     _show(asdict(replanner.look()), as_json)
