@@ -24,13 +24,13 @@ from bench.common import about, save
 from bench.placement_search import azure
 from cluster.spec.load import parse_spec
 from engine.knobs import as_text
+from kvrelay.replan.options import MOST_CHANGES, WINDOW_S
 from kvrelay.replan.replanner import HANDOFF_S
-from kvrelay.replan.watching import WINDOW_S
 from kvrelay.simulate.simulation import source_of
 from placement.build.from_spec import sim_cluster
 from placement.plan import Slo
-from placement.replan.play import corrected, play
-from placement.replan.policy import Played, Roles, candidates, decide
+from placement.replan.play import CHANGE_S, weigh
+from placement.replan.policy import Roles
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from placement.simulator.cluster import Loss, SimCluster
 from placement.simulator.costs import costs_of
@@ -42,7 +42,7 @@ from worker.roles import ROLES
 MODEL, HARDWARE = "llama-3.1-8b", "h100-sxm"
 SLO = Slo(ttft_s=0.4, tpot_s=0.020)
 RATE = 45.0  # requests/s: more than any arrangement takes of both
-LOOK_S, CHANGE_S = 30.0, 5.0
+LOOK_S = 30.0
 BEGIN = (2, 2, 0)  # prefill, decode, mixed
 STILL = {"two and two": (2, 2, 0), "best of conversation": (1, 0, 3), "best of code": (3, 1, 0)}
 
@@ -78,19 +78,11 @@ class Cluster:
 
     def look(self, at_s: float) -> list[str]:
         """Who changes."""
-        seen, present = corrected(self._seen(at_s), SLO)
-        measured = self.met[-1]
-        others = [play(seen, roles, SLO) for roles in candidates(self.roles, 2)] if self._is_short(present) else []
-        decision = decide(
-            present, others, wanted=SLO.attainment, seen_s=seen.seen_s, change_s=CHANGE_S, measured=measured
-        )
+        decision = weigh(self._seen(at_s), SLO, measured=self.met[-1], most_changes=MOST_CHANGES).decision
         self.roles |= dict(decision.changes)
         if decision.changes:
             self.decided.append({"at_s": at_s, "changes": decision.changes, "reason": decision.reason})
         return [name for name, _ in decision.changes]
-
-    def _is_short(self, present: Played) -> bool:
-        return max(self.met[-1], present.attainment) < SLO.attainment
 
     def _seen(self, at_s: float) -> Seen:
         rows = [

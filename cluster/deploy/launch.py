@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cluster.deploy.ray import find_actor, named_actors
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import plan_of, workers_of
+from cluster.spec.resolve import WorkerPlan, plan_of, workers_of
 from worker.membership import Membership
 
 CONTROLLER = "controller"
@@ -46,13 +47,34 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     """Create every worker and router of a resolved spec. What they are made with is kept in Ray's GCS: no secret."""
     import ray
 
-    plans = workers_of(spec)
+    plans, membership, group = workers_of(spec), _membership(spec, log_dir), None
     if bundles := [plan.bundle for plan in plans if plan.bundle]:
-        ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
+        group = ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
+    places = _places(plans)
     for plan in plans:
-        launch_worker(spec, log_dir, plan.name, loopback=loopback)
+        _launch_worker(plan, places.get(plan.name), group, loopback, membership)
     for i in range(spec.router.replicas):
-        _launch_router(spec, i, _membership(spec, log_dir))
+        _launch_router(spec, i, membership)
+
+
+def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool) -> None:
+    """Create any worker of a resolved spec's pools: where its place is reserved, else wherever Ray has room. A Ray of
+    our own has no more cores than the spec wants, so that none are counted there for one more than it has.
+
+    Raises ValueError when there is an actor of the name, and what Ray raises.
+    """
+    import ray
+
+    plan, place = plan_of(spec, name), _places(workers_of(spec)).get(name)
+    if loopback and place is None:
+        plan = replace(plan, num_cpus=0)
+    group = None if place is None else ray.util.get_placement_group(PLACEMENT_GROUP)
+    _launch_worker(plan, place, group, loopback, _membership(spec, log_dir))
+
+
+def _places(plans: Sequence[WorkerPlan]) -> dict[str, int]:
+    """By worker, its bundle's number in the placement group; those without a bundle have none."""
+    return {name: index for index, name in enumerate(plan.name for plan in plans if plan.bundle)}
 
 
 def _membership(spec: ClusterSpec, log_dir: str) -> Membership:
@@ -64,29 +86,20 @@ def _always(name: str) -> dict[str, Any]:
     return {"name": name, "lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
 
-def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool) -> None:
-    """Create any worker of a resolved spec's pools: where its place is reserved, else wherever Ray has room. A Ray of
-    our own has no more cores than the spec wants, so that none are counted there for one more than it has.
-
-    Raises ValueError when there is an actor of the name, and what Ray raises.
-    """
+def _launch_worker(plan: WorkerPlan, place: int | None, group: Any, loopback: bool, membership: Membership) -> None:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    plan, reserved = plan_of(spec, name), [each.name for each in workers_of(spec) if each.bundle]
-    if loopback and name not in reserved:
-        plan = replace(plan, num_cpus=0)
-    options = _always(name) | {
+    options = _always(plan.name) | {
         "num_cpus": plan.num_cpus,
         "num_gpus": plan.num_gpus,
         "resources": dict(plan.resources),
         "max_concurrency": 4,
     }
-    if name in reserved:
-        group, index = ray.util.get_placement_group(PLACEMENT_GROUP), reserved.index(name)
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    if place is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
     actor = ray.remote(_actor_class(plan.options.role)).options(**options)
-    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, _membership(spec, log_dir))
+    actor.remote(plan.options, dict(plan.engine), plan.cpus, loopback, membership)
 
 
 def _actor_class(role: str) -> type[Any]:

@@ -204,10 +204,9 @@ class Router:
         """Whether each phase of these workers has another one. Raises RequestFailed."""
         alone = self.policy.workers.alone_in(names)
         if alone and not is_sure:
-            phases, takes = " and ".join(alone), "takes" if len(names) == 1 else "take"
-            only = f"{' and '.join(names)} {'is the only worker' if len(names) == 1 else 'are the only workers'}"
-            why = f"{only} for {phases} that {takes} requests; start another one, or force it"
-            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+            are, take = ("is the only worker", "takes") if len(names) == 1 else ("are the only workers", "take")
+            why = f"{' and '.join(names)} {are} for {' and '.join(alone)} that {take} requests"
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
 
     # what workers say: LinkHost
 

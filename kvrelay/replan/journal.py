@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +35,7 @@ class Entry:
     reason: str
     mode: str  # advise or act
     tried: Sequence[dict[str, Any]] = ()  # roles and attainment of each arrangement that was played
-    changes: Sequence[Change] = field(default_factory=tuple)
+    changes: Sequence[Change] = ()
 
 
 class Journal:

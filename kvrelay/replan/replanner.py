@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import mean, median
 
@@ -21,14 +21,12 @@ from engine.knobs import read
 from kvrelay.client.client import Client
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, WorkerState
 from kvrelay.replan.journal import Change, Entry, Journal
-from placement.plan import Slo
-from placement.replan.play import corrected, play
-from placement.replan.policy import Roles, candidates, decide
+from kvrelay.replan.options import Asked
+from placement.replan.play import CHANGE_S, weigh
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from worker.steps.costs import StepCosts
 
 LEAST_REQUESTS = 60  # of which something can be said
-CHANGE_S = 5.0  # that a change takes, until one was seen
 CHANGE_TIMEOUT_S = 120.0  # then it is called off
 POLL_S = 0.2
 SERVING = ("ready", "suspect")
@@ -40,23 +38,12 @@ class NotYet(Exception):
     """Too little was seen: one sentence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    slo: Slo
-    acts: bool
-    most_changes: int
-    window_s: float  # of what came, that is looked at
-
-
 class Replanner:
-    def __init__(
-        self, clients: Sequence[Client], asked: Asked, journal: Journal, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, clients: Sequence[Client], asked: Asked, journal: Journal) -> None:
         """`clients`: of each router, whose loads add up."""
         self._clients = clients
         self._asked = asked
         self._journal = journal
-        self._clock = clock
         self._took_s: list[float] = []  # each change
         self._changed_s = -math.inf
 
@@ -64,44 +51,35 @@ class Replanner:
         """Once. Raises NotYet, SetupError for what is not simulated, KvrelayError where a router does not answer."""
         slo, seen = self._asked.slo, self._see()
         measured = seen.attainment(slo.ttft_s, slo.tpot_s)
-        seen, present = corrected(seen, slo)
-        others = [play(seen, roles, slo) for roles in self._near(seen, measured, present.attainment)]
         change_s = mean(self._took_s) if self._took_s else CHANGE_S
-        decision = decide(
-            present, others, wanted=slo.attainment, seen_s=seen.seen_s, change_s=change_s, measured=measured
-        )
-        changes = [Change(worker=worker, role=role) for worker, role in decision.changes]
+        weighed = weigh(seen, slo, measured=measured, most_changes=self._asked.most_changes, change_s=change_s)
+        played = (weighed.present, *weighed.others)
+        changes = [Change(worker=worker, role=role) for worker, role in weighed.decision.changes]
         entry = Entry(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             roles=seen.roles,
             requests=len(seen.ttft_s),
             rate=round(seen.rate, 3),
             measured=round(measured, 4),
-            reason=decision.reason,
+            reason=weighed.decision.reason,
             mode="act" if self._asked.acts else "advise",
-            tried=[{"roles": dict(p.roles), "attainment": round(p.attainment, 4)} for p in (present, *others)],
+            tried=[{"roles": dict(p.roles), "attainment": round(p.attainment, 4)} for p in played],
             changes=changes,
         )
         try:
             if self._asked.acts:
                 self._carry_out(changes)
         finally:
-            if len(entry.tried) > 1:
+            if weighed.others:
                 self._journal.add(entry)
         return entry
-
-    def _near(self, seen: Seen, measured: float, attainment: float) -> list[Roles]:
-        """None where no change will come of it: to play them takes time from the cluster."""
-        if max(measured, attainment) >= self._asked.slo.attainment:
-            return []
-        return candidates(seen.roles, self._asked.most_changes)
 
     def _see(self) -> Seen:
         status, window_s = self._clients[0].status(), self._asked.window_s
         load = [ended for client in self._clients for ended in client.load(window_s)]
         if len(load) < LEAST_REQUESTS:
             raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")
-        age_s = self._clock() - self._changed_s
+        age_s = time.monotonic() - self._changed_s
         newer = [ended for ended in load if ended.age_s < age_s]
         if len(newer) < LEAST_REQUESTS:
             raise NotYet(f"{len(newer)} requests have come and gone since the last change; {LEAST_REQUESTS} must")
@@ -113,18 +91,18 @@ class Replanner:
     def _carry_out(self, changes: list[Change]) -> None:
         """What came of each is noted in its place."""
         for index, change in enumerate(changes):
-            self._changed_s = self._clock()
+            self._changed_s = time.monotonic()
             changes[index] = self._change(change)
-            self._changed_s = self._clock()
+            self._changed_s = time.monotonic()
             if changes[index].failure:
                 return
 
     def _change(self, change: Change) -> Change:
-        client, began_s = self._clients[0], self._clock()
+        client, began_s = self._clients[0], time.monotonic()
         is_done = False
         try:
             client.set_role(change.worker, change.role)
-            while not (is_done := _has_role(client.status(), change)) and self._clock() - began_s < CHANGE_TIMEOUT_S:
+            while not (is_done := _has_role(client.status(), change)) and time.monotonic() - began_s < CHANGE_TIMEOUT_S:
                 time.sleep(POLL_S)
         except KvrelayError as error:
             return replace(change, failure=error.message)
@@ -132,7 +110,7 @@ class Replanner:
             if not is_done:  # also where we are interrupted: nobody would take it back
                 with contextlib.suppress(KvrelayError):
                     client.drain(change.worker, undo=True)
-        took_s = self._clock() - began_s
+        took_s = time.monotonic() - began_s
         if not is_done:
             return replace(change, failure=f"it still had requests after {CHANGE_TIMEOUT_S:g} s, and keeps its role")
         self._took_s.append(took_s)

@@ -11,16 +11,12 @@ from contextlib import ExitStack
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.replan.journal import Entry, journal_of
-from kvrelay.replan.replanner import Asked, NotYet, Replanner
+from kvrelay.replan.options import EVERY_S, NICE, Asked
+from kvrelay.replan.replanner import NotYet, Replanner
 from placement.plan import Slo
 from placement.simulator.cluster import SetupError
 
 log = logging.getLogger(__name__)
-
-EVERY_S = 15.0
-WINDOW_S = 120.0  # that it looks back
-MOST_CHANGES = 2
-NICE = 10  # it plays arrangements on the machine on which a cluster may run
 
 
 class ReplanThread:
@@ -34,7 +30,7 @@ class ReplanThread:
     ) -> None:
         """Clients find their tokens as any client of this user does. `on_entry`: told of each look, in the thread."""
         self._endpoints = endpoints
-        self._asked = Asked(slo=Slo(**targets_s), acts=acts, most_changes=MOST_CHANGES, window_s=WINDOW_S)
+        self._asked = Asked(slo=Slo(**targets_s), acts=acts)
         self._on_entry = on_entry
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replan", daemon=True)

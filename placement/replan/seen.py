@@ -20,6 +20,13 @@ from worker.options import REPORT_GAP_S
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
+MIN_STEP_S = 1e-6  # a fit may find nothing where nothing was seen
+MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few seconds
+SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
+GAP_S = 60.0  # between two spans: each begins anew
+
+Row = tuple[float, int, int]  # arrival s, prompt tokens, output tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenWorker:
@@ -143,16 +150,6 @@ class CostsLatency:
 
     def _prompts_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         return self.prompt_token_s * sum(tokens for tokens, _ in chunks)
-
-
-MIN_STEP_S = 1e-6  # a fit may find nothing where nothing was seen
-
-
-MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few seconds
-SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
-GAP_S = 60.0  # between two spans: each begins anew
-
-Row = tuple[float, int, int]  # arrival s, prompt tokens, output tokens
 
 
 def workload_of(rows: Sequence[Row]) -> Workload:

@@ -16,7 +16,8 @@ from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, Work
 from kvrelay.replan import replanner as replanners
 from kvrelay.replan import watching
 from kvrelay.replan.journal import Journal
-from kvrelay.replan.replanner import Asked, NotYet, Replanner
+from kvrelay.replan.options import Asked
+from kvrelay.replan.replanner import NotYet, Replanner
 from kvrelay.replan.watching import ReplanThread
 from placement.plan import Slo
 from worker.roles import kind_of

@@ -12,8 +12,10 @@ from kvrelay.client.client import AsyncClient, Client
 from kvrelay.client.types import Completion
 from kvrelay.replan import replanner as replanners
 from kvrelay.replan.journal import Entry, Journal
-from kvrelay.replan.replanner import Asked, Replanner
+from kvrelay.replan.options import Asked
+from kvrelay.replan.replanner import Replanner
 from placement.plan import Slo
+from placement.replan import play as plays
 from placement.replan.policy import Decision, Played
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import engine_with, random_prompt, router_with, state_of, transformers_tokens, worker_with
@@ -37,7 +39,7 @@ async def test_what_it_decides_comes_about_and_no_stream_notices(
         seen.append((present, others))
         return Decision(changes=CHANGES, reason="a test wants it")
 
-    monkeypatch.setattr(replanners, "decide", decide)
+    monkeypatch.setattr(plays, "decide", decide)
     monkeypatch.setattr(replanners, "LEAST_REQUESTS", 18)
     cluster = LocalCluster(
         str(model_dir("llama")),

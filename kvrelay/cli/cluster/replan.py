@@ -18,6 +18,7 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, USAGE, CliError, JsonOption, 
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.targets import Targets
 from kvrelay.client.client import DEFAULT_ENDPOINT
+from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked
 
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 
@@ -56,16 +57,15 @@ def replan(
     attainment: Annotated[float, typer.Option(min=0.01, max=0.999, help="Share that shall meet both.")] = 0.9,
     act: Annotated[bool, typer.Option("--act", help="Have workers change, instead of only saying so.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 15.0,
-    window: Annotated[float, typer.Option(min=1, help="Seconds that it looks back.")] = 120.0,
-    most_changes: Annotated[int, typer.Option(min=1, max=8, help="Workers that may change at once.")] = 2,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = EVERY_S,
+    window: Annotated[float, typer.Option(min=1, help="Seconds that it looks back.")] = WINDOW_S,
+    most_changes: Annotated[int, typer.Option(min=1, max=8, help="Workers that may change at once.")] = MOST_CHANGES,
     as_json: JsonOption = False,
 ) -> None:
     from kvrelay.client import known_clusters
     from kvrelay.client.types import KvrelayError
     from kvrelay.replan.journal import journal_of
-    from kvrelay.replan.replanner import Asked, NotYet, Replanner
-    from kvrelay.replan.watching import NICE
+    from kvrelay.replan.replanner import NotYet, Replanner
     from placement.catalogs.base import PlanError
     from placement.plan import Slo
     from placement.simulator.cluster import SetupError

@@ -1,0 +1,22 @@
+"""What a replanner is asked, and what it does unless it is asked otherwise. It imports nothing that takes time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from placement.plan import Slo
+
+EVERY_S = 15.0
+WINDOW_S = 120.0
+MOST_CHANGES = 2
+NICE = 10  # it plays arrangements on the machine on which a cluster may run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    slo: Slo
+    acts: bool
+    most_changes: int = MOST_CHANGES
+    window_s: float = WINDOW_S  # of what came, that is looked at
