@@ -36,10 +36,11 @@ SMALL = {
     "one pair": ONE_PAIR,
     **{f"one pair, {fault}": replace(ONE_PAIR, faults=(fault,)) for fault in PAIR},
     "one pair, two of fail": replace(ONE_PAIR, faults=("fail",), num_faults=2),
-    "one pair, router": replace(ONE_PAIR, faults=("router",)),
+    "one pair, router": replace(ONE_PAIR, faults=("router",), sends_again=False),
     "one pair, two of cut and fail": replace(ONE_PAIR, faults=("cut", "fail"), num_faults=2),
 }
 LARGE = {
+    "one pair, router, and sent again": replace(ONE_PAIR, faults=("router",)),
     "a move": MOVES,
     "a move, and cut, fail, cancel or kill": replace(
         MOVES, faults=("drain", "cut", "fail", "cancel", "kill"), num_faults=2

@@ -86,7 +86,11 @@ def _check_client(world: World, client: Client) -> None:
 
 def may_end_with(world: World, client: Client) -> set[StatusCode]:
     """The codes with which it may end, besides with its answer."""
-    given_up = {"cancel": {StatusCode.CANCELLED}, "deadline": {StatusCode.DEADLINE_EXCEEDED}}
+    given_up = {
+        "cancel": {StatusCode.CANCELLED},
+        "deadline": {StatusCode.DEADLINE_EXCEEDED},
+        "router": {StatusCode.UNAVAILABLE},
+    }
     if client.given_up:
         return given_up[client.given_up]
     codes = set()

@@ -6,7 +6,7 @@ cut WAY              a handoff's stream breaks
 expire N             a lease's time is over, or its fence's
 cancel, deadline R   the client of request R goes away; its deadline is over
 drain NAME           a worker is about to stop, while another one of its kind is not; or is not any more
-router               the router's process ends, another is started, and clients send again what had no end
+router               the router's process ends, another is started; clients send again what had no end, or go away
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Crowd(Protocol):
     @property
     def waiting(self) -> list[Any]: ...
 
-    def submit_again(self) -> None: ...
+    def hear_of_restart(self) -> None: ...
 
 
 def places(kinds: tuple[str, ...], cluster: Cluster, clients: Crowd) -> Places:
@@ -119,7 +119,7 @@ def _router(cluster: Cluster, clients: Crowd) -> Places:
 def _restart_router(cluster: Cluster, clients: Crowd) -> None:
     cluster.end_router()
     cluster.start_router()
-    clients.submit_again()
+    clients.hear_of_restart()
 
 
 KINDS: dict[str, Callable[[Cluster, Crowd], Places]] = {

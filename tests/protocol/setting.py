@@ -38,6 +38,7 @@ class Setting:
     prefix_cache: bool = False
     arrivals: bool = False  # requests after the first come at any time, not at once
     reports: bool = False  # workers tell what they hold, at any time after it has changed
+    sends_again: bool = True  # a client whose router has died
     poison: tuple[int, str] | None = None  # a request, and the phase in which it ends each process that computes it
     faults: tuple[str, ...] = ()
     num_faults: int = 1

@@ -8,6 +8,8 @@ finish()   lets everything happen that will, time included, and checks what must
 
 from __future__ import annotations
 
+from grpc import StatusCode
+
 from cluster.router.live.requests import NewRequest, RequestFailed, Submission
 from engine.types import SamplingParams
 from tests.protocol import checks, faults
@@ -77,12 +79,16 @@ class World:
         except RequestFailed as error:
             client.refused = error
 
-    def submit_again(self) -> None:
-        """The router is gone, and its clients have been told so."""
+    def hear_of_restart(self) -> None:
+        """The router is gone, and its clients have been told so: they send again, or go away."""
         owner.set(self.cluster.router)
         for client in self.waiting:
-            client.tokens = []
-            self._submit(client)
+            if self.setting.sends_again:
+                client.tokens = []
+                self._submit(client)
+            else:
+                client.submission, client.given_up = None, "router"
+                client.refused = RequestFailed(StatusCode.UNAVAILABLE, "the router has died")
 
     # what may happen
 
