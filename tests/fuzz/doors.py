@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 import yaml
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from cluster.deploy.local import SECRET, LocalCluster
 from cluster.spec.errors import SpecError
@@ -37,13 +38,11 @@ OF_GRPC = (  # on streams between workers: our own write after the refusal, and 
     "Error parsing message",
 )
 SETTLED_S = 30.0
-GENERATE, CLUSTER = "/kvrelay.v1.Generate/", "/kvrelay.v1.Cluster/"
 PUBLIC: dict[str, type[Message]] = {
-    GENERATE + "Generate": generate_pb2.GenerateRequest,
-    GENERATE + "GenerateOnce": generate_pb2.GenerateRequest,
-    GENERATE + "Tokenize": generate_pb2.TokenizeRequest,
-    GENERATE + "GetModelInfo": generate_pb2.GetModelInfoRequest,
-    CLUSTER + "GetStatus": cluster_pb2.GetStatusRequest,
+    f"/{service.full_name}/{method.name}": GetMessageClass(method.input_type)
+    for file in (generate_pb2, cluster_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
 }
 SPEC = {
     "name": "c",
@@ -120,6 +119,9 @@ class Doors:
             if worker._step_loop is None or worker._step_loop.done():
                 raise Unclear(f"the step loop of {worker.options.name} has ended")
         async with AsyncClient(self._cluster.endpoint) as client, asyncio.timeout(SETTLED_S):
+            for worker in self._cluster.workers:  # which messages may have drained, or given another role
+                await client.drain(worker.options.name, undo=True)
+                await client.set_role(worker.options.name, worker.options.name.partition("-")[0], force=True)
             answer = await client.generate([5, 6, 7], max_tokens=2, ignore_eos=True)
         if len(answer.token_ids) != 2:
             raise Unclear(f"a good request got {answer}")

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 MessageT = TypeVar("MessageT", bound=Message)
 
 TEXTS = ("", "a", "äö\u20ac", "\x00", "../../etc/passwd", "%s%n", "x" * 5000, "-1", "NaN", "prefill-0", "a" * 64)
+NAMES = (*TEXTS, "decode-0", "prefill", "decode", "mixed")  # in messages
 WHOLE = (0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**32 - 1)
 LONG = (*WHOLE, 2**53, 2**63 - 1)
 REAL = (0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("inf"), float("-inf"), float("nan"))
@@ -67,7 +68,7 @@ def _set(made: Message, field: Any, chance: random.Random, fill: float) -> None:
 def _scalar(field: Any, chance: random.Random) -> Any:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_STRING:
-            text = chance.choice(TEXTS)
+            text = chance.choice(NAMES)
             return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
         case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
             return chance.choice(REAL)
