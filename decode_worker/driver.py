@@ -110,7 +110,13 @@ class DecodeRole:
     def expect(self, request: HeldRequest, *, stays: bool) -> Denied | None:
         length = len(request.tokens)
         max_len = length + (max(0, request.new_tokens_left - 1) if stays else 0)
-        return self.policy.expect(request.id, num_tokens=length, max_len=max_len, is_held=request.state.held)
+        return self.policy.expect(
+            request.id,
+            num_tokens=length,
+            max_len=max_len,
+            is_held=request.state.held,
+            priority=request.state.priority,
+        )
 
     def adopt(
         self, request: HeldRequest, token_id: int, pages: Sequence[int], hashes: Sequence[PageHash]

@@ -9,10 +9,11 @@ calls it, carries out what it returns and reports what happened. `next_batch` is
                      \\__________________\\_______\\_______________\\________\\--- on_cancelled, or preempted --> gone
 
 Pages. A reservation takes pages for every token that will be handed over. With `watermark` admission a share of the
-pool is left free for running requests to grow into, and when it runs out the youngest request that holds committed KV
-is preempted: its pages go, and the router has it computed again (prompt and tokens so far) by the prefill pool. With
-`worst_case` admission the sum of prompt + max_tokens over all admitted requests stays within the pool, so that nobody
-is ever preempted. Queued reservations are granted first come, first served: nobody overtakes.
+pool is left free for running requests to grow into, and when it runs out the last request that holds committed KV, by
+priority and then by age, is preempted: its pages go, and the router has it computed again (prompt and tokens so far) by
+the prefill pool. With `worst_case` admission the sum of prompt + max_tokens over all admitted requests stays within the
+pool, so that nobody is ever preempted. Queued reservations are granted by priority, lower ones first, then first come,
+first served.
 
 Held requests. One that may be what a decode worker died of is reserved and committed as any other, and joins no batch
 before its router says so, who lets them begin one by one: it knows of which this worker dies. Until then it holds its
@@ -25,8 +26,8 @@ Prompts beside. Where prompts are computed in the same pages, each counts from i
 admitted, and whoever asked for pages first, prompt or reservation, has them first. One that stays is *adopted* when it
 is computed, pages and all; one that leaves is gone then.
 
-The batch. Ready requests join in order of their commit, up to max_batch_size. Each step computes one token for every
-running request that has no token in flight beyond what its pages can hold.
+The batch. Ready requests join by priority, then in order of their commit, up to max_batch_size. Each step computes one
+token for every running request that has no token in flight beyond what its pages can hold.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ from operator import attrgetter
 from decode_worker.options import DecodeOptions
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
+from worker.priority import in_turn
 
 NEVER = 1 << 60
+ORDER_BITS = 32  # of the number of a reservation
 
 _order = attrgetter("order")
 
@@ -76,7 +79,8 @@ class DecodeRequest:
     """computed_len tokens have KV in the pages; scheduled_len counts those in flight too."""
 
     request_id: str
-    order: int  # of the reservation: the age of a request
+    order: int  # its priority, then the number of its reservation: lower ones go first, and stay longer
+    priority: int
     prompt_len: int  # tokens handed over
     max_len: int  # prompt and output at most; the last token's KV is never needed
     hashes: list[PageHash]
@@ -99,7 +103,7 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSchedule:
-    """A DecodeBatch without entries: who computes a token next, by age."""
+    """A DecodeBatch without entries: who computes a token next, by priority and age."""
 
     requests: list[DecodeRequest]
     joined: tuple[str, ...]
@@ -133,17 +137,18 @@ class DecodePolicy:
         hashes: Sequence[PageHash],
         room: int = 0,
         is_held: bool = False,
+        priority: int = 0,
     ) -> Granted | Queued | Denied:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
         `room`: it runs elsewhere, and may have grown by so many when it comes; it waits for nothing. `is_held`: it is
-        not computed before on_begin."""
+        not computed before on_begin. `priority`: lower goes first."""
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
-        request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held)
+        request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held, priority)
         if isinstance(request, Denied):
             return request
         request.room = min(room, max_new_tokens - 2)
-        is_next = not self._queued and self._may_admit(request)
+        is_next = self._is_before_queued(request) and self._may_admit(request)
         why = f"{self.name}: {self.pool.available} of {self.pool.num_pages} pages free"
         if room and not is_next:
             return Denied(reason=why, retryable=True)
@@ -151,18 +156,19 @@ class DecodePolicy:
         self.num_changes += 1
         if is_next:
             return self._admit(request)
-        self._queued[request_id] = request
+        self._queued = in_turn(self._queued, request)
         self._queued_pages += self._pages_for(request.prompt_len)
         return Queued(reason=why)
 
     def _made(
-        self, request_id: str, num_tokens: int, max_len: int, hashes: Sequence[PageHash], is_held: bool
+        self, request_id: str, num_tokens: int, max_len: int, hashes: Sequence[PageHash], is_held: bool, priority: int
     ) -> DecodeRequest | Denied:
         if request_id in self._requests or request_id in self._expected:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
         request = DecodeRequest(
             request_id=request_id,
-            order=self._next_order,
+            order=(priority << ORDER_BITS) + self._next_order,
+            priority=priority,
             prompt_len=num_tokens,
             max_len=max_len,
             hashes=list(hashes[: num_tokens // self.pool.page_size]),
@@ -183,9 +189,11 @@ class DecodePolicy:
 
     # prompts that are computed in these pages
 
-    def expect(self, request_id: str, *, num_tokens: int, max_len: int, is_held: bool = False) -> Denied | None:
+    def expect(
+        self, request_id: str, *, num_tokens: int, max_len: int, is_held: bool = False, priority: int = 0
+    ) -> Denied | None:
         """A prompt has come that will be computed here, and grow to `max_len` if it stays. Or why it may not."""
-        request = self._made(request_id, num_tokens, max_len, [], is_held)
+        request = self._made(request_id, num_tokens, max_len, [], is_held, priority)
         if isinstance(request, Denied):
             return request
         self._expected[request_id] = request
@@ -194,8 +202,7 @@ class DecodePolicy:
     def may_begin(self, request_id: str, needed_pages: int) -> bool:
         """Whether a prompt that is expected may begin, for which so many pages must be available; it does, if so."""
         request = self._expected[request_id]
-        is_next = not self._queued or next(iter(self._queued.values())).order > request.order
-        if not is_next or not self._leaves_room(request, needed_pages):
+        if not self._is_before_queued(request) or not self._leaves_room(request, needed_pages):
             self._refused[request_id] = request.order
             return False
         del self._expected[request_id]
@@ -240,15 +247,22 @@ class DecodePolicy:
     def _on_complete(self, request: DecodeRequest) -> None:
         request.computed_len = request.scheduled_len = request.prompt_len
         self._publish(request)
-        request.stage = _Stage.HELD if request.is_held else _Stage.READY
-        (self._held if request.is_held else self._ready)[request.request_id] = request
+        if request.is_held:
+            request.stage = _Stage.HELD
+            self._held[request.request_id] = request
+        else:
+            self._on_ready(request)
+
+    def _on_ready(self, request: DecodeRequest) -> None:
+        request.stage = _Stage.READY
+        self._ready = in_turn(self._ready, request)
 
     def on_begin(self, request_id: str) -> None:
         """A held request may join the batch. One that is not held, or not here any more: ignored."""
         request = self._held.pop(request_id, None)
         if request is not None:
-            request.stage, request.is_held = _Stage.READY, False
-            self._ready[request_id] = request
+            request.is_held = False
+            self._on_ready(request)
 
     # requests that leave
 
@@ -290,7 +304,7 @@ class DecodePolicy:
             self._drop_if_unused(request)
 
     def next_batch(self) -> DecodeBatch:
-        """Who computes a token next; preempts the youngest while pages are short. May be empty."""
+        """Who computes a token next; preempts the last, by priority and age, while pages are short. May be empty."""
         schedule = self.schedule()
         entries = tuple(
             DecodeEntry(request_id=r.request_id, position=r.scheduled_len - 1, pages=r.pages) for r in schedule.requests
@@ -392,6 +406,10 @@ class DecodePolicy:
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._running)
 
+    def _is_before_queued(self, request: DecodeRequest) -> bool:
+        """Before all reservations that wait."""
+        return not self._queued or request.order < next(iter(self._queued.values())).order
+
     def _unqueue(self, request: DecodeRequest) -> None:
         del self._queued[request.request_id]
         self._queued_pages -= self._pages_for(request.prompt_len)
@@ -434,9 +452,9 @@ class DecodePolicy:
             try:
                 request.pages.extend(self.pool.allocate(1))
             except OutOfPages:
-                victim = self._youngest_committed()
+                victim = self._last_committed()
                 if victim is None:
-                    return False  # all that is younger is in flight: wait for its pages
+                    return False  # all that go later are in flight: wait for its pages
                 self.preemptions += 1
                 self.on_finished(victim.request_id)
                 preempted.append(victim.request_id)
@@ -444,7 +462,7 @@ class DecodePolicy:
                     return False
         return True
 
-    def _youngest_committed(self) -> DecodeRequest | None:
+    def _last_committed(self) -> DecodeRequest | None:
         committed = (*self._held.values(), *self._ready.values(), *self._running.values())
         candidates = [r for r in committed if not r.is_in_use]
         return max(candidates, key=_order, default=None)

@@ -86,6 +86,7 @@ class Reservations:
             hashes=hashes,
             room=room_tokens,
             is_held=request.held,
+            priority=request.priority,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held

@@ -161,7 +161,7 @@ class PrefillRole:
             self._refuse(request.link, request.state, denied.reason)
             return
         hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
-        self.policy.add(request.id, len(request.tokens), hashes)
+        self.policy.add(request.id, len(request.tokens), hashes, request.state.priority)
         self._host.wake()
 
     # Steps

@@ -7,8 +7,9 @@ calls `next_batch`, carries it out and reports what happened. `next_batch` is le
                  \\___________________\\______________________________\\--- on_cancelled ----> gone, as soon as no batch
                                                                        and no handoff reads its pages any more
 
-Order. First come, first served by tokens, except that a *short* prompt (at most `short_prompt_tokens` left) may pass
-a *long* one: while a long prompt stands before them, short prompts together take up to `short_share` of each step.
+Order. By priority; of one priority first come, first served by tokens. But a *short* prompt (at most
+`short_prompt_tokens` left) may pass a *long* one of its priority: while a long prompt stands before them, short prompts
+together take up to `short_share` of each step.
 So a short prompt with Q short tokens before it begins within Q / (short_share * max_batch_tokens) + 1 steps, however
 long the prompts are; and a long prompt always gets the rest, at least (1 - short_share) of each step.
 
@@ -30,6 +31,7 @@ from typing import Protocol
 
 from engine.pages.pool import PageHash, PagePool, pages_for
 from prefill_worker.options import PrefillOptions
+from worker.priority import in_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class _Request:
     request_id: str
     num_tokens: int
     hashes: Sequence[PageHash]
+    priority: int = 0
     pages: list[int] = field(default_factory=list)
     cached_len: int = 0
     computed_len: int = 0
@@ -91,17 +94,17 @@ class PrefillPolicy:
         self.pool = pool
         self.options = options
         self._beside = beside
-        self._requests: dict[str, _Request] = {}  # everything that is not gone, in order of arrival
+        self._requests: dict[str, _Request] = {}  # everything that is not gone, in the order in which they go
         self._waiting: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
 
-    def add(self, request_id: str, num_tokens: int, hashes: Sequence[PageHash]) -> None:
+    def add(self, request_id: str, num_tokens: int, hashes: Sequence[PageHash], priority: int = 0) -> None:
         """A prompt (with the tokens generated so far, after a failover) of `num_tokens`, with its pages' hashes."""
         assert request_id not in self._requests, f"{request_id} is here already"
         assert 0 < num_tokens <= self.pool.num_pages * self.pool.page_size, f"{request_id} can never fit"
-        request = _Request(request_id=request_id, num_tokens=num_tokens, hashes=hashes)
-        self._requests[request_id] = request
-        self._waiting[request_id] = request
+        request = _Request(request_id=request_id, num_tokens=num_tokens, hashes=hashes, priority=priority)
+        self._requests = in_turn(self._requests, request)
+        self._waiting = in_turn(self._waiting, request)
 
     def next_batch(self, most_tokens: int | None = None) -> PrefillBatch | None:
         """What to compute next, at most max_batch_tokens, and `most_tokens`; None when nothing can run."""
@@ -205,7 +208,7 @@ class PrefillPolicy:
         return sum(r.num_tokens - r.computed_len for r in self._requests.values() if not r.is_over)
 
     def _queue(self) -> list[_Request]:
-        """Requests with something left to schedule, the oldest first."""
+        """Requests with something left to schedule, in the order in which they go."""
         return [r for r in self._requests.values() if r.left and not r.is_over]
 
     def _is_packed(self, tokens: int) -> bool:
@@ -218,7 +221,7 @@ class PrefillPolicy:
         yield from ((r, r.left) for r in queue[:first_long])
         share = int(self.options.short_share * budget)
         for request in queue[first_long:]:
-            if share and is_short[request.request_id]:
+            if share and is_short[request.request_id] and request.priority == queue[first_long].priority:
                 yield request, share
                 share -= min(share, request.left)  # after the yield: a prefix hit may have made it less
         yield from ((r, r.left) for r in queue[first_long:])

@@ -14,7 +14,7 @@ from cluster.router.monitoring.status import load_of, status_of
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2
 from worker.wire.door import CALLER
-from worker.wire.tokens import DEFAULT_NAME
+from worker.wire.tokens import OPERATORS
 
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
 RequestT = TypeVar(
@@ -25,7 +25,6 @@ RequestT = TypeVar(
     cluster_pb2.GetLoadRequest,
 )
 MAX_REPLICAS = 4096  # as a spec has
-OPERATORS = ("", DEFAULT_NAME, "operator")  # names of tokens; none: there are no tokens
 
 
 class Pools(Protocol):

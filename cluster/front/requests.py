@@ -19,6 +19,7 @@ from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_stop_c
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
 from worker.wire.door import CALLER
+from worker.wire.tokens import OPERATORS
 
 MAX_ID_CHARS = 128
 
@@ -76,6 +77,7 @@ async def check_request(
         owner=CALLER.get(),
         cache_salt=cache_salt,
         slo=(_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms)),
+        priority=_priority(request.priority, CALLER.get()),
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
@@ -107,6 +109,14 @@ def _cache_salt(given: str, caller: str) -> str:
     if len(given) > MAX_ID_CHARS or not given.isprintable():
         raise InvalidRequest(f"cache_salt has {len(given)} characters; give at most {MAX_ID_CHARS}, all printable")
     return f"{caller}\n{given}" if caller else given
+
+
+def _priority(given: int, caller: str) -> int:
+    """Nobody gets before others by asking for it."""
+    if given < 0 and caller not in OPERATORS:
+        why = f"priority is {given}; the token of {caller!r} may give 0 or more: only operators may go before others"
+        raise RequestFailed(grpc.StatusCode.PERMISSION_DENIED, why)
+    return given
 
 
 def _target_s(key: str, given_ms: float) -> float:

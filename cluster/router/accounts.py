@@ -98,6 +98,7 @@ class RequestShape:
     owner: str = ""  # the client whose it is; empty: not known
     slo_ttft_s: float = 0.0  # the time to its first token that it wants; 0: the router's
     slo_tpot_s: float = 0.0  # likewise for each token after it
+    priority: int = 0  # lower goes first
 
 
 @dataclass(slots=True)

@@ -178,6 +178,7 @@ class Dispatcher:
             owner=live.owner,
             slo_ttft_s=live.slo[0],
             slo_tpot_s=live.slo[1],
+            priority=live.priority,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:

@@ -36,12 +36,14 @@ class Moving:
         self._may_balance = may_balance
 
     def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
-        """Of the requests at this worker those that may leave it now, if any should, the youngest first."""
+        """Of the requests at this worker those that may leave it now, if any should: the last by priority first, the
+        youngest of those before the others."""
         account = self._decode.accounts.get(name)
         if account is None or len(self._decode.accounts) < 2 or not self._why(account)[0]:
             return []
-        here = [requests[i] for i in (*account.listed, *account.promised)]
-        return [request.shape.id for request in reversed(here) if _may_move(request, name, now)]
+        here = [requests[i] for i in reversed((*account.listed, *account.promised))]
+        here.sort(key=_priority, reverse=True)
+        return [request.shape.id for request in here if _may_move(request, name, now)]
 
     def _why(self, account: DecodeAccount) -> tuple[str, int]:
         """Why requests should leave it, and by how many the other must have fewer."""
@@ -75,6 +77,10 @@ class Moving:
         if not source.report.draining and found.free_pages - pages <= found.batch:
             return None  # it would be short of pages itself
         return found, Move(request_id=shape.id, to=found.view.name, pages=pages, reason=reason)
+
+
+def _priority(request: RoutedRequest) -> int:
+    return request.shape.priority
 
 
 def _may_move(request: RoutedRequest, name: str, now: float) -> bool:

@@ -176,7 +176,8 @@ class RouterPolicy:
     def why_late(self, request_id: str, left_s: float) -> str:
         """Why a request that has just come will not have its first token within `left_s`; empty if it may, or if it is
         not asked for."""
-        empty_s = self._queue.empty_s() if self.options.refuse_late and request_id in self._queue else None
+        waits = request_id in self._queue and request_id != self._queue.first
+        empty_s = self._queue.empty_s() if self.options.refuse_late and waits else None
         if empty_s is None or empty_s <= left_s:
             return ""
         return (
@@ -198,7 +199,7 @@ class RouterPolicy:
         request = RoutedRequest(shape, shape.past, now)
         if absent:
             why = _not_ready(absent)
-        elif is_resent or not self._queue.first:
+        elif is_resent or self._queue.is_behind(shape.priority):
             placed = self._place(request, now)
             if isinstance(placed, Assigned):
                 self._requests[shape.id] = request
@@ -213,8 +214,8 @@ class RouterPolicy:
         return Queued(reason=why)
 
     def next_assignable(self, now: float) -> Assigned | None:
-        """Workers for the next of the queue that may go, which leaves it; None while all must wait. First come first,
-        but that one for which there are no pages lets smaller ones go before it, so many times."""
+        """Workers for the next of the queue that may go, which leaves it; None while all must wait. By priority, first
+        come first, but that one for which there are no pages lets smaller ones go before it, so many times."""
         if not self._queue or self.missing_phase:
             return None
         passed: list[str] = []

@@ -2,9 +2,10 @@
 
     add -> in_order -> drop: assigned, or gone
 
-It places nobody and reads no clock. First come first among those of one client, and clients take turns; but those that
-are sent again go to the front, and those of which a prefill worker may have died stand beside the others and wait for
-one that tries no other. A request for which there are no pages may be passed by smaller ones, so many times.
+It places nobody and reads no clock. The lowest priority goes first. Of one priority it is first come first among those
+of one client, and clients take turns; but those that are sent again go to the front, and those of which a prefill
+worker may have died stand beside the others and wait for one that tries no other. A request for which there are no
+pages may be passed by smaller ones, so many times.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
+Place = tuple[int, int, int]  # priority, turn and number of arrival: lower ones go first
+
+
 @dataclass(slots=True)
 class Waiting:
     prompt_len: int
     owner: str
-    place: tuple[int, int]  # turn and number of arrival: lower ones go first
+    priority: int
+    place: Place
     is_tried: bool  # it waits to be tried alone, beside the line
     passed: int = 0  # times that a smaller one went before it
 
@@ -34,12 +39,17 @@ class Waiting:
         """Of prompts by halves: one of a lower number is smaller."""
         return self.prompt_len.bit_length()
 
+    @property
+    def line(self) -> tuple[str, int]:
+        return self.owner, self.priority
+
 
 class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._waiting: dict[str, Waiting] = {}
-        self._lines: dict[str, OrderedDict[str, None]] = {}  # by owner, none of them empty: the next to go first
-        self._by_size: dict[tuple[int, str], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
+        # by owner and priority, none of them empty: the next to go first
+        self._lines: dict[tuple[str, int], OrderedDict[str, None]] = {}
+        self._by_size: dict[tuple[int, str, int], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
         self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
         self._first = ""  # in line; empty: to be looked up
         self._passers: list[str] | None = None  # see `_smaller`; None: likewise
@@ -74,6 +84,10 @@ class WaitingQueue:
             self._first = self._first_of(self._lines.values())
         return self._first
 
+    def is_behind(self, priority: int) -> bool:
+        """Whether all in line go after a new one of this priority."""
+        return not (first := self.first) or priority < self._place_of(first)[0]
+
     def in_order(self) -> Iterator[str]:
         """Who may go next: the first of those that are tried alone, then the first in line. Who goes on asking wants
         one that may pass the last: it is smaller."""
@@ -88,7 +102,7 @@ class WaitingQueue:
     def _smaller(self, request_id: str) -> list[str]:
         """Each smaller than all before it, whoever's they are: where pages lack for one, they do for all its size."""
         groups: dict[int, list[OrderedDict[str, None]]] = {}
-        for (of, _), ids in self._by_size.items():
+        for (of, _, _), ids in self._by_size.items():
             groups.setdefault(of, []).append(ids)
         size = self._waiting[request_id].size
         smaller: list[str] = []
@@ -101,7 +115,7 @@ class WaitingQueue:
     def _first_of(self, lines: Iterable[OrderedDict[str, None]]) -> str:
         return min([next(iter(line)) for line in lines], key=self._place_of, default="")
 
-    def _place_of(self, request_id: str) -> tuple[int, int]:
+    def _place_of(self, request_id: str) -> Place:
         return self._waiting[request_id].place
 
     def passed(self, request_id: str) -> int:
@@ -118,30 +132,34 @@ class WaitingQueue:
         if not self._waiting:
             self._rate.clear()
         self._arrivals += 1
-        waiting = Waiting(shape.prompt_len, shape.owner, (self._turn(shape.owner, is_resent), self._arrivals), is_tried)
+        place = self._place(shape, is_resent)
+        waiting = Waiting(shape.prompt_len, shape.owner, shape.priority, place, is_tried)
         self._waiting[shape.id] = waiting
         self._requests.take(shape.owner)
         self._tokens.take(shape.owner, shape.prompt_len)
         if is_tried:
             self._tried[shape.id] = None
             return
-        size = waiting.size, shape.owner
-        for ids in (self._lines.setdefault(shape.owner, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
+        size = waiting.size, *waiting.line
+        for ids in (self._lines.setdefault(waiting.line, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
             ids.move_to_end(shape.id, last=not is_resent)
         self._passers = None
-        if is_resent:
+        if self._first and place < self._place_of(self._first):
             self._first = shape.id
 
-    def _turn(self, owner: str, is_resent: bool) -> int:
+    def _place(self, shape: RequestShape, is_resent: bool) -> Place:
         """Owners take turns, so that who has few in line does not wait for all of who has many (fair queueing, by the
         start time: Goyal, Vin and Cheng, 1996). One that is sent again goes before all."""
-        first = self.first
-        now = self._waiting[first].place[0] if first else 0
+        priority, now, _ = self._place_of(first) if (first := self.first) else (shape.priority, 0, 0)
         if is_resent:
-            return now - 1
-        own = self._lines.get(owner)
-        return max(now, self._place_of(next(reversed(own)))[0] + 1) if own else now
+            return min(priority, shape.priority), now - 1, self._arrivals
+        if priority != shape.priority:
+            same = [line for (_, of), line in self._lines.items() if of == shape.priority]
+            now = self._place_of(self._first_of(same))[1] if same else 0
+        own = self._lines.get((shape.owner, shape.priority))
+        turn = max(now, self._place_of(next(reversed(own)))[1] + 1) if own else now
+        return shape.priority, turn, self._arrivals
 
     def drop(self, request_id: str) -> bool:
         """Whether it waited."""
@@ -153,8 +171,8 @@ class WaitingQueue:
         if waiting.is_tried:
             del self._tried[request_id]
         else:
-            _take_out(self._lines, waiting.owner, request_id)
-            _take_out(self._by_size, (waiting.size, waiting.owner), request_id)
+            _take_out(self._lines, waiting.line, request_id)
+            _take_out(self._by_size, (waiting.size, *waiting.line), request_id)
             self._passers = None
             if request_id == self._first:
                 self._first = ""
@@ -199,16 +217,16 @@ class WaitingQueue:
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
         assert self.first == self._first_of(self._lines.values()), "the first in line is another"
         assert self._passers is None or self._passers == self._smaller(self.first), "others may pass it"
-        for owner, line in self._lines.items():
-            assert line, f"the line of {owner!r} is empty and still there"
-            assert list(line) == sorted(line, key=self._place_of), f"the line of {owner!r} is out of order"
-        for (size, owner), ids in self._by_size.items():
-            same = [i for i in self._lines[owner] if self._waiting[i].size == size]
+        for of, line in self._lines.items():
+            assert line, f"the line of {of} is empty and still there"
+            assert list(line) == sorted(line, key=self._place_of), f"the line of {of} is out of order"
+        for (size, owner, priority), ids in self._by_size.items():
+            same = [i for i in self._lines[owner, priority] if self._waiting[i].size == size]
             assert same, f"size {size} of {owner!r} is empty and still there"
             assert list(ids) == same, f"size {size} of {owner!r} is wrong"
 
 
-Key = TypeVar("Key", str, tuple[int, str])
+Key = TypeVar("Key", tuple[str, int], tuple[int, str, int])
 
 
 def _take_out(groups: dict[Key, OrderedDict[str, None]], key: Key, request_id: str) -> None:

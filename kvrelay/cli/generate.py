@@ -64,6 +64,7 @@ class Sampling:
         float | None, typer.Option(help="Time its first token should take. Default: the server's.")
     ] = None
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Likewise each token after it.")] = None
+    priority: Annotated[int | None, typer.Option(help="Lower goes first; below 0 for operators. Default: 0.")] = None
 
     def options(self) -> GenerateOptions:
         """Those that were given. Raises KvrelayError."""

@@ -41,6 +41,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
         _set(request, key, values.pop(key, ""))
     for key in ("slo_ttft_ms", "slo_tpot_ms"):
         _set(request, key, values.pop(key, 0.0))
+    _set(request, "priority", values.pop("priority", 0))
     if isinstance(prompt, str):
         _set(request, "text", prompt, "prompt")
     else:

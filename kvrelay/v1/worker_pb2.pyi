@@ -49,7 +49,7 @@ FAILURE_CAUSE_ROOM: FailureCause
 FAILURE_CAUSE_REQUEST: FailureCause
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class RequestState(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -66,7 +67,8 @@ class RequestState(_message.Message):
     attempt: int
     cache_salt: str
     held: bool
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("name", "address", "incarnation")

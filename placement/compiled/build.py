@@ -25,6 +25,7 @@ from placement.papers import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = (
+    "worker/priority.py",
     "engine/pages/news.py",
     "engine/pages/pool.py",
     "cluster/router/accounts.py",

@@ -228,7 +228,12 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
                 hashes = page_hashes([rng.randrange(2)] * length, PAGE)
                 room = rng.choice((0, 0, 9))
                 answer = policy.reserve(
-                    name, num_tokens=length, max_new_tokens=rng.randrange(2, 30), hashes=hashes, room=room
+                    name,
+                    num_tokens=length,
+                    max_new_tokens=rng.randrange(2, 30),
+                    hashes=hashes,
+                    room=room,
+                    priority=rng.choice((0, 0, -1, 2)),
                 )
                 assert not (room and isinstance(answer, Queued)), "who moves waits for nothing"
                 if isinstance(answer, Granted):

@@ -217,7 +217,7 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, pack_to
         match rng.randrange(6):
             case 0 if len(policy.request_ids) < 12:
                 tokens = [rng.randrange(2)] * rng.randrange(1, 200)
-                policy.add(f"r{step}", len(tokens), page_hashes(tokens, PAGE))
+                policy.add(f"r{step}", len(tokens), page_hashes(tokens, PAGE), rng.choice((0, 0, -1, 2)))
             case 1 | 2 if len(in_flight) < 2 and (batch := policy.next_batch()):
                 assert 0 < batch.num_tokens <= 48
                 in_flight.append(batch)

@@ -64,7 +64,7 @@ def test_a_line_of_a_thousand_clients_is_looked_through_only_when_it_has_moved(m
     looks = Counter[str]()
     place_of = WaitingQueue._place_of
 
-    def counted(self: WaitingQueue, request_id: str) -> tuple[int, int]:
+    def counted(self: WaitingQueue, request_id: str) -> tuple[int, int, int]:
         looks["all"] += 1
         return place_of(self, request_id)
 

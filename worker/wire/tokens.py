@@ -27,6 +27,7 @@ TOKEN_RULE = "16 to 512 characters of A-Z, a-z, 0-9 and ._~+/=-, such as from `o
 MAX_TOKENS = 1000
 RELOAD_S = 1.0
 DEFAULT_NAME = "default"
+OPERATORS = ("", DEFAULT_NAME, "operator")  # who may do what others may not; no name: there are no tokens
 
 
 class TokenError(ValueError):

@@ -48,6 +48,7 @@ class NewRequest:
     owner: str = ""  # the client whose it is; empty: not known
     cache_salt: str = ""  # only requests with the same share cached prefixes
     slo: tuple[float, float] = (0.0, 0.0)  # seconds that it wants to its first token, and for each after it; 0: any
+    priority: int = 0  # lower goes first
     deadline_s: float | None = None  # router's clock
     deadline_reason: str = "the request's deadline is over"
     queue_deadline_s: float | None = None  # router's clock; by then it must have been sent to a worker
@@ -75,6 +76,7 @@ class LiveRequest:
         arrived_s: float,
         owner: str = "",
         slo: tuple[float, float] = (0.0, 0.0),
+        priority: int = 0,
     ) -> None:
         self.id = id
         self.call_id = call_id  # of the submission whose choice it is
@@ -83,6 +85,7 @@ class LiveRequest:
         self.sampling = sampling
         self.owner = owner  # the client whose it is; empty: not known
         self.slo = slo  # of the NewRequest
+        self.priority = priority
         self.hashes = hashes  # shared with the other choices
         self.timeline = Timeline(arrived_s)
         self.attempt = 1
@@ -159,6 +162,7 @@ class LiveRequest:
             attempt=self.attempt,
             cache_salt=self.hashes.cache_salt,
             held=is_held,
+            priority=self.priority,
         )
 
     def timeline_to_proto(self) -> generate_pb2.Timeline:
@@ -219,6 +223,7 @@ class Submission:
                 arrived_s=request.arrived_s,
                 owner=request.owner,
                 slo=request.slo,
+                priority=request.priority,
             )
             for i, sampling in enumerate(request.sampling)
         ]

@@ -467,18 +467,18 @@ async def test_a_closed_port_after_stop() -> None:
 
 async def test_targets_reach_the_policy_and_what_is_none_is_refused() -> None:
     async with serving() as h:
-        asked: list[tuple[float, float]] = []
+        asked: list[tuple[float, float, int]] = []
         assign = h.router.policy.assign
 
         def seen(shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
-            asked.append((shape.slo_ttft_s, shape.slo_tpot_s))
+            asked.append((shape.slo_ttft_s, shape.slo_tpot_s, shape.priority))
             return assign(shape, now, is_resent=is_resent)
 
         h.router.policy.assign = seen  # type: ignore[method-assign]
         await h.generate.GenerateOnce(
-            generate_pb2.GenerateRequest(token_ids={"ids": [5]}, slo_ttft_ms=300, slo_tpot_ms=12.5)
+            generate_pb2.GenerateRequest(token_ids={"ids": [5]}, slo_ttft_ms=300, slo_tpot_ms=12.5, priority=-2)
         )
-        assert asked == [(0.3, 0.0125)]
+        assert asked == [(0.3, 0.0125, -2)]
         for key, value in (("slo_ttft_ms", -1.0), ("slo_tpot_ms", float("nan"))):
             request = generate_pb2.GenerateRequest(token_ids={"ids": [5]})
             setattr(request, key, value)

@@ -62,11 +62,12 @@ def test_every_option_reaches_the_server(server: ScriptedServer) -> None:
             cache_salt="salt",
             slo_ttft_ms=300,
             slo_tpot_ms=12.5,
+            priority=-3,
         )
     (seen,) = server.requests
     assert list(seen.token_ids.ids) == [5, 6]
     assert (seen.model, seen.request_id, seen.cache_salt) == ("m", "mine", "salt")
-    assert (seen.slo_ttft_ms, seen.slo_tpot_ms) == (300.0, 12.5)
+    assert (seen.slo_ttft_ms, seen.slo_tpot_ms, seen.priority) == (300.0, 12.5, -3)
     sampling = seen.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)
     assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (2**40, 2, 1)

@@ -1,0 +1,143 @@
+"""Requests of a lower number go first wherever they wait: in the router's queue, for prefill, for pages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.router.accounts import RequestShape
+from cluster.router.waiting import WaitingQueue
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodePolicy
+from engine.pages.pool import PagePool
+from kv_transfer.lease import Granted, Queued
+from prefill_worker.options import PrefillOptions
+from prefill_worker.policy import PrefillPolicy
+from tests.policies.test_router_shares import in_line
+
+pytestmark = pytest.mark.unit
+
+PAGE = 4
+
+
+def waiting(name: str, priority: int, owner: str = "", prompt_len: int = 10) -> RequestShape:
+    return RequestShape(id=name, prompt_len=prompt_len, max_tokens=5, owner=owner, priority=priority)
+
+
+def prefill(num_pages: int = 64) -> PrefillPolicy:
+    options = PrefillOptions(max_batch_tokens=64, short_prompt_tokens=16, short_share=0.5, pack_tokens=None)
+    return PrefillPolicy(PagePool(num_pages, 16), options)
+
+
+def decode(num_pages: int) -> DecodePolicy:
+    return DecodePolicy(PagePool(num_pages, PAGE), DecodeOptions(max_batch_size=4, watermark=0.0), name="decode-0")
+
+
+def steps(policy: PrefillPolicy, count: int) -> list[dict[str, int]]:
+    done = []
+    for _ in range(count):
+        batch = policy.next_batch()
+        assert batch is not None
+        policy.on_batch_done(batch)
+        policy.check_invariants()
+        done.append({chunk.request_id: chunk.length for chunk in batch.chunks})
+    return done
+
+
+def test_the_lowest_goes_first_in_the_routers_line_and_clients_take_turns_within_one() -> None:
+    queue = WaitingQueue(1000, 100_000)
+    for name, priority, owner in (
+        ("batch-0", 5, "a"),
+        ("a-0", 0, "a"),
+        ("a-1", 0, "a"),
+        ("b-0", 0, "b"),
+        ("urgent", -1, "b"),
+        ("batch-1", 5, "b"),
+    ):
+        queue.add(waiting(name, priority, owner), is_resent=False)
+        queue.check_invariants()
+    queue.add(waiting("again", 5, "a"), is_resent=True)
+    assert queue.is_behind(-2)
+    assert not queue.is_behind(-1)
+    assert in_line(queue) == ["again", "urgent", "a-0", "b-0", "a-1", "batch-0", "batch-1"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_line_of_many_priorities_stays_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, here = WaitingQueue(1000, 10**6), dict[str, int]()
+    for number in range(400):
+        if here and rng.random() < 0.45:
+            name = rng.choice([queue.first, *here])
+            del here[name]
+            assert queue.drop(name)
+        else:
+            name, here[f"{number}"] = f"{number}", rng.randrange(-1, 3)
+            shape = waiting(name, here[name], rng.choice("abc"), rng.randrange(1, 2000))
+            queue.add(shape, is_resent=rng.random() < 0.1)
+        queue.check_invariants()
+        list(queue.in_order())
+    assert sorted(in_line(queue)) == sorted(here)
+
+
+def test_a_prompt_of_a_lower_number_is_computed_before_one_that_has_begun() -> None:
+    policy = prefill()
+    policy.add("batch", 200, [], priority=1)
+    assert steps(policy, 1) == [{"batch": 64}]
+    policy.add("usual", 100, [])
+    policy.add("urgent", 30, [], priority=-1)
+    policy.add("short batch", 10, [], priority=1)
+    assert steps(policy, 3) == [
+        {"urgent": 30, "usual": 34},
+        {"usual": 64},
+        {"usual": 2, "short batch": 10, "batch": 52},
+    ]
+
+
+def test_pages_go_to_the_prompt_of_the_lowest_number_first() -> None:
+    policy = prefill(num_pages=5)
+    policy.add("holder", 48, [])
+    steps(policy, 1)
+    policy.add("usual", 30, [])
+    policy.add("urgent", 40, [], priority=-1)
+    assert policy.next_batch() is None, "the two pages that are left are the urgent one's, which needs three"
+    policy.on_finished("holder")
+    assert steps(policy, 2) == [{"urgent": 40}, {"usual": 30}]
+
+
+def test_reservations_are_granted_by_priority() -> None:
+    policy = decode(num_pages=4)
+    assert isinstance(policy.reserve("a", num_tokens=12, max_new_tokens=2, hashes=[]), Granted)
+    for name, priority in (("batch", 1), ("usual", 0), ("urgent", -1)):
+        answer = policy.reserve(name, num_tokens=12, max_new_tokens=2, hashes=[], priority=priority)
+        assert isinstance(answer, Queued)
+    order: list[str] = []
+    for _ in range(3):
+        policy.on_cancelled(policy.request_ids[0] if not order else order[-1])
+        order += [name for name, _ in policy.next_grants()]
+        policy.check_invariants()
+    assert order == ["urgent", "usual", "batch"]
+
+
+def test_one_of_a_lower_number_takes_pages_at_once_that_others_wait_for_in_vain() -> None:
+    policy = decode(num_pages=4)
+    policy.reserve("a", num_tokens=8, max_new_tokens=2, hashes=[])
+    assert isinstance(policy.reserve("large", num_tokens=12, max_new_tokens=2, hashes=[]), Queued)
+    assert isinstance(policy.reserve("small", num_tokens=4, max_new_tokens=2, hashes=[]), Queued)
+    assert isinstance(policy.reserve("urgent", num_tokens=4, max_new_tokens=2, hashes=[], priority=-1), Granted)
+
+
+def test_who_has_the_highest_number_leaves_when_pages_run_out_however_old_it_is() -> None:
+    policy = decode(num_pages=4)
+    for name, priority in (("batch", 1), ("usual", 0)):
+        policy.reserve(name, num_tokens=4, max_new_tokens=12, hashes=[], priority=priority)
+        policy.on_committed(name)
+    preempted: list[str] = []
+    for _ in range(6):
+        batch = policy.next_batch()
+        preempted += batch.preempted
+        policy.on_batch_done(batch)
+        policy.check_invariants()
+    assert preempted == ["batch"]
+    assert policy.holds("usual")
