@@ -79,10 +79,13 @@ async def test_a_worker_that_drains_is_left_by_all(
 ) -> None:
     cluster = _cluster(model_dir("llama"), transport, record=str(tmp_path), **roles)
     async with cluster, AsyncClient(cluster.endpoint) as client:
+        gates = [Gate(writer.engine, at=30) for writer in _writers(cluster)]  # so that it is not done before it drains
         answers = asyncio.create_task(_ask(client))
         await until(lambda: max(map(_num_decoding, _writers(cluster))) > 1, "one decodes some")
         first = max(_writers(cluster), key=_num_decoding)
         first.is_draining = True
+        for gate in gates:
+            gate.open()
         await until(lambda: not first.role.requests, "it is left by all")
         done = await answers
         await cluster.settled()
