@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -28,11 +29,14 @@ async def test_a_request_of_a_lower_number_overtakes_those_that_wait(model_dir: 
                         if name not in ended:
                             ended.append(name)
 
+            def has_come(count: int) -> bool:
+                return len(cluster.prefill[0].role.requests) == count
+
             asked = [asyncio.create_task(ask("first", 0))]
             await gate.reached()
             for count, (name, priority) in enumerate((("batch", 5), ("usual", 0), ("urgent", -1)), start=2):
                 asked.append(asyncio.create_task(ask(name, priority)))
-                await until(lambda count=count: len(cluster.prefill[0].role.requests) == count, "it has come")
+                await until(partial(has_come, count), "it has come")
             gate.open()
             await asyncio.gather(*asked)
         assert ended == ["first", "urgent", "usual", "batch"]
