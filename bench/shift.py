@@ -1,13 +1,14 @@
 """A load that shifts, live: `kvrelay up` with `replan: act` against roles that stay, the same requests, in turns.
 
-    python -m bench.shift [--rates 3,6] [--phase 120] [--repeats 1] [--quick]
+    python -m bench.shift [--begin prefill,mixed] [--rates 1.2,3] [--phase 120] [--repeats 1] [--quick]
 
 Azure's conversation comes, then its code, then conversation; then both in turns, a quarter of a phase each. Lengths are
 cut down to what the model of bench.e2e serves on two cores (SCALE), each kind has its rate, and arrivals are Poisson's.
-Two workers, a core each, know the targets (TTFT 500 ms, TPOT 50 ms); both runs begin with the roles of BEGIN, and with
+Two workers, a core each, know the targets (TTFT 500 ms, TPOT 50 ms); both runs begin with --begin, and with
 `act` the thread of `kvrelay up` looks and has workers change as it does for anybody. Printed: the share of requests
-within both targets in each phase, what changed, when and why. Kept in bench/results/shift.json; docs/shift.svg shows it
-over time. Exit code 1 when a request failed, was sent again or had a token computed twice.
+within both targets in each phase, what changed, when and why. Kept in bench/results/shift.json beside what began with
+other roles; docs/shift.svg shows all over time. Exit code 1 when a request failed, was sent again or had a token
+computed twice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import csv
+import json
 import os
 import tempfile
 import time
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.arrangements import BOTH
-from bench.common import REPO, CpuWatch, about, demo_model, save
+from bench.common import REPO, RESULTS, CpuWatch, about, demo_model, save
 from bench.e2e import SLOS_S, WARMUPS, Cluster, cluster, spec
 from bench.placement_search import azure
 from kvrelay.bench.metrics import Outcome
@@ -36,7 +38,6 @@ from kvrelay.bench.run import run
 from kvrelay.replan.journal import journal_of
 from placement.workload.requests import Workload
 
-BEGIN = ("prefill", "mixed")
 SCALE = (1 / 6, 1 / 2)  # of prompts and outputs
 MOST = (700, 250)  # tokens: the model takes 1,024
 PART_S = 15.0  # of the plot
@@ -70,12 +71,12 @@ def _trace(kind: str) -> Workload:
     return trace
 
 
-def arrangement(mode: str) -> dict[str, Any]:
+def arrangement(begin: Sequence[str], mode: str) -> dict[str, Any]:
     base = spec(demo_model("125m"))
     cores = sorted(os.sched_getaffinity(0))
     pools = [
         BOTH | {"role": role, "name": f"worker-{index}", "threads": 1, "cpus": [core]}
-        for index, (role, core) in enumerate(zip(BEGIN, cores, strict=False))
+        for index, (role, core) in enumerate(zip(begin, cores, strict=False))
     ]
     router = base["router"] | {f"slo_{name}_ms": 1e3 * limit_s for name, limit_s in SLOS_S.items()}
     return base | {"pools": pools, "router": router, "replan": mode}
@@ -97,8 +98,8 @@ def play(served: Cluster, trace: Path, seed: int) -> tuple[list[Outcome], dict[s
     return outcomes, noted
 
 
-def measured(mode: str, rows: Sequence[Row], length_s: float, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, cluster(arrangement(mode)) as served:
+def measured(begin: Sequence[str], mode: str, rows: Sequence[Row], length_s: float, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, cluster(arrangement(begin, mode)) as served:
         trace = Path(folder) / "shift.csv"
         with trace.open("w", newline="") as file:
             csv.writer(file).writerows([("arrival_s", "prompt_tokens", "output_tokens"), *rows])
@@ -143,19 +144,30 @@ def _over_time(outcomes: Sequence[Outcome], met: Sequence[bool]) -> list[tuple[f
     return [(i * PART_S, round(float(np.array(met)[part == i].mean()), 3)) for i in sorted(set(part.tolist()))]
 
 
-def draw(runs: Sequence[Mapping[str, Any]], length_s: float) -> None:
-    """docs/shift.svg: the share within targets over time, phases behind it, changes as lines."""
+def draw(shown: Mapping[str, Mapping[str, Any]]) -> None:
+    """docs/shift.svg: for each beginning the share within targets over time, phases behind it, changes as lines."""
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "kvrelay"
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 3.4))
-    begin_s = 0.0
-    for kind, seconds in phases(length_s):
+    figure, grid = plt.subplots(len(shown), 1, figsize=(9, 3.2 * len(shown)), squeeze=False)
+    for axes, (begin, result) in zip(grid.flat, shown.items(), strict=True):
+        _draw(axes, result)
+        axes.set(title=f"begins with {begin}", ylabel="% within both targets", ylim=(0, 102))
+    grid.flat[-1].set(xlabel="s")
+    figure.tight_layout()
+    figure.savefig(REPO / "docs" / "shift.svg", metadata={"Date": None})
+
+
+def _draw(axes: Any, result: Mapping[str, Any]) -> None:
+    runs, begin_s = result["runs"], 0.0
+    for kind, seconds in result["phases"]:
         if kind == "code":
-            axes.axvspan(begin_s, begin_s + seconds, color="0.92", label="code" if begin_s == length_s else None)
+            axes.axvspan(
+                begin_s, begin_s + seconds, color="0.92", label="code" if begin_s == result["phases"][0][1] else None
+            )
         begin_s += seconds
     for mode, color in {"off": "tab:gray", "act": "tab:blue"}.items():
         of_mode = [dict(one["over_time"]) for one in runs if one["mode"] == mode]
@@ -165,10 +177,8 @@ def draw(runs: Sequence[Mapping[str, Any]], length_s: float) -> None:
     for one in runs:
         for change in one["changes"]:
             axes.axvline(change["at_s"], color="tab:blue", linestyle=":", linewidth=1)
-    axes.set(xlabel="s", ylabel="% within TTFT 500 ms, TPOT 50 ms", ylim=(0, 102), xlim=(0, begin_s))
+    axes.set_xlim(0, begin_s)
     axes.legend(loc="lower left", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(REPO / "docs" / "shift.svg", metadata={"Date": None})
 
 
 def _say(one: Mapping[str, Any]) -> None:
@@ -186,24 +196,34 @@ def _say(one: Mapping[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.shift", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rates", default="3,6", help="requests/s of conversation and of code (default: 3,6)")
+    parser.add_argument("--begin", default="prefill,mixed", help="roles of the two (default: prefill,mixed)")
+    parser.add_argument("--rates", default="1.2,3", help="requests/s of conversation and of code (default: 1.2,3)")
     parser.add_argument("--phase", type=float, default=120.0, help="seconds (default: 120)")
     parser.add_argument("--repeats", type=int, default=1, help="of both (default: 1)")
     parser.add_argument("--quick", action="store_true", help="phases of 20 s; writes no file")
     args = parser.parse_args()
     length_s = 20.0 if args.quick else args.phase
     rates = dict(zip(("conv", "code"), map(float, args.rates.split(",")), strict=True))
-    head, runs = about(), []
+    begin = args.begin.split(",")
+    head, runs = about(), list[dict[str, Any]]()
     for repeat in range(args.repeats):
         rows = requests(rates, length_s, repeat)
         for mode in ("off", "act") if repeat % 2 == 0 else ("act", "off"):
             began_s = time.monotonic()
-            runs.append(measured(mode, rows, length_s, repeat) | {"wall_s": round(time.monotonic() - began_s)})
+            runs.append(measured(begin, mode, rows, length_s, repeat) | {"wall_s": round(time.monotonic() - began_s)})
             _say(runs[-1])
     if not args.quick:
-        told = {"begin": BEGIN, "rates": rates, "phases": phases(length_s), "scale": SCALE}
-        print(f"written to {os.path.relpath(save('shift', {**head, **told, 'runs': runs}))}")
-        draw(runs, length_s)
+        path = RESULTS / "shift.json"
+        kept: dict[str, Any] = json.loads(path.read_text())["begins"] if path.exists() else {}
+        kept[args.begin] = {
+            "commit": head["commit"],
+            "rates": rates,
+            "phases": phases(length_s),
+            "scale": SCALE,
+            "runs": runs,
+        }
+        print(f"written to {os.path.relpath(save('shift', {**head, 'begins': kept}))}")
+        draw(kept)
     bad = [one for one in runs if one["failed"] or one["sent_again"] or one["recomputed_tokens"]]
     return 1 if bad else 0
 

@@ -538,6 +538,30 @@ def replan(result: Mapping[str, Any]) -> str:
     return table(columns, rows)
 
 
+def shift(result: Mapping[str, Any]) -> str:
+    columns = (
+        "replan",
+        "within both targets",
+        *(kind for kind, _ in result["phases"]),
+        "changes",
+        "moves",
+        "failed",
+        "again",
+    )
+    rows = []
+    for run in result["runs"]:
+        changed = ", ".join(
+            f"{each['at_s']:.0f} s: {change['worker']} {change['role']}"
+            for each in run["changes"]
+            for change in each["changes"]
+        )
+        shares = [f"{share:.0%}" for share in run["phases"]]
+        rows.append(
+            [run["mode"], f"{run['attainment']:.0%}", *shares, changed, run["moves"], run["failed"], run["sent_again"]]
+        )
+    return table(columns, rows)
+
+
 def flood(result: Mapping[str, Any]) -> str:
     rows = []
     for name, part in {"quiet": result["quiet"], **result["parts"]}.items():
