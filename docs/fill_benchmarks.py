@@ -539,27 +539,21 @@ def replan(result: Mapping[str, Any]) -> str:
 
 
 def shift(result: Mapping[str, Any]) -> str:
-    columns = (
-        "replan",
-        "within both targets",
-        *(kind for kind, _ in result["phases"]),
-        "changes",
-        "moves",
-        "failed",
-        "again",
-    )
-    rows = []
-    for run in result["runs"]:
-        changed = ", ".join(
-            f"{each['at_s']:.0f} s: {change['worker']} {change['role']}"
-            for each in run["changes"]
-            for change in each["changes"]
-        )
-        shares = [f"{share:.0%}" for share in run["phases"]]
-        rows.append(
-            [run["mode"], f"{run['attainment']:.0%}", *shares, changed, run["moves"], run["failed"], run["sent_again"]]
-        )
-    return table(columns, rows)
+    tables = []
+    for begin, played in result["begins"].items():
+        columns = ("replan", "all", *(kind for kind, _ in played["phases"]), "changes", "moves", "failed", "again")
+        tables.append(f"Begins with {begin}:\n\n{table(columns, [_shifted(run) for run in played['runs']])}")
+    return "\n\n".join(tables)
+
+
+def _shifted(run: Mapping[str, Any]) -> list[Any]:
+    changed = [
+        f"{each['at_s']:.0f} s: {change['worker']} {change['role']}"
+        for each in run["changes"]
+        for change in each["changes"]
+    ]
+    shares = [f"{share:.0%}" for share in (run["attainment"], *run["phases"])]
+    return [run["mode"], *shares, ", ".join(changed), run["moves"], run["failed"], run["sent_again"]]
 
 
 def flood(result: Mapping[str, Any]) -> str:
@@ -615,6 +609,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "hybrids": hybrids,
     "moves": moves,
     "replan": replan,
+    "shift": shift,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
