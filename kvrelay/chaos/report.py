@@ -25,8 +25,7 @@ def as_object(findings: Findings) -> dict[str, Any]:
     for outcome in findings.outcomes:
         by_cell.setdefault(outcome.cell, []).append(outcome)
     cells = [cell_object(name, outcomes) for name, outcomes in sorted(by_cell.items())]
-    grown = {name: round(value, 1) for name, value in findings.growth.items()}
-    wrong = [f"a process grew by {v:g} {name}" for name, v in grown.items() if v > ALLOWED[name]]
+    wrong = [f"{g.who}: grew by {g.by:.0f} {name}" for name, g in findings.growth.items() if g.by > ALLOWED[name]]
     wrong += [f"process {pid} outlived the cluster" for pid in findings.orphans]
     wrong += findings.problems
     stops = [outcome.measured.stopped_s for outcome in findings.outcomes if outcome.measured.stopped_s]
@@ -38,7 +37,7 @@ def as_object(findings: Findings) -> dict[str, Any]:
         "was_interrupted": findings.was_interrupted,
         "stopped": {"rounds": len(stops), "seconds": round(sum(stops), 1)},
         "streams": dict(sum((Counter(o.measured.ended) for o in findings.outcomes), Counter())),
-        "growth": grown,
+        "growth": {name: round(grown.by, 1) for name, grown in findings.growth.items()},
         "problems": wrong,
         "settings": {CELLS[o.cell].shape: {k: round(v, 4) for k, v in o.values.items()} for o in findings.outcomes},
         "cells": cells,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvrelay.chaos.cells.cell import Cell
 from kvrelay.chaos.clusters import SHAPES, make_cluster, values_of
-from kvrelay.chaos.flat import Flat, tasks_of
+from kvrelay.chaos.flat import Flat, Grown, told_of
 from kvrelay.chaos.judging import HEAL_S, play_round
 from kvrelay.chaos.oracle import learn
 from kvrelay.chaos.order import Order
@@ -62,7 +62,7 @@ class Outcome:
 @dataclass(slots=True, kw_only=True)
 class Findings:
     outcomes: list[Outcome] = field(default_factory=list)
-    growth: dict[str, float] = field(default_factory=dict)  # the most that a process grew while it lived
+    growth: dict[str, Grown] = field(default_factory=dict)  # the most that a process grew while it lived
     orphans: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # of no cell
     began_s: float = field(default_factory=time.monotonic)
@@ -73,8 +73,8 @@ class Findings:
     def num_faults(self) -> int:
         return sum(outcome.measured.faults for outcome in self.outcomes)
 
-    def on_grown(self, growth: Mapping[str, float]) -> None:
-        self.growth = {kind: max(value, self.growth.get(kind, 0.0)) for kind, value in growth.items()}
+    def on_grown(self, growth: Mapping[str, Grown]) -> None:
+        self.growth = {kind: max(grown, self.growth.get(kind, Grown())) for kind, grown in growth.items()}
 
 
 class NotHealed(Exception):
@@ -147,7 +147,7 @@ async def _play_cluster(
             while (chosen := order.next(time.monotonic())) is not None:
                 await _play_round(*chosen, table, order, findings)
                 if (status := await table.status()) is not None:
-                    flat.see(cluster.states(), tasks_of(status, cluster.pid))
+                    flat.see(cluster.states(), told_of(status, cluster.pid))
                 on_round(findings)
     finally:
         findings.on_grown(flat.growth())
