@@ -226,9 +226,11 @@ class Controller:
         member = self._roster.member(name)
         if member.is_leaving and answer["drained"]:
             await self._dismiss(name, handle)
-        elif member.is_leaving or member.is_returning:
-            await _call(handle.drain.remote(not member.is_leaving), CALL_TIMEOUT_S)
-            member.is_returning = False
+        elif member.departure:
+            is_returning = not member.is_leaving
+            await _call(handle.drain.remote(is_returning), CALL_TIMEOUT_S)
+            if is_returning:
+                self._roster.on_told_of_departure(name)
 
     async def _dismiss(self, name: str, handle: Any | None) -> bool:
         """Nothing runs there: its process ends for good, once no router knows it any more. Its name is free when Ray

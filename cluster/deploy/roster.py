@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 MAX_LOAD_DEATHS = 3
 MAX_LOAD_DELAY_S = 60.0
@@ -74,13 +74,21 @@ class Member:
     served_as: tuple[str, str] | None = None  # address and incarnation when it was last ready
     past: list[str] = field(default_factory=list)  # its earlier incarnations
     is_added: bool = False  # since the start: the controller creates its actor
-    is_leaving: bool = False  # for good, once nothing runs there
-    is_returning: bool = False  # it was leaving, and may drain still
-    is_gone: bool = False  # nothing runs there: its process is being ended
+    # leaving: for good, once nothing runs there; gone: nothing does, and its process is being ended; returning: it was
+    # leaving, and may drain still
+    departure: Literal["", "leaving", "gone", "returning"] = ""
 
     @property
     def is_ready(self) -> bool:
         return self.stage == "ready"
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.departure in ("leaving", "gone")
+
+    @property
+    def is_gone(self) -> bool:
+        return self.departure == "gone"
 
     @property
     def pool(self) -> str:
@@ -232,12 +240,17 @@ class Roster:
         return added
 
     def set_leaving(self, name: str, *, undo: bool = False) -> None:
-        self._members[name].is_leaving, self._members[name].is_returning = not undo, undo
+        self._members[name].departure = "returning" if undo else "leaving"
         self._note_change()
 
     def set_gone(self, name: str) -> None:
-        self._members[name].is_gone = True
+        self._members[name].departure = "gone"
         self._note_change()
+
+    def on_told_of_departure(self, name: str) -> None:
+        """Its process knows whether it leaves."""
+        if self._members[name].departure == "returning":
+            self._members[name].departure = ""
 
     def remove(self, name: str) -> None:
         """It has left."""

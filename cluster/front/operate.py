@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc
 
@@ -17,13 +18,6 @@ from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
 CLUSTER_SERVICE = "kvrelay.v1.Cluster"
-RequestT = TypeVar(
-    "RequestT",
-    cluster_pb2.DrainRequest,
-    cluster_pb2.SetRoleRequest,
-    cluster_pb2.ScaleRequest,
-    cluster_pb2.GetLoadRequest,
-)
 MAX_REPLICAS = 4096  # as a spec has
 
 
@@ -51,62 +45,46 @@ class ClusterService:
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
             "GetStatus": unary(self.get_status, cluster_pb2.GetStatusRequest),
-            "Drain": unary(self.drain, cluster_pb2.DrainRequest),
-            "SetRole": unary(self.set_role, cluster_pb2.SetRoleRequest),
-            "Scale": unary(self.scale, cluster_pb2.ScaleRequest),
-            "GetLoad": unary(self.get_load, cluster_pb2.GetLoadRequest),
+            "Drain": unary(_for_operators(self.drain), cluster_pb2.DrainRequest),
+            "SetRole": unary(_for_operators(self.set_role), cluster_pb2.SetRoleRequest),
+            "Scale": unary(_for_operators(self.scale), cluster_pb2.ScaleRequest),
+            "GetLoad": unary(_for_operators(self.get_load), cluster_pb2.GetLoadRequest),
         }
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
         return status_of(self._router)
 
-    async def get_load(self, request: cluster_pb2.GetLoadRequest | None, context: Any) -> cluster_pb2.GetLoadResponse:
-        try:
-            asked = _checked(request)
-        except (RequestFailed, InvalidRequest) as error:
-            await refuse_with(context, error)
+    async def get_load(self, asked: cluster_pb2.GetLoadRequest) -> cluster_pb2.GetLoadResponse:
         return load_of(self._router, asked.window_s)
 
-    async def drain(self, request: cluster_pb2.DrainRequest | None, context: Any) -> cluster_pb2.DrainResponse:
-        try:
-            asked = _checked(request)
-            if asked.remove and asked.undo:
-                raise InvalidRequest("remove and undo do not go together; give one")
-            if asked.remove:
-                await self._remove(asked.worker, force=asked.force)
-            elif asked.undo and self._pools is not None:
-                await self._take_back(asked.worker, self._pools)
-            else:
-                self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
-        except (RequestFailed, InvalidRequest) as error:
-            await refuse_with(context, error)
+    async def drain(self, asked: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
+        if asked.remove and asked.undo:
+            raise InvalidRequest("remove and undo do not go together; give one")
+        if asked.remove:
+            await self._remove(asked.worker, force=asked.force)
+        elif asked.undo and self._pools is not None:
+            await self._take_back(asked.worker, self._pools)
+        else:
+            self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
         return cluster_pb2.DrainResponse()
 
-    async def set_role(self, request: cluster_pb2.SetRoleRequest | None, context: Any) -> cluster_pb2.SetRoleResponse:
-        try:
-            asked = _checked(request)
-            self._router.set_role(asked.worker, asked.role, force=asked.force)
-        except (RequestFailed, InvalidRequest) as error:
-            await refuse_with(context, error)
+    async def set_role(self, asked: cluster_pb2.SetRoleRequest) -> cluster_pb2.SetRoleResponse:
+        self._router.set_role(asked.worker, asked.role, force=asked.force)
         return cluster_pb2.SetRoleResponse()
 
-    async def scale(self, request: cluster_pb2.ScaleRequest | None, context: Any) -> cluster_pb2.ScaleResponse:
-        try:
-            asked, kept = _checked(request), self._kept()
-            pools = await kept.pools()
-            if asked.pool not in pools:
-                raise RequestFailed(
-                    grpc.StatusCode.NOT_FOUND, f"there is no pool {asked.pool!r}; there are {', '.join(pools)}"
-                )
-            if asked.replicas > MAX_REPLICAS:
-                raise InvalidRequest(f"replicas is {asked.replicas}; give {MAX_REPLICAS} at most")
-            if asked.look:
-                pending = await kept.pending(asked.pool)
-            else:
-                self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
-                pending = await kept.scale(asked.pool, asked.replicas)
-        except (RequestFailed, InvalidRequest) as error:
-            await refuse_with(context, error)
+    async def scale(self, asked: cluster_pb2.ScaleRequest) -> cluster_pb2.ScaleResponse:
+        kept = self._kept()
+        pools = await kept.pools()
+        if asked.pool not in pools:
+            known = ", ".join(pools)
+            raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no pool {asked.pool!r}; there are {known}")
+        if asked.replicas > MAX_REPLICAS:
+            raise InvalidRequest(f"replicas is {asked.replicas}; give {MAX_REPLICAS} at most")
+        if asked.look:
+            pending = await kept.pending(asked.pool)
+        else:
+            self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
+            pending = await kept.scale(asked.pool, asked.replicas)
         return cluster_pb2.ScaleResponse(
             pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending]
         )
@@ -132,7 +110,19 @@ class ClusterService:
         return self._pools
 
 
-def _checked(request: RequestT | None) -> RequestT:
+def _for_operators(method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """The same for gRPC: what was sent is checked, and what the method raises ends the call."""
+
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            return await method(_checked(request))
+        except (RequestFailed, InvalidRequest) as error:
+            await refuse_with(context, error)
+
+    return answer
+
+
+def _checked(request: Any) -> Any:
     """What an operator asks. Raises InvalidRequest, RequestFailed."""
     if request is None:
         raise InvalidRequest("the request cannot be read; send a message of this method, with strings in UTF-8")
