@@ -23,8 +23,8 @@ Requests that move to another worker are computed on meanwhile, and hold their p
 are not preempted. `on_move_stops` ends their steps, so that the last page can follow; without a receipt they go on.
 
 Prompts beside. Where prompts are computed in the same pages, each counts from its first chunk on as a request that was
-admitted, and whoever asked for pages first, prompt or reservation, has them first. One that stays is *adopted* when it
-is computed, pages and all; one that leaves is gone then.
+admitted, and whoever asked for pages first, prompt or reservation of one priority, has them first. One that stays is
+*adopted* when it is computed, pages and all; one that leaves is gone then.
 
 The batch. Ready requests join by priority, then in order of their commit, up to max_batch_size. Each step computes one
 token for every running request that has no token in flight beyond what its pages can hold.
@@ -120,11 +120,11 @@ class DecodePolicy:
         self._held: dict[str, DecodeRequest] = {}
         self._ready: dict[str, DecodeRequest] = {}
         self._running: dict[str, DecodeRequest] = {}
-        self._by_age: list[DecodeRequest] = []  # the running, the oldest first
+        self._by_age: list[DecodeRequest] = []  # the running, by order: priority, and then age
         self._next_order = 0
         self._queued_pages = 0  # that the queued reservations ask for
         self._expected: dict[str, DecodeRequest] = {}  # prompts that will stay, and have not begun
-        self._refused: dict[str, int] = {}  # of those, who has asked for pages in vain: their ages
+        self._refused: dict[str, int] = {}  # of those, who has last asked for pages in vain: their orders
         self.preemptions = 0
         self.num_changes = 0  # of request_ids
 
@@ -198,6 +198,10 @@ class DecodePolicy:
             return request
         self._expected[request_id] = request
         return None
+
+    def on_asked_again(self) -> None:
+        """Who was refused, and is not asked for again now, waits for a step and not for pages."""
+        self._refused.clear()
 
     def may_begin(self, request_id: str, needed_pages: int) -> bool:
         """Whether a prompt that is expected may begin, for which so many pages must be available; it does, if so."""
@@ -452,7 +456,7 @@ class DecodePolicy:
             try:
                 request.pages.extend(self.pool.allocate(1))
             except OutOfPages:
-                victim = self._last_committed()
+                victim = self._last_committed(request)
                 if victim is None:
                     return False  # all that go later are in flight: wait for its pages
                 self.preemptions += 1
@@ -462,9 +466,10 @@ class DecodePolicy:
                     return False
         return True
 
-    def _last_committed(self) -> DecodeRequest | None:
+    def _last_committed(self, request: DecodeRequest) -> DecodeRequest | None:
+        """Whose pages this request may have: itself, or one that goes after it."""
         committed = (*self._held.values(), *self._ready.values(), *self._running.values())
-        candidates = [r for r in committed if not r.is_in_use]
+        candidates = [r for r in committed if not r.is_in_use and r.order >= request.order]
         return max(candidates, key=_order, default=None)
 
     def _publish(self, request: DecodeRequest) -> None:
@@ -498,5 +503,8 @@ class DecodePolicy:
         assert not any(r.is_held for r in (*self._ready.values(), *self._running.values())), "a held one is computed"
         assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())
         assert len(self._running) <= self.options.max_batch_size
-        assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order of age"
+        assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order"
+        for going in (self._queued, self._ready):
+            numbers = [request.priority for request in going.values()]
+            assert numbers == sorted(numbers), f"not in the order in which they go: {numbers}"
         self.pool.check_holders(held)

@@ -499,6 +499,7 @@ def chaos(result: Mapping[str, Any]) -> str:
     ended = ", ".join(f"{count:,} {how}" for how, count in sorted(result["streams"].items()))
     broken = [cell["cell"] for cell in result["cells"] if not cell["is_ok"]]
     verdict = f"Broken in {', '.join(broken)}." if broken else "Every bound was kept."
+    verdict += "".join(f" But {problem}." for problem in result["problems"])
     growth = ", ".join(f"{value:g} {name}" for name, value in result["growth"].items())
     return (
         f"{result['faults']:,} faults in {result['duration_s'] / 60:.0f} minutes. Requests: {ended}. {verdict} Most "
@@ -542,7 +543,9 @@ def shift(result: Mapping[str, Any]) -> str:
     tables = []
     for begin, played in result["begins"].items():
         columns = ("replan", "all", *(kind for kind, _ in played["phases"]), "changes", "moves", "failed", "again")
-        tables.append(f"Begins with {begin}:\n\n{table(columns, [_shifted(run) for run in played['runs']])}")
+        (_, first_s), *_, (_, last_s) = played["phases"]
+        how = f"{first_s:g} s of each, then {last_s:g}; commit {played['commit']}"
+        tables.append(f"Begins with {begin} ({how}):\n\n{table(columns, [_shifted(run) for run in played['runs']])}")
     return "\n\n".join(tables)
 
 

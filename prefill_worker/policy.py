@@ -7,11 +7,12 @@ calls `next_batch`, carries it out and reports what happened. `next_batch` is le
                  \\___________________\\______________________________\\--- on_cancelled ----> gone, as soon as no batch
                                                                        and no handoff reads its pages any more
 
-Order. By priority; of one priority first come, first served by tokens. But a *short* prompt (at most
-`short_prompt_tokens` left) may pass a *long* one of its priority: while a long prompt stands before them, short prompts
-together take up to `short_share` of each step.
-So a short prompt with Q short tokens before it begins within Q / (short_share * max_batch_tokens) + 1 steps, however
-long the prompts are; and a long prompt always gets the rest, at least (1 - short_share) of each step.
+Order. Who has begun goes on; then by priority, lower numbers first; of one priority first come, first served by tokens.
+But a *short* prompt (at most `short_prompt_tokens` left) may pass *long* ones, of no lower number: while a long prompt
+stands before them, short prompts together take up to `short_share` of each step.
+So a short prompt of the lowest number that is there, with Q short tokens before it, begins within
+Q / (short_share * max_batch_tokens) + 1 steps, however long the prompts are; and the long prompt before it always gets
+the rest, at least (1 - short_share) of each step.
 
 Packing. From some number of tokens on a step takes longer by each token, and a second prompt in it only delays the
 first. So no further prompt joins a step that has `pack_tokens` tokens, but the oldest one, which always gets its part.
@@ -20,7 +21,7 @@ above is then Q / min(pack_tokens, short_share * max_batch_tokens) + 1 steps, ea
 
 Memory. A prompt gets pages for all of its tokens when its first chunk is scheduled: the longest cached prefix that
 still leaves one token to compute, and fresh pages for the rest. When there are too few it waits, and the prompts
-behind it wait with it, so that nothing starves.
+behind it wait with it, so that no long one starves.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class _Request:
 class Beside(Protocol):
     """What else the worker's pages are for, where that has a say."""
 
+    def on_asked_again(self) -> None:
+        """From now on prompts are asked for that may begin: what was answered before is over."""
+
     def may_begin(self, request_id: str, needed_pages: int) -> bool:
         """Whether a prompt may begin now for which so many pages must be available. It begins, if so."""
 
@@ -112,6 +116,8 @@ class PrefillPolicy:
         if most_tokens is not None:
             budget = min(budget, most_tokens)
         left = budget
+        if self._beside is not None:
+            self._beside.on_asked_again()
         lengths: dict[str, int] = {}
         queue = self._queue()
         oldest = queue[0] if queue else None
@@ -208,8 +214,12 @@ class PrefillPolicy:
         return sum(r.num_tokens - r.computed_len for r in self._requests.values() if not r.is_over)
 
     def _queue(self) -> list[_Request]:
-        """Requests with something left to schedule, in the order in which they go."""
-        return [r for r in self._requests.values() if r.left and not r.is_over]
+        """Requests with something left to schedule, in the order in which they go: those that have begun hold pages,
+        here and where they will be decoded, and are not made to wait for a lower number."""
+        queue = [r for r in self._requests.values() if r.left and not r.is_over]
+        if queue and queue[0].priority != queue[-1].priority:
+            queue.sort(key=_has_not_begun)
+        return queue
 
     def _is_packed(self, tokens: int) -> bool:
         return self.options.pack_tokens is not None and tokens >= self.options.pack_tokens
@@ -220,8 +230,11 @@ class PrefillPolicy:
         first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
         yield from ((r, r.left) for r in queue[:first_long])
         share = int(self.options.short_share * budget)
+        lowest = queue[first_long].priority if first_long < len(queue) else 0  # of those that a short one would pass
         for request in queue[first_long:]:
-            if share and is_short[request.request_id] and request.priority == queue[first_long].priority:
+            if not is_short[request.request_id]:
+                lowest = min(lowest, request.priority)
+            elif share and request.priority <= lowest:
                 yield request, share
                 share -= min(share, request.left)  # after the yield: a prefix hit may have made it less
         yield from ((r, r.left) for r in queue[first_long:])
@@ -288,6 +301,9 @@ class PrefillPolicy:
             assert not (request.is_over and not request.is_in_flight and not request.is_handoff_open)
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
+        for going in (self._requests, self._waiting):
+            numbers = [request.priority for request in going.values()]
+            assert numbers == sorted(numbers), f"not in the order in which they go: {numbers}"
         for name in self._waiting:
             assert name in self._requests
             assert not self._requests[name].scheduled_len
@@ -295,3 +311,7 @@ class PrefillPolicy:
             assert self._requests[name].left
             assert self._requests[name].pages
         self.pool.check_holders(held)
+
+
+def _has_not_begun(request: _Request) -> bool:
+    return not request.pages

@@ -57,6 +57,8 @@ async def check_request(
     check_model(request.model, served_name)
     request_id = _checked_id(request.request_id)
     cache_salt = _cache_salt(request.cache_salt, CALLER.get())
+    slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
+    priority = _priority(request.priority, CALLER.get())
     check_stop_counts(len(request.sampling.stop), len(request.sampling.stop_token_ids))
     params = sampling_from_proto(request.sampling)
     params.validate(model.vocab_size)
@@ -76,8 +78,8 @@ async def check_request(
         prompt_ids=prompt_ids,
         owner=CALLER.get(),
         cache_salt=cache_salt,
-        slo=(_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms)),
-        priority=_priority(request.priority, CALLER.get()),
+        slo=slo,
+        priority=priority,
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,

@@ -204,12 +204,11 @@ class Dispatcher:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
         if self._policy.most_free_pages < 1:
             return
-        for wire_id, reason in list(self._stalled.items()):
-            live = self._live.get(wire_id)
-            if live is None or live.is_handed_off:
-                del self._stalled[wire_id]
-            else:
-                self._move(live, reason)
+        known = {wire_id: self._live.get(wire_id) for wire_id in self._stalled}
+        waiting = [live for live in known.values() if live is not None and not live.is_handed_off]
+        self._stalled = {live.wire_id: self._stalled[live.wire_id] for live in waiting}
+        for live in sorted(waiting, key=lambda live: live.priority):
+            self._move(live, self._stalled[live.wire_id])
 
     def _move(self, live: LiveRequest, reason: str) -> None:
         better = self._policy.reassign(live.wire_id, live.decode, self._clock())

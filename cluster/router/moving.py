@@ -3,7 +3,7 @@
     leaving -> move -> on_moved: it belongs to the other worker
                     \\-> on_stays: it has not gone, and rests a while
 
-They leave a worker that is about to stop; one that runs out of pages, where the youngest would soon be preempted and
+They leave a worker that is about to stop; one that runs out of pages, where the last would soon be preempted and
 computed again; and one that computes far more of them than another of its kind. A move costs a copy and a page or two,
 so each request rests after one, and only what makes much of a difference moves for balance: loads that take turns do
 not make requests swing.
@@ -36,13 +36,13 @@ class Moving:
         self._may_balance = may_balance
 
     def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
-        """Of the requests at this worker those that may leave it now, if any should: the last by priority first, the
-        youngest of those before the others."""
+        """Of the requests at this worker those that may leave it now, if any should: the last by priority first (of a
+        worker that is about to stop the first by priority), the youngest of those before the others."""
         account = self._decode.accounts.get(name)
         if account is None or len(self._decode.accounts) < 2 or not self._why(account)[0]:
             return []
         here = [requests[i] for i in reversed((*account.listed, *account.promised))]
-        here.sort(key=_priority, reverse=True)
+        here.sort(key=_priority, reverse=not account.report.draining)
         return [request.shape.id for request in here if _may_move(request, name, now)]
 
     def _why(self, account: DecodeAccount) -> tuple[str, int]:

@@ -176,8 +176,8 @@ class RouterPolicy:
     def why_late(self, request_id: str, left_s: float) -> str:
         """Why a request that has just come will not have its first token within `left_s`; empty if it may, or if it is
         not asked for."""
-        waits = request_id in self._queue and request_id != self._queue.first
-        empty_s = self._queue.empty_s() if self.options.refuse_late and waits else None
+        is_asked = self.options.refuse_late and request_id in self._queue
+        empty_s = self._queue.empty_s(request_id) if is_asked else None
         if empty_s is None or empty_s <= left_s:
             return ""
         return (
@@ -188,7 +188,8 @@ class RouterPolicy:
     def assign(self, shape: RequestShape, now: float, *, is_resent: bool = False) -> Decision:
         """Workers for a new request, a place in the queue, or why not.
 
-        One that `is_resent` (it had an attempt before) is never rejected for a full queue and goes to its front.
+        One that `is_resent` (it had an attempt before) is never rejected for a full queue and goes before all of its
+        priority.
         """
         assert shape.id not in self._requests, f"{shape.id} is assigned already"
         absent = self.missing_phase
@@ -199,7 +200,7 @@ class RouterPolicy:
         request = RoutedRequest(shape, shape.past, now)
         if absent:
             why = _not_ready(absent)
-        elif is_resent or self._queue.is_behind(shape.priority):
+        elif self._queue.is_behind(shape.priority, is_resent=is_resent):
             placed = self._place(request, now)
             if isinstance(placed, Assigned):
                 self._requests[shape.id] = request

@@ -3,7 +3,7 @@
     add -> in_order -> drop: assigned, or gone
 
 It places nobody and reads no clock. The lowest priority goes first. Of one priority it is first come first among those
-of one client, and clients take turns; but those that are sent again go to the front, and those of which a prefill
+of one client, and clients take turns; but those that are sent again go to its front, and those of which a prefill
 worker may have died stand beside the others and wait for one that tries no other. A request for which there are no
 pages may be passed by smaller ones, so many times.
 """
@@ -84,9 +84,9 @@ class WaitingQueue:
             self._first = self._first_of(self._lines.values())
         return self._first
 
-    def is_behind(self, priority: int) -> bool:
-        """Whether all in line go after a new one of this priority."""
-        return not (first := self.first) or priority < self._place_of(first)[0]
+    def is_behind(self, priority: int, *, is_resent: bool) -> bool:
+        """Whether all in line go after a new one of this priority, or one of it that is sent again."""
+        return not (first := self.first) or priority + (not is_resent) <= self._waiting[first].priority
 
     def in_order(self) -> Iterator[str]:
         """Who may go next: the first of those that are tried alone, then the first in line. Who goes on asking wants
@@ -150,13 +150,13 @@ class WaitingQueue:
 
     def _place(self, shape: RequestShape, is_resent: bool) -> Place:
         """Owners take turns, so that who has few in line does not wait for all of who has many (fair queueing, by the
-        start time: Goyal, Vin and Cheng, 1996). One that is sent again goes before all."""
+        start time: Goyal, Vin and Cheng, 1996). One that is sent again goes before all of its priority."""
         priority, now, _ = self._place_of(first) if (first := self.first) else (shape.priority, 0, 0)
-        if is_resent:
-            return min(priority, shape.priority), now - 1, self._arrivals
         if priority != shape.priority:
             same = [line for (_, of), line in self._lines.items() if of == shape.priority]
             now = self._place_of(self._first_of(same))[1] if same else 0
+        if is_resent:
+            return shape.priority, now - 1, self._arrivals
         own = self._lines.get((shape.owner, shape.priority))
         turn = max(now, self._place_of(next(reversed(own)))[1] + 1) if own else now
         return shape.priority, turn, self._arrivals
@@ -202,12 +202,16 @@ class WaitingQueue:
         empty_s = self.empty_s()
         return 1.0 if empty_s is None else min(max(empty_s, MIN_RETRY_S), MAX_RETRY_S)
 
-    def empty_s(self) -> float | None:
-        """How long all prompts that wait take to be computed, at the rate of late; None: unknown."""
+    def empty_s(self, last: str = "") -> float | None:
+        """How long all prompts that wait take to be computed, or those up to the last one, at the rate of late; None:
+        unknown."""
         if len(self._rate) < 2 or self._rate[-1][0] <= self._rate[0][0]:
             return None
         tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
-        return self._tokens.total / max(tokens_per_s, 1.0)
+        if not last:
+            return self._tokens.total / max(tokens_per_s, 1.0)
+        place = self._place_of(last)
+        return sum(each.prompt_len for each in self._waiting.values() if each.place <= place) / max(tokens_per_s, 1.0)
 
     def check_invariants(self) -> None:
         """Assert that each stands where it belongs, the line in the order of its places."""

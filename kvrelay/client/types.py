@@ -51,7 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
         another has asked; where clients have names, each shares with itself only.
     slo_ttft_ms, slo_tpot_ms [the server's]: what its first token, and each after it, should take; it is placed by them.
-    priority [0]: lower goes first wherever requests wait; below 0 is for operators.
+    priority [0]: lower goes first where requests wait; below 0 is for operators.
     """
 
     temperature: float

@@ -67,6 +67,14 @@ async def test_what_no_router_sends_is_denied_for_good(request_state: pb.Request
     assert not answer.retryable
 
 
+async def test_a_reservation_has_the_priority_of_its_request() -> None:
+    reservations = await make_reservations()
+    urgent = state([1, 2, 3])
+    urgent.priority = -2
+    assert isinstance(reservations.reserve(urgent), Granted)
+    assert reservations._policy._requests[urgent.request_id].priority == -2
+
+
 async def test_pages_are_only_found_under_the_same_salt() -> None:
     reservations = await make_reservations()
     tokens = list(range(8))

@@ -29,19 +29,23 @@ class Worker:
         self.granted: set[str] = set()
         self.leaving: set[str] = set()
 
-    def prompt(self, name: str, length: int, new_tokens: int, *, stays: bool = True, text: str = "") -> Denied | None:
+    def prompt(
+        self, name: str, length: int, new_tokens: int, *, stays: bool = True, text: str = "", priority: int = 0
+    ) -> Denied | None:
         """`text`: those of the same one begin alike."""
         tokens = random.Random(text or name).choices(range(1000), k=length)
         max_len = length + (new_tokens - 1 if stays else 0)
-        denied = self.policy.decode.expect(name, num_tokens=length, max_len=max_len)
+        denied = self.policy.decode.expect(name, num_tokens=length, max_len=max_len, priority=priority)
         if denied is None:
-            self.policy.prefill.add(name, length, page_hashes(tokens, PAGE))
+            self.policy.prefill.add(name, length, page_hashes(tokens, PAGE), priority)
             self.left[name] = new_tokens
             (self.staying if stays else self.leaving).add(name)
         return denied
 
-    def reserve(self, name: str, length: int, new_tokens: int) -> None:
-        answer = self.policy.decode.reserve(name, num_tokens=length, max_new_tokens=new_tokens, hashes=[])
+    def reserve(self, name: str, length: int, new_tokens: int, priority: int = 0) -> None:
+        answer = self.policy.decode.reserve(
+            name, num_tokens=length, max_new_tokens=new_tokens, hashes=[], priority=priority
+        )
         self.left[name] = new_tokens
         if isinstance(answer, Granted):
             self.granted.add(name)
@@ -187,13 +191,13 @@ def test_whatever_comes_all_ends_and_every_page_comes_back(seed: int, admission:
     worker = Worker(num_pages=rng.choice([8, 12, 20]), admission=admission, max_batch_size=rng.choice([2, 8]))
     for number in range(60):
         length, new_tokens = rng.randint(1, 20), rng.randint(2, 12)
-        kind = rng.random()
+        kind, priority = rng.random(), rng.choice((0, 0, -1, 2))
         if kind < 0.4:
-            worker.prompt(f"p{number}", length, new_tokens)
+            worker.prompt(f"p{number}", length, new_tokens, priority=priority)
         elif kind < 0.6:
-            worker.prompt(f"p{number}", length, new_tokens, stays=False)
+            worker.prompt(f"p{number}", length, new_tokens, stays=False, priority=priority)
         elif kind < 0.8:
-            worker.reserve(f"r{number}", length, new_tokens)
+            worker.reserve(f"r{number}", length, new_tokens, priority)
         for name in [name for name in worker.granted if rng.random() < 0.5]:
             worker.commit(name)
         if worker.left and rng.random() < 0.2:

@@ -12,6 +12,8 @@ from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
 from kv_transfer.lease import Granted, Queued
+from mixed_worker.options import MixedOptions
+from mixed_worker.policy import MixedPolicy
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
 from tests.policies.test_router_shares import in_line
@@ -58,9 +60,36 @@ def test_the_lowest_goes_first_in_the_routers_line_and_clients_take_turns_within
         queue.add(waiting(name, priority, owner), is_resent=False)
         queue.check_invariants()
     queue.add(waiting("again", 5, "a"), is_resent=True)
-    assert queue.is_behind(-2)
-    assert not queue.is_behind(-1)
-    assert in_line(queue) == ["again", "urgent", "a-0", "b-0", "a-1", "batch-0", "batch-1"]
+    assert queue.is_behind(-2, is_resent=False)
+    assert not queue.is_behind(-1, is_resent=False)
+    assert queue.is_behind(-1, is_resent=True)
+    assert in_line(queue) == ["urgent", "a-0", "b-0", "a-1", "again", "batch-0", "batch-1"]
+
+
+def test_one_that_is_sent_again_leaves_the_turns_of_others_as_they_are() -> None:
+    queue = WaitingQueue(1000, 100_000)
+    for number in range(30):
+        queue.add(waiting(f"x-{number}", 0, "x"), is_resent=False)
+        if number < 29:
+            queue.drop(f"x-{number}")
+    for number in range(3):
+        queue.add(waiting(f"a-{number}", 5, "a"), is_resent=False)
+    queue.add(waiting("again", 5, "a"), is_resent=True)
+    for number in range(2):
+        queue.add(waiting(f"b-{number}", 5, "b"), is_resent=False)
+    queue.check_invariants()
+    assert in_line(queue) == ["x-29", "again", "b-0", "a-0", "b-1", "a-1", "a-2"]
+
+
+def test_who_comes_late_counts_the_prompts_that_go_before_it() -> None:
+    queue = WaitingQueue(1000, 100_000)
+    for number in range(10):
+        queue.add(waiting(f"{number}", 0, prompt_len=100), is_resent=False)
+    queue.add(waiting("urgent", -1, prompt_len=100), is_resent=False)
+    queue.on_computed(0.0, 100)
+    queue.on_computed(2.0, 100)
+    assert queue.empty_s("urgent") == 1.0
+    assert queue.empty_s("9") == queue.empty_s() == 11.0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -81,17 +110,19 @@ def test_a_line_of_many_priorities_stays_in_order(seed: int) -> None:
     assert sorted(in_line(queue)) == sorted(here)
 
 
-def test_a_prompt_of_a_lower_number_is_computed_before_one_that_has_begun() -> None:
+def test_who_has_begun_goes_on_and_then_the_lowest_number_is_next() -> None:
     policy = prefill()
-    policy.add("batch", 200, [], priority=1)
+    policy.add("batch", 100, [], priority=1)
     assert steps(policy, 1) == [{"batch": 64}]
+    policy.add("long batch", 60, [], priority=1)
     policy.add("usual", 100, [])
     policy.add("urgent", 30, [], priority=-1)
     policy.add("short batch", 10, [], priority=1)
-    assert steps(policy, 3) == [
-        {"urgent": 30, "usual": 34},
-        {"usual": 64},
-        {"usual": 2, "short batch": 10, "batch": 52},
+    assert steps(policy, 4) == [
+        {"batch": 36, "urgent": 28},
+        {"urgent": 2, "usual": 62},
+        {"usual": 38, "long batch": 26},
+        {"short batch": 10, "long batch": 34},
     ]
 
 
@@ -141,3 +172,41 @@ def test_who_has_the_highest_number_leaves_when_pages_run_out_however_old_it_is(
         policy.check_invariants()
     assert preempted == ["batch"]
     assert policy.holds("usual")
+
+
+def test_nobody_makes_way_for_one_that_goes_after_it_while_its_step_is_computed() -> None:
+    policy = decode(num_pages=6)
+    policy.options = DecodeOptions(max_batch_size=1, watermark=0.0)
+    policy.reserve("batch", num_tokens=4, max_new_tokens=20, hashes=[], priority=5)
+    policy.on_committed("batch")
+    in_flight = [policy.next_batch()]
+    policy.reserve("urgent", num_tokens=8, max_new_tokens=4, hashes=[], priority=-1)
+    policy.on_committed("urgent")
+    preempted: list[str] = []
+    for _ in range(30):  # two batches at a time
+        in_flight.append(policy.next_batch())
+        preempted += in_flight[-1].preempted
+        policy.on_batch_done(in_flight.pop(0))
+        policy.check_invariants()
+    assert preempted == ["batch"]
+    assert policy.holds("urgent")
+
+
+def test_a_prompt_that_waits_for_a_step_keeps_no_pages_from_others() -> None:
+    options = MixedOptions(max_batch_tokens=16, max_batch_size=4, watermark=0.0, pack_tokens=None)
+    policy = MixedPolicy(PagePool(10, PAGE), options)
+
+    def prompt(name: str, length: int, priority: int = 0) -> None:
+        assert policy.decode.expect(name, num_tokens=length, max_len=length, priority=priority) is None
+        policy.prefill.add(name, length, [], priority)
+
+    assert isinstance(policy.decode.reserve("holder", num_tokens=36, max_new_tokens=2, hashes=[]), Granted)
+    prompt("refused", 12)
+    assert policy.prefill.next_batch() is None
+    policy.decode.on_cancelled("holder")
+    prompt("urgent", 16, priority=-1)
+    batch = policy.prefill.next_batch()
+    assert batch is not None
+    assert [chunk.request_id for chunk in batch.chunks] == ["urgent"]
+    answer = policy.decode.reserve("late", num_tokens=4, max_new_tokens=2, hashes=[])
+    assert isinstance(answer, Granted), "it waits for a prompt that asks for nothing"

@@ -1,4 +1,4 @@
-"""A request's priority reaches whoever makes others wait: the router's queue, the prefill worker, decode's pages."""
+"""A request's priority reaches the prefill worker, and who may ask for which."""
 
 from __future__ import annotations
 
