@@ -1,10 +1,10 @@
 """What a change costs a client and the machine: the cluster of bench/e2e.py from two checkouts, in turns.
 
-    python -m bench.versions BEFORE AFTER [--rate 2] [--rounds 3]
+    python -m bench.versions BEFORE AFTER [--rate 2] [--rounds 3] [--name versions]
 
 Each folder has a version of all this and is measured by its own bench/e2e.py, which writes bench/results/e2e.json
 there: give clones. Shown are medians of the rounds; CPU time by process is the figure that other load disturbs least.
-Writes bench/results/versions.json here.
+Writes bench/results/NAME.json here.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("after", type=Path, help="a folder with the version after")
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
     parser.add_argument("--rounds", type=int, default=3, help="of both")
+    parser.add_argument("--name", default="versions", help="of the result (default: versions)")
     arguments = parser.parse_args()
     sides = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
     head = about()  # before bench/e2e.py writes into the checkouts, of which this may be one
@@ -64,7 +65,7 @@ def main() -> None:
             print(f"{name}: {json.dumps(medians(rows[name][-1:]))}", flush=True)
     result = head | {"rate": arguments.rate, "rounds": arguments.rounds}
     result |= {name: medians(found) for name, found in rows.items()}
-    print(save("versions", result))
+    print(save(arguments.name, result))
 
 
 if __name__ == "__main__":
