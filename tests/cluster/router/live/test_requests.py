@@ -77,6 +77,7 @@ def test_recomputed_tokens_are_those_that_an_earlier_attempt_had_computed_and_no
     receipt = request.receipt_to_proto()
     assert receipt is not None
     assert receipt.recomputed_tokens == 40
+    assert receipt.checksums_ok, "nothing was moved, and nothing was damaged"
 
 
 def test_cached_tokens_are_those_of_the_first_attempt() -> None:
