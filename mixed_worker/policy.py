@@ -10,6 +10,8 @@ of other workers do not pass it, nor it them. One that is decoded here keeps its
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
 from mixed_worker.options import MixedOptions
@@ -30,6 +32,9 @@ class MixedPolicy:
         if not num_decoding:
             return self.options.max_batch_tokens
         return max(0, min(self.options.chunk_tokens, self.options.max_batch_tokens - num_decoding))
+
+    def set_chunk_tokens(self, tokens: int) -> None:
+        self.options = replace(self.options, chunk_tokens=tokens)
 
     def check_invariants(self) -> None:
         self.prefill.check_invariants()

@@ -27,7 +27,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
 from worker.convert import model_info_to_proto, page_news_to_proto, step_costs_to_proto
-from worker.options import WorkerOptions
+from worker.options import WorkerOptions, with_role
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.role_change import Receivers, RoleChange
@@ -204,8 +204,21 @@ class Worker(Generic[RoleT]):
         return self.is_draining and not (self.role.requests or self.pool.usage.held) and self.streams.all_have_left
 
     def on_set_role(self, wanted: pb.SetRole) -> None:
-        self._change.begin(wanted.role)
-        self._drain()
+        knobs = {"chunk_tokens": wanted.chunk_tokens} if wanted.HasField("chunk_tokens") else {}
+        options = with_role(self.options, wanted.role, knobs)
+        if knobs and wanted.role == self.options.role:
+            self._take_knobs(options)
+        else:
+            self._change.begin(options)
+            self._drain()
+
+    def _take_knobs(self, options: WorkerOptions) -> None:
+        """Those of its role that may change while it computes."""
+        policy: Any = self.role.policy
+        if hasattr(options.policy, "chunk_tokens"):
+            policy.set_chunk_tokens(options.policy.chunk_tokens)
+            self.options = options
+            self.streams.say_hello()
 
     def take_role(self, options: WorkerOptions) -> None:
         """Of these options: nothing of the last one is left. Pairs with it were pairs with another worker."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from engine.knobs import as_text, knob, knobs_of, read
@@ -60,11 +61,13 @@ def given_knobs(policy: Any) -> dict[str, Any]:
     return {name: getattr(policy, name) for name, knob in knobs.items() if getattr(policy, name) != knob.default}
 
 
-def with_role(options: WorkerOptions, role: str) -> WorkerOptions:
-    """The same worker in another role. Its knobs have what they are given in that role, else what they were given in
-    this one. Raises ValueError for a role that is not known, and for values that do not go together there."""
+def with_role(options: WorkerOptions, role: str, knobs: Mapping[str, Any] = MappingProxyType({})) -> WorkerOptions:
+    """The same worker in another role, or in its own. Its knobs have these values, else what they are given in that
+    role, else what they were given in this one. Raises ValueError for a role that is not known, and for values that do
+    not go together there."""
     mine = given_knobs(options.policy)
-    policy = read(kind_of(role).load_options(), {**mine, **options.elsewhere.get(role, {})})
+    given = {} if role == options.role else options.elsewhere.get(role, {})
+    policy = read(kind_of(role).load_options(), {**mine, **given, **knobs})
     return replace(options, role=role, policy=policy, elsewhere={**options.elsewhere, options.role: mine})
 
 

@@ -18,7 +18,7 @@ import grpc.aio
 
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker.options import WorkerOptions, with_role
+from worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,8 @@ class RoleChange:
         if self._failure is not None:
             raise self._failure
 
-    def begin(self, role: str) -> None:
-        """Raises ValueError for a role that it cannot be of. One that it has is taken anew."""
-        options = with_role(self._worker.options, role)
+    def begin(self, options: WorkerOptions) -> None:
+        """Have it be of these. A role that it has is taken anew."""
         self.call_off()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(options))

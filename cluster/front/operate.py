@@ -69,7 +69,8 @@ class ClusterService:
         return cluster_pb2.DrainResponse()
 
     async def set_role(self, asked: cluster_pb2.SetRoleRequest) -> cluster_pb2.SetRoleResponse:
-        self._router.set_role(asked.worker, asked.role, force=asked.force)
+        chunk_tokens = asked.chunk_tokens if asked.HasField("chunk_tokens") else None
+        self._router.set_role(asked.worker, asked.role, chunk_tokens, force=asked.force)
         return cluster_pb2.SetRoleResponse()
 
     async def scale(self, asked: cluster_pb2.ScaleRequest) -> cluster_pb2.ScaleResponse:

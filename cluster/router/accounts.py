@@ -20,7 +20,7 @@ DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker de
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """What does not change while a worker lives. `incarnation`: of its process; empty: not known."""
+    """What does not change while a worker lives, but its chunks. `incarnation`: of its process; empty: not known."""
 
     name: str
     role: str

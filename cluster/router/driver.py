@@ -42,7 +42,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
 from worker.recording import record_calls
-from worker.roles import ROLES
+from worker.roles import PHASES, ROLES, kind_of
 from worker.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -180,16 +180,21 @@ class Router:
         self.check_others((name,), is_sure=undo or force)
         link.drain(undo=undo)
 
-    def set_role(self, name: str, role: str, *, force: bool = False) -> None:
-        """Likewise, until it can be of this role, and is. Raises RequestFailed."""
+    def set_role(self, name: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
+        """Likewise, until it can be of this role, and is; its chunks change without. Raises RequestFailed."""
         if role not in ROLES:
             raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, f"role is {role!r}; give one of {', '.join(ROLES)}")
+        if chunk_tokens is not None and kind_of(role).phases != PHASES:
+            why = f"chunk_tokens is {chunk_tokens}; only a mixed worker has chunks beside answers, not a {role} one"
+            raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, why)
         link = self._ready(name)
-        if link.role == role:
-            link.drain(undo=True)
-        else:
+        if link.role != role:
             self.check_others((name,), is_sure=force)
-            link.set_role(role)
+            link.set_role(role, chunk_tokens)
+            return
+        link.drain(undo=True)
+        if chunk_tokens is not None:
+            link.set_role(role, chunk_tokens)
 
     def _ready(self, name: str) -> WorkerLink:
         link = self._links.get(name)
@@ -219,7 +224,7 @@ class Router:
             page_size=hello.page_size,
             incarnation=hello.worker.incarnation,
             step_tokens=int(hello.limits.get("max_batch_tokens", 0)),
-            chunk_tokens=int(hello.limits.get("chunk_tokens", 0)),
+            chunk_tokens=_chunk_tokens(hello),
         )
         self._dispatcher.pardon(view.life)
         misfits = self.policy.on_worker_up(view, self._clock())
@@ -281,9 +286,12 @@ class Router:
         self._dispatcher.pump()
 
     def on_hello_again(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
-        log.info("%s was a %s worker and is a %s worker", link.name, link.role, hello.role)
+        before, link.hello = link.hello, hello
+        if before is not None and before.worker.incarnation == hello.worker.incarnation:
+            self.policy.on_chunk_tokens(link.name, _chunk_tokens(hello))
+            return
+        log.info("%s has another role, and is a %s worker", link.name, hello.role)
         self._forget(link, "its role has changed", is_death=False)
-        link.hello = hello
         self.on_ready(link, hello)
 
     def _forget(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
@@ -486,3 +494,7 @@ class Router:
 def _is_waiting(submission: Submission) -> bool:
     """A choice has been sent to no worker yet. One that is sent again has waited before, and is not new."""
     return any(not live.prefill and live.finish is None and live.attempt == 1 for live in submission.choices)
+
+
+def _chunk_tokens(hello: pb.WorkerHello) -> int:
+    return int(hello.limits.get("chunk_tokens", 0))

@@ -151,6 +151,10 @@ class RouterPolicy:
         """A report arrived; one older than the last is dropped."""
         self._workers.take_report(name, report, now)
 
+    def on_chunk_tokens(self, name: str, tokens: int) -> None:
+        """A mixed worker has so many tokens of prompts in a step that decodes from now on."""
+        self._workers.set_chunk_tokens(name, tokens)
+
     def on_silent(self, name: str, silent_s: float) -> str:
         """It has said nothing for so long, its stream being open: it is suspect until it is heard again. Returns why
         it is to be given up; empty: not yet."""

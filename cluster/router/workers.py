@@ -6,6 +6,7 @@ of requests is the policy's (cluster/router/policy.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
@@ -85,6 +86,11 @@ class Workers:
             self.absent_s = None
         elif self.absent_s is None:
             self.absent_s = now
+
+    def set_chunk_tokens(self, name: str, tokens: int) -> None:
+        for account in (self.prefill.accounts.get(name), self.decode.accounts.get(name)):
+            if account is not None:
+                account.view = replace(account.view, chunk_tokens=tokens)
 
     def is_stopping(self, decode: str) -> bool:
         """It is there, and takes no new requests."""

@@ -130,13 +130,15 @@ class Client:
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
-    def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
+    def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """Drain a worker and have it be a `prefill`, `decode` or `mixed` worker then; `status` says when it is.
 
-        Raises KvrelayError as `drain` does, and INVALID_ARGUMENT for another role.
+        `chunk_tokens`: of prompts that a mixed worker computes in a step that decodes, too; one that is mixed already
+        is not drained for it. Raises KvrelayError as `drain` does, and INVALID_ARGUMENT for another role.
         """
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        self._call(stub.SetRole, cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force), _CALL_TIMEOUT_S)
+        request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
+        self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
     def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:
         """The requests that ended lately at this router, of those that came in the last so many seconds; 0: all that
@@ -247,10 +249,10 @@ class AsyncClient:
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
-    async def set_role(self, worker: str, role: str, *, force: bool = False) -> None:
+    async def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """See Client.set_role."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
-        request = cluster_pb2.SetRoleRequest(worker=worker, role=role, force=force)
+        request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
         await self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
     async def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:

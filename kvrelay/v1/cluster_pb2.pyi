@@ -23,14 +23,16 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SetRoleRequest(_message.Message):
-    __slots__ = ("worker", "role", "force")
+    __slots__ = ("worker", "role", "force", "chunk_tokens")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     role: str
     force: bool
-    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., force: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
     __slots__ = ()

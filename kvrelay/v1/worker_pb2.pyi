@@ -157,10 +157,12 @@ class Drain(_message.Message):
     def __init__(self, undo: _Optional[bool] = ...) -> None: ...
 
 class SetRole(_message.Message):
-    __slots__ = ("role",)
+    __slots__ = ("role", "chunk_tokens")
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     role: str
-    def __init__(self, role: _Optional[str] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, role: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("router_ns", "has_left")

@@ -86,6 +86,37 @@ async def test_any_worker_takes_any_role_while_streams_run(
     replays(*(tmp_path / f"{name}.jsonl" for name in names))
 
 
+async def test_chunks_change_while_streams_run(model_dir: ModelDir, expected: list[list[int]], tmp_path: Path) -> None:
+    cluster = _cluster(model_dir("llama"), record=str(tmp_path), prefill=0, decode=0, mixed=1)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        worker = cluster.workers[0]
+        answers = asyncio.create_task(_ask(client))
+        await until(lambda: worker.role.requests, "streams run")
+        for size in (4, 0, 32):
+            await client.set_role("mixed-0", "mixed", size)
+            await until(lambda size=size: worker.role.policy.options.chunk_tokens == size, "the worker knows")
+            assert not worker.is_draining
+        done = [*await answers, *await _ask(client)]
+        shown = (await client.status()).workers[0]
+        view = cluster.server.router.policy.workers.prefill.accounts["mixed-0"].view
+        with pytest.raises(KvrelayError, match="chunk_tokens is 8; only a mixed worker has chunks"):
+            await client.set_role("mixed-0", "decode", 8, force=True)
+        where = ("mixed-0", "mixed", "--chunk-tokens", "24", "--endpoint", cluster.endpoint, "--json")
+        asked = await asyncio.to_thread(kvrelay, tmp_path, "role", *where, timeout_s=60)
+        await client.set_role("mixed-0", "prefill", force=True)
+        await until(lambda: state_of(cluster, "mixed-0") == ("prefill", "ready"), "it has another role")
+        await client.set_role("mixed-0", "mixed", force=True)
+        await until(lambda: state_of(cluster, "mixed-0") == ("mixed", "ready"), "and back")
+        assert worker.role.policy.options.chunk_tokens == 24, "what it was given last as a mixed worker"
+        await cluster.settled()
+        cluster.check_invariants()
+    assert [list(answer.token_ids) for answer in done] == expected * 2
+    assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)
+    assert (view.chunk_tokens, shown.limits["chunk_tokens"]) == (32, "32")
+    assert (asked.returncode, json.loads(asked.stdout)["requests_left"]) == (0, 0)
+    replays(tmp_path / "router-0.jsonl", tmp_path / "mixed-0.jsonl")
+
+
 async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: ModelDir, expected: list[list[int]]) -> None:
     async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
         second = await cluster.add_router()

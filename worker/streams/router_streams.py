@@ -125,10 +125,15 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         for link in self._links.values():
             link.has_left = False
 
-    def greet_again(self) -> None:
-        """The worker is of another role from now on."""
+    def say_hello(self) -> None:
+        """Routers hear what the worker is now."""
         for link in self._links.values():
             link.put(pb.WorkerMessage(hello=self._host.hello()))
+
+    def greet_again(self) -> None:
+        """The worker is of another role from now on."""
+        self.say_hello()
+        for link in self._links.values():
             link.pages_told, link.has_left = -1, False
         self._send_reports()
 

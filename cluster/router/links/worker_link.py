@@ -173,8 +173,8 @@ class WorkerLink:
     def drain(self, *, undo: bool) -> None:
         self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))
 
-    def set_role(self, role: str) -> None:
-        self._put(pb.RouterMessage(set_role=pb.SetRole(role=role)))
+    def set_role(self, role: str, chunk_tokens: int | None) -> None:
+        self._put(pb.RouterMessage(set_role=pb.SetRole(role=role, chunk_tokens=chunk_tokens)))
 
     def _put(self, message: pb.RouterMessage) -> None:
         if self.state is LinkState.READY:
