@@ -5,17 +5,17 @@
 Four H100 serve Llama-3.1-8B, by the live policies and a roofline's times. Azure's conversation comes, then its code,
 then conversation; and both in turns, every half minute. Every 30 s the policy of `kvrelay replan` looks at what came in
 the last --window seconds, by what it could see of a live cluster: lengths, times, and step costs as workers fit them.
-Each half minute is played by itself, from an empty cluster; a worker that changes its role is away for CHANGE_S of it,
-and what it had starts again, which in life moves. Printed for each load: the share of requests that met their targets
-with roles that stay, in each arrangement that is best for a phase, and with roles that follow; what changed, and why.
+Each half minute is played by itself, from an empty cluster; a worker that changes its role is away for five seconds of
+it, and what it had starts again, which in life moves. Printed for each load: the share of requests that met their
+targets with roles that stay, in each arrangement that is best for a phase, and with roles that follow; what changed,
+and why.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ from engine.knobs import as_text
 from kvrelay.replan.options import MOST_CHANGES, WINDOW_S
 from kvrelay.replan.replanner import HANDOFF_S
 from kvrelay.simulate.simulation import source_of
+from mixed_worker.options import MixedOptions
 from placement.build.from_spec import sim_cluster
 from placement.plan import Slo
-from placement.replan.play import CHANGE_S, weigh
-from placement.replan.policy import Roles
+from placement.replan.arrangements import Arrangement, SetRole
+from placement.replan.play import Bounds, weigh
+from placement.replan.policy import Prices
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from placement.simulator.cluster import Loss, SimCluster
 from placement.simulator.costs import costs_of
@@ -43,19 +45,24 @@ MODEL, HARDWARE = "llama-3.1-8b", "h100-sxm"
 SLO = Slo(ttft_s=0.4, tpot_s=0.020)
 RATE = 45.0  # requests/s: more than any arrangement takes of both
 LOOK_S = 30.0
+PRICES = Prices()
 BEGIN = (2, 2, 0)  # prefill, decode, mixed
 STILL = {"two and two": (2, 2, 0), "best of conversation": (1, 0, 3), "best of code": (3, 1, 0)}
 
 
-def roles_of(counts: Sequence[int]) -> dict[str, str]:
+def arrangement_of(counts: Sequence[int]) -> Arrangement:
     roles = [role for role, count in zip(ROLES, counts, strict=True) for _ in range(count)]
-    return {f"worker-{index}": role for index, role in enumerate(roles)}
+    return Arrangement(roles={f"worker-{index}": role for index, role in enumerate(roles)})
 
 
-def cluster_of(base: SimCluster, roles: Roles) -> SimCluster:
+def cluster_of(base: SimCluster, arrangement: Arrangement) -> SimCluster:
     """`base` has one worker of each role."""
     kinds = {worker.role: worker for worker in base.workers}
-    return replace(base, workers=tuple(replace(kinds[role], name=name) for name, role in roles.items()))
+    workers = {name: replace(kinds[role], name=name) for name, role in arrangement.roles.items()}
+    for name, tokens in arrangement.chunks.items():
+        if isinstance(policy := workers[name].policy, MixedOptions):
+            workers[name] = replace(workers[name], policy=replace(policy, chunk_tokens=tokens))
+    return replace(base, workers=tuple(workers.values()))
 
 
 @dataclass
@@ -63,26 +70,30 @@ class Cluster:
     """As a replanner sees it, and as it fares."""
 
     base: SimCluster
-    roles: dict[str, str]
+    arrangement: Arrangement
     window_s: float
     past: list[tuple[float, Outcome]] = field(default_factory=list)  # when each began
     met: list[float] = field(default_factory=list)
     decided: list[dict[str, Any]] = field(default_factory=list)
 
     def serve(self, at_s: float, workload: Workload, changed: Sequence[str] = ()) -> None:
-        losses = tuple(Loss(worker=name, at_s=0.0, back_s=CHANGE_S) for name in changed)
-        outcome = simulate(replace(cluster_of(self.base, self.roles), losses=losses), workload)
+        losses = tuple(Loss(worker=name, at_s=0.0, back_s=PRICES.change_s) for name in changed)
+        outcome = simulate(replace(cluster_of(self.base, self.arrangement), losses=losses), workload)
         self.past = [(begin_s, each) for begin_s, each in self.past if begin_s >= at_s + LOOK_S - self.window_s]
         self.past.append((at_s, outcome))
         self.met.append(outcome.attainment(SLO.ttft_s, SLO.tpot_s))
 
     def look(self, at_s: float) -> list[str]:
-        """Who changes."""
-        decision = weigh(self._seen(at_s), SLO, measured=self.met[-1], most_changes=MOST_CHANGES).decision
-        self.roles |= dict(decision.changes)
-        if decision.changes:
-            self.decided.append({"at_s": at_s, "changes": decision.changes, "reason": decision.reason})
-        return [name for name, _ in decision.changes]
+        """Who changes its role."""
+        bounds = Bounds(most_changes=MOST_CHANGES)
+        decision = weigh(self._seen(at_s), SLO, measured=self.met[-1], bounds=bounds, prices=PRICES).decision
+        before, changes = self.arrangement, [move for move in decision.moves if isinstance(move, SetRole)]
+        chunks = {move.worker: move.chunk_tokens for move in changes if move.chunk_tokens is not None}
+        roles = {**before.roles, **{move.worker: move.role for move in changes}}
+        self.arrangement = Arrangement(roles=roles, chunks={**before.chunks, **chunks})
+        if changes:
+            self.decided.append({"at_s": at_s, "changes": list(map(asdict, changes)), "reason": decision.reason})
+        return [move.worker for move in changes if before.roles[move.worker] != move.role]
 
     def _seen(self, at_s: float) -> Seen:
         rows = [
@@ -106,7 +117,7 @@ class Cluster:
                     limits=as_text(worker.policy),
                     costs=costs_of(worker),
                 )
-                for worker in cluster_of(self.base, self.roles).workers
+                for worker in cluster_of(self.base, self.arrangement).workers
             ],
             router=self.base.router,
             workload=workload_of(rows),
@@ -125,8 +136,8 @@ def _or_inf(columns: Sequence[Any]) -> Any:
 
 def compared(base: SimCluster, loads: Sequence[Workload], window_s: float) -> dict[str, Any]:
     """Each of `loads` comes for LOOK_S."""
-    still = {name: Cluster(base, roles_of(counts), window_s) for name, counts in STILL.items()}
-    following = Cluster(base, roles_of(BEGIN), window_s)
+    still = {name: Cluster(base, arrangement_of(counts), window_s) for name, counts in STILL.items()}
+    following = Cluster(base, arrangement_of(BEGIN), window_s)
     changed: list[str] = []
     for index, load in enumerate(loads):
         at_s = index * LOOK_S
@@ -139,7 +150,7 @@ def compared(base: SimCluster, loads: Sequence[Workload], window_s: float) -> di
         "attainment": {name: round(float(np.mean(met)), 4) for name, met in over_time.items()},
         "over_time": {name: [round(share, 3) for share in met] for name, met in over_time.items()},
         "changes": following.decided,
-        "roles_at_the_end": dict(Counter(following.roles.values())),
+        "at_the_end": str(following.arrangement),
     }
 
 
@@ -162,7 +173,7 @@ def main() -> None:
         rows[name] = compared(base, requests, args.window)
         print(name, rows[name]["attainment"], f"{len(rows[name]['changes'])} times changed", flush=True)
         for each in rows[name]["changes"]:
-            print(f"  {each['at_s']:.0f} s: {dict(each['changes'])}: {each['reason']}", flush=True)
+            print(f"  {each['at_s']:.0f} s: {each['reason']}", flush=True)
     save(
         "replan",
         {

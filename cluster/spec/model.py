@@ -113,6 +113,9 @@ class ClusterSpec(Spec):
         "where requests miss the router's targets (`slo_ttft_ms`, `slo_tpot_ms`), `kvrelay up` weighs other roles for "
         "its workers, as `kvrelay replan` does, and `kvrelay decisions` shows; act: and has workers change theirs",
     )
+    replan_most_devices: Annotated[int, Field(ge=2, le=4096)] | None = setting(
+        None, "GPUs, or workers of one without, that they may take: pools grow and shrink; none: they keep their sizes"
+    )
 
     @field_validator("replan", mode="before")
     @classmethod
@@ -143,6 +146,8 @@ class ClusterSpec(Spec):
             raise ValueError(
                 f"replan is {self.replan}, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both"
             )
+        if self.replan == "off" and self.replan_most_devices is not None:
+            raise ValueError("replan_most_devices is given, and replan is off; make it advise or act")
         return self
 
     @property

@@ -17,8 +17,13 @@ MOST_BYTES = 16 << 20  # then the older half is dropped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    worker: str
-    role: str
+    """Of a worker, its role and chunks (None: as they are); or of a pool, how many workers it has."""
+
+    worker: str = ""
+    role: str = ""
+    chunk_tokens: int | None = None
+    pool: str = ""
+    replicas: int = 0
     seconds: float = 0.0  # that it took
     failure: str = ""  # why it was given up
 
@@ -34,7 +39,7 @@ class Entry:
     measured: float
     reason: str
     mode: str  # advise or act
-    tried: Sequence[dict[str, Any]] = ()  # roles and attainment of each arrangement that was played
+    tried: Sequence[dict[str, Any]] = ()  # roles, chunks and attainment of each arrangement that was played
     changes: Sequence[Change] = ()
 
 

@@ -19,4 +19,5 @@ class Asked:
     slo: Slo
     acts: bool
     most_changes: int = MOST_CHANGES
+    most_devices: int | None = None  # that workers may take together; None: as many workers stay
     window_s: float = WINDOW_S  # of what came, that is looked at

@@ -26,11 +26,12 @@ class ReplanThread:
         targets_s: Mapping[str, float],
         *,
         acts: bool,
+        most_devices: int | None = None,
         on_entry: Callable[[Entry], object],
     ) -> None:
         """Clients find their tokens as any client of this user does. `on_entry`: told of each look, in the thread."""
         self._endpoints = endpoints
-        self._asked = Asked(slo=Slo(**targets_s), acts=acts)
+        self._asked = Asked(slo=Slo(**targets_s), acts=acts, most_devices=most_devices)
         self._on_entry = on_entry
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replan", daemon=True)

@@ -12,8 +12,10 @@ import numpy as np
 
 from cluster.router.options import RouterOptions
 from engine.knobs import read
+from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine
 from placement.latency.scaled import ScaledLatency
+from placement.replan.arrangements import Arrangement, pool_of
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.workload.requests import Floats, Workload
 from worker.options import REPORT_GAP_S
@@ -39,6 +41,10 @@ class SeenWorker:
     limits: Mapping[str, str]
     costs: StepCosts | None
 
+    @property
+    def devices(self) -> int:
+        return int(self.limits.get("tensor_parallel", 1))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
@@ -59,6 +65,25 @@ class Seen:
     @property
     def roles(self) -> dict[str, str]:
         return {worker.name: worker.role for worker in self.workers}
+
+    @property
+    def devices(self) -> dict[str, int]:
+        return {worker.name: worker.devices for worker in self.workers}
+
+    @property
+    def most_step_tokens(self) -> int:
+        """That a step of prompts has at most, at any of them."""
+        return max(int(worker.limits.get("max_batch_tokens", 0)) for worker in self.workers)
+
+    def chunks(self, arrangement: Arrangement) -> dict[str, int]:
+        """By mixed worker, its chunk_tokens."""
+        policies = {worker.name: worker.policy for worker in self.cluster(arrangement).workers}
+        return {name: policy.chunk_tokens for name, policy in policies.items() if isinstance(policy, MixedOptions)}
+
+    def model_of(self, name: str) -> SeenWorker:
+        """It, or for one that is not there yet one of its pool."""
+        known = {worker.name: worker for worker in self.workers}
+        return known.get(name) or next(each for each in self.workers if pool_of(each.name) == pool_of(name))
 
     def attainment(self, ttft_s: float, tpot_s: float) -> float:
         """As it was measured: the share of the requests that met both."""
@@ -89,9 +114,9 @@ class Seen:
             ),
         )
 
-    def cluster(self, roles: Mapping[str, str]) -> SimCluster:
-        """It, if its workers had these roles. One whose role is not its own has the knobs of those that have it; where
-        none has, its own, and defaults."""
+    def cluster(self, arrangement: Arrangement) -> SimCluster:
+        """It, if its workers were these. One whose role is not its own has the knobs of those that have it; where none
+        has, its own, and defaults. One that is not there yet is as others of its pool."""
         latency = ScaledLatency(
             model=self.latency(), prefill=1.0, decode=self.slower, transfer=1.0, how="as answers came"
         )
@@ -99,15 +124,16 @@ class Seen:
         return SimCluster(
             workers=tuple(
                 SimWorker(
-                    name=worker.name,
+                    name=name,
                     role=role,
                     latency=latency,
                     num_pages=worker.num_pages,
                     page_size=worker.page_size,
-                    policy=read(kind_of(role).load_options(), self._limits(worker, role, limits)),
+                    policy=read(kind_of(role).load_options(), {**self._limits(worker, role, limits), **chunks}),
                 )
-                for worker in self.workers
-                for role in (roles[worker.name],)
+                for name, role in arrangement.roles.items()
+                for worker in (self.model_of(name),)
+                for chunks in ({"chunk_tokens": arrangement.chunks[name]} if name in arrangement.chunks else {},)
             ),
             router=self.router,
             report_gap_s=REPORT_GAP_S,

@@ -89,21 +89,34 @@ class FakeCluster:
     def load(self, window_s: float) -> tuple[EndedRequest, ...]:
         return tuple(self.requests)
 
-    def set_role(self, name: str, role: str) -> None:
-        self.asked.append((name, role))
+    def set_role(self, name: str, role: str, chunk_tokens: int | None) -> None:
+        self.asked.append((name, role) if chunk_tokens is None else (name, role, chunk_tokens))
         if self.refusal:
             raise KvrelayError("FAILED_PRECONDITION", self.refusal)
         if self.obeys:
             self.workers = [replace(w, role=role) if w.name == name else w for w in self.workers]
 
+    def scale(self, pool: str, replicas: int = 0, *, look: bool = False) -> list[str]:
+        if not look:
+            self.asked.append((pool, replicas))
+            names = [worker.name for worker in self.workers if worker.name.startswith(f"{pool}-")]
+            if self.obeys:
+                self.workers = [worker for worker in self.workers if worker.name not in names[replicas:]]
+                self.workers += [state(f"{pool}-{i}", pool, READS) for i in range(len(names), replicas)]
+        return [] if self.obeys else [f"{pool}-9"]
+
     def drain(self, name: str, *, undo: bool) -> None:
         self.asked.append((name, "undo" if undo else "drain"))
 
 
-def made(cluster: FakeCluster, folder: Path, *, acts: bool = True) -> tuple[Replanner, Journal]:
+def made(
+    cluster: FakeCluster, folder: Path, *, acts: bool = True, most_devices: int | None = None
+) -> tuple[Replanner, Journal]:
     clients: Any = [cluster]
     journal = Journal(folder / "kvrelay" / "decisions" / "here.jsonl")
-    asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=acts, most_changes=1, window_s=300.0)
+    asked = Asked(
+        slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=acts, most_changes=1, most_devices=most_devices, window_s=300.0
+    )
     return Replanner(clients, asked, journal), journal
 
 
@@ -117,6 +130,28 @@ def test_a_worker_changes_where_it_is_worth_it_and_all_is_written_down(tmp_path:
     assert (kept["mode"], kept["measured"], kept["requests"]) == ("act", 0.0, 300)
     assert "0% of the requests met their targets" in kept["reason"]
     assert len(kept["tried"]) > 2
+
+
+def test_pools_grow_and_shrink_within_the_devices_that_they_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster()
+    cluster.workers.pop()  # neither may change its role
+    replanner, _ = made(cluster, tmp_path, most_devices=4)
+    (change,) = replanner.look().changes
+    assert (change.pool, change.replicas, change.failure) == ("prefill", 2, "")
+    cluster = FakeCluster(ttft_s=0.1)
+    cluster.requests = [ended(i, prompt=40, output=10, rate=0.4, ttft_s=0.1) for i in range(300)]
+    assert made(cluster, tmp_path)[0].look().changes == [], "nobody said that workers may go"
+    (change,) = made(cluster, tmp_path, most_devices=4)[0].look().changes
+    assert (change.pool, change.replicas, len(cluster.workers)) == ("decode", 1, 2)
+    monkeypatch.setattr(replanners, "START_TIMEOUT_S", 0.0)
+    cluster = FakeCluster()
+    cluster.workers.pop()
+    cluster.obeys = False
+    (change,) = made(cluster, tmp_path, most_devices=4)[0].look().changes
+    assert "it has 1 again" in change.failure
+    assert cluster.asked[-2:] == [("prefill", 2), ("prefill", 1)]
 
 
 def test_advice_changes_nothing(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from kvrelay.replan.options import Asked
 from kvrelay.replan.replanner import Replanner
 from placement.plan import Slo
 from placement.replan import play as plays
+from placement.replan.arrangements import SetRole
 from placement.replan.policy import Decision, Played
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import engine_with, random_prompt, router_with, state_of, transformers_tokens, worker_with
 
 PROMPTS = [random_prompt(20 + index, seed=index) for index in range(6)]
 NEW_TOKENS = 12
-CHANGES = (("decode-1", "mixed"), ("prefill-0", "decode"))
+CHANGES = (("decode-1", "mixed", 8), ("prefill-0", "decode", None), ("decode-1", "mixed", 24))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ async def test_what_it_decides_comes_about_and_no_stream_notices(
 
     def decide(present: Played, others: list[Played], **_: float) -> Decision:
         seen.append((present, others))
-        return Decision(changes=CHANGES, reason="a test wants it")
+        moves = tuple(SetRole(worker=worker, role=role, chunk_tokens=chunks) for worker, role, chunks in CHANGES)
+        return Decision(moves=moves, reason="a test wants it")
 
     monkeypatch.setattr(plays, "decide", decide)
     monkeypatch.setattr(replanners, "LEAST_REQUESTS", 18)
@@ -73,11 +75,14 @@ async def test_what_it_decides_comes_about_and_no_stream_notices(
         await cluster.settled()
         cluster.check_invariants()
     assert roles == [("decode", "ready"), ("mixed", "ready"), ("decode", "ready")]
-    assert [(change.worker, change.role, change.failure) for change in entry.changes] == [(*c, "") for c in CHANGES]
+    assert [(each.worker, each.role, each.chunk_tokens) for each in entry.changes] == list(CHANGES)
+    assert [each.failure for each in entry.changes] == [""] * len(CHANGES)
     assert (entry.requests >= 18, entry.measured) == (True, 0.0)
     (present, others), *_ = seen
-    assert present.roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
-    assert {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"} in [other.roles for other in others]
+    assert present.arrangement.roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    assert {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"} in [
+        other.arrangement.roles for other in others
+    ]
     for answer in answers:
         assert [list(each.token_ids) for each in answer] == expected
         assert [each.timeline.attempts for each in answer if each.timeline] == [1] * len(PROMPTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,20 @@ async def test_any_worker_takes_any_role_while_streams_run(
     replays(*(tmp_path / f"{name}.jsonl" for name in names))
 
 
+def _has_chunks(worker: Any, size: int) -> bool:
+    return bool(worker.role.policy.options.chunk_tokens == size)
+
+
 async def test_chunks_change_while_streams_run(model_dir: ModelDir, expected: list[list[int]], tmp_path: Path) -> None:
     cluster = _cluster(model_dir("llama"), record=str(tmp_path), prefill=0, decode=0, mixed=1)
     async with cluster, AsyncClient(cluster.endpoint) as client:
+        assert cluster.server is not None
         worker = cluster.workers[0]
         answers = asyncio.create_task(_ask(client))
         await until(lambda: worker.role.requests, "streams run")
         for size in (4, 0, 32):
             await client.set_role("mixed-0", "mixed", size)
-            await until(lambda size=size: worker.role.policy.options.chunk_tokens == size, "the worker knows")
+            await until(partial(_has_chunks, worker, size), "the worker knows")
             assert not worker.is_draining
         done = [*await answers, *await _ask(client)]
         shown = (await client.status()).workers[0]

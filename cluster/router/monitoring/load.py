@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -41,5 +42,20 @@ class Load(deque[Ended]):
                 tpot_s=timeline.tpot_s(num_tokens),
                 handoff_s=phases.get("handoff", 0.0),
                 failed=failed,
+            )
+        )
+
+    def note_refused(self, arrived_s: float) -> None:
+        """One that was refused unread."""
+        self.append(
+            Ended(
+                arrived_s=arrived_s,
+                prompt_tokens=0,
+                cached_tokens=0,
+                output_tokens=0,
+                ttft_s=math.nan,
+                tpot_s=math.nan,
+                handoff_s=0.0,
+                failed=True,
             )
         )

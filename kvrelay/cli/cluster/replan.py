@@ -1,5 +1,5 @@
-"""`kvrelay replan` watches a cluster and says which workers should have other roles, or has them change; `kvrelay
-decisions` shows what it said."""
+"""`kvrelay replan` watches a cluster and says which workers it should have, or has them change; `kvrelay decisions`
+shows what it said."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked
 
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 
-HELP = """Say which workers should have other roles for what has come lately, or have them change.
+HELP = """Say which workers should have other roles or chunks for what has come lately, or have them change.
 
 Every --every seconds it asks the routers for the requests of the last --window seconds, and for what steps take. Where
 fewer than --attainment of them met --ttft and --tpot, it plays them against other arrangements of roles in the
 simulator, and names the best one if the gain is more than chance and than the price of the change. --act has workers
-change their roles, one after another, as by `kvrelay role`: no request fails or starts again. It looks on until Ctrl-C.
+change their roles, one after another, as by `kvrelay role`: no request fails or starts again. With --most-devices pools
+grow and shrink, too, as by `kvrelay scale`. It looks on until Ctrl-C.
 
 Examples:
 
   kvrelay replan --ttft 500ms --tpot 50ms --once
 
-  kvrelay replan --ttft 500ms --tpot 50ms --act
+  kvrelay replan --ttft 500ms --tpot 50ms --act --most-devices 8
 """
 HELP_DECISIONS = """Show what `kvrelay replan` has decided, why, and what came of it.
 
@@ -60,6 +61,12 @@ def replan(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = EVERY_S,
     window: Annotated[float, typer.Option(min=1, help="Seconds that it looks back.")] = WINDOW_S,
     most_changes: Annotated[int, typer.Option(min=1, max=8, help="Workers that may change at once.")] = MOST_CHANGES,
+    most_devices: Annotated[
+        int | None,
+        typer.Option(
+            min=2, max=4096, help="GPUs that all workers may take: pools grow and shrink.", show_default=False
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     from kvrelay.client import known_clusters
@@ -75,7 +82,13 @@ def replan(
         if not given:
             raise CliError("no targets: give --ttft, --tpot or both", USAGE)
         os.nice(NICE)
-        asked = Asked(slo=Slo(**given, attainment=attainment), acts=act, most_changes=most_changes, window_s=window)
+        asked = Asked(
+            slo=Slo(**given, attainment=attainment),
+            acts=act,
+            most_changes=most_changes,
+            most_devices=most_devices,
+            window_s=window,
+        )
         with ExitStack() as stack, written_or_told():
             known = known_clusters.at(router.endpoint)
             others = (
@@ -135,4 +148,11 @@ def lines_of(entry: dict[str, Any]) -> Iterator[str]:
     for change in entry["changes"]:
         verb = "becomes" if entry["mode"] == "act" else "should become"
         took = change["failure"] or (f"after {change['seconds']:g} s" if change["seconds"] else "")
-        yield f"  {change['worker']} {verb} a {change['role']} worker{f': {took}' if took else ''}"
+        yield f"  {_named(change, verb)}{f': {took}' if took else ''}"
+
+
+def _named(change: dict[str, Any], verb: str) -> str:
+    if change["pool"]:
+        return f"{change['pool']} {verb} a pool of {change['replicas']}"
+    chunks = change["chunk_tokens"]
+    return f"{change['worker']} {verb} a {change['role']} worker{f' of chunks of {chunks}' if chunks else ''}"

@@ -150,7 +150,8 @@ def _replanning(spec: ClusterSpec, endpoints: Sequence[str]) -> Iterator[None]:
             for line in lines_of(asdict(entry)):
                 note(line)
 
-    thread = ReplanThread(endpoints, spec.targets_s, acts=spec.replan == "act", on_entry=tell)
+    acts, most_devices = spec.replan == "act", spec.replan_most_devices
+    thread = ReplanThread(endpoints, spec.targets_s, acts=acts, most_devices=most_devices, on_entry=tell)
     thread.start()
     try:
         yield

@@ -35,6 +35,10 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             spec_data(replan="act"),
             "replan is act, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both",
         ),
+        (
+            spec_data(replan_most_devices=8),
+            "replan_most_devices is given, and replan is off; make it advise or act",
+        ),
         (spec_data(port=1), "port is not a known key here; did you mean router.port?"),
         (spec_data(router={"prot": 1}), "router.prot is not a known key; did you mean router.port?"),
         (spec_data(pools=pools({"thread": 1})), "pools[0].thread is not a known key; did you mean pools[0].threads?"),

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.replan.policy import Decision, Played, Roles, candidates, decide, num_changes
+from placement.replan.arrangements import (
+    Arrangement,
+    Move,
+    Roles,
+    Scale,
+    SetRole,
+    grown,
+    moves,
+    nearby,
+    num_changes,
+    resized,
+    shrunk,
+)
+from placement.replan.policy import Decision, Played, Prices, decide
 
 pytestmark = pytest.mark.unit
 
@@ -15,29 +28,31 @@ THREE_AND_ONE = TWO_AND_TWO | {"decode-1": "prefill"}
 
 def played(roles: Roles, share: float) -> Played:
     """The same requests: what meets its targets in one arrangement does so in a better one, too."""
-    return Played(roles=roles, met=np.random.default_rng(0).random(1000) < share)
+    return Played(
+        arrangement=Arrangement(roles=roles), devices=len(roles), met=np.random.default_rng(0).random(1000) < share
+    )
 
 
 def decided(present: float, other: float, *, seen_s: float = 600.0, measured: float = 0.5) -> Decision:
     others = [played(THREE_AND_ONE, other)]
-    return decide(played(TWO_AND_TWO, present), others, wanted=0.9, seen_s=seen_s, change_s=5.0, measured=measured)
+    return decide(played(TWO_AND_TWO, present), others, wanted=0.9, seen_s=seen_s, prices=Prices(), measured=measured)
 
 
 def test_arrangements_near_by_compute_both_phases_and_change_the_last_ones() -> None:
-    found = candidates(TWO_AND_TWO, 1)
+    found = [near.roles for near in nearby(TWO_AND_TWO, 1)]
     assert THREE_AND_ONE in found
     assert TWO_AND_TWO | {"prefill-1": "mixed"} in found
     assert len(found) == 4
-    for roles in candidates(THREE_AND_ONE, 2):
-        assert {"decode", "mixed"} & {*roles.values()}
-    changes = [num_changes(TWO_AND_TWO, roles) for roles in candidates(TWO_AND_TWO, 3)]
+    for near in nearby(THREE_AND_ONE, 2):
+        assert {"decode", "mixed"} & {*near.roles.values()}
+    changes = [num_changes(TWO_AND_TWO, near.roles) for near in nearby(TWO_AND_TWO, 3)]
     assert changes == sorted(changes)
     assert 0 not in changes
 
 
 def test_a_gain_that_is_worth_it_is_taken() -> None:
     decision = decided(0.5, 0.9)
-    assert decision.changes == (("decode-1", "prefill"),)
+    assert decision.moves == (SetRole(worker="decode-1", role="prefill"),)
     assert "with 3 prefill, 1 decode it would be 9" in decision.reason
 
 
@@ -51,21 +66,65 @@ def test_a_gain_that_is_worth_it_is_taken() -> None:
 )
 def test_what_is_not_worth_it_is_left(present: float, other: float, seen_s: float, why: str) -> None:
     decision = decided(present, other, seen_s=seen_s)
-    assert not decision.changes
+    assert not decision.moves
     assert why in decision.reason
 
 
 def test_where_enough_requests_meet_their_targets_all_stay() -> None:
-    decision = decided(0.95, 1.0, measured=0.95)
-    assert (decision.changes, decision.reason.endswith("enough")) == ((), True)
-    assert decided(0.95, 1.0, measured=0.5).changes == (), "what was measured may be of another time, or of chance"
+    decision = decide(played(TWO_AND_TWO, 0.95), [], wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.95)
+    assert (decision.moves, decision.reason.endswith("enough")) == ((), True)
+    assert decided(0.95, 1.0, measured=0.5).moves == (), "what was measured may be of another time, or of chance"
+
+
+def test_a_pool_shrinks_where_fewer_would_do_by_more_than_chance() -> None:
+    fewer = [near.roles for near in shrunk(TWO_AND_TWO)]
+    assert fewer == [
+        {name: role for name, role in TWO_AND_TWO.items() if name != gone} for gone in ("prefill-1", "decode-1")
+    ]
+    assert not list(shrunk({"prefill-0": "prefill", "decode-0": "decode"})), "each phase keeps a worker"
+    for share, expected in ((0.99, (Scale(pool="prefill", replicas=1),)), (0.92, ())):
+        others = [played(fewer[0], share), played(fewer[1], 0.5)]
+        present = played(TWO_AND_TWO, 1.0)
+        decision = decide(present, others, wanted=0.9, seen_s=600.0, prices=Prices(), measured=1.0)
+        assert decision.moves == expected
+
+
+def test_of_what_would_do_the_fewest_devices_are_taken() -> None:
+    more = [near.roles for near in grown(TWO_AND_TWO, dict.fromkeys(TWO_AND_TWO, 2), 12)]
+    assert [len(roles) for roles in more] == [5, 6, 5, 6], "two devices each, of which four are left"
+    assert more[-1] == {**TWO_AND_TWO, "decode-2": "decode", "decode-3": "decode"}
+    present = played(TWO_AND_TWO, 0.5)
+
+    def moves_of(*others: Played, seen_s: float = 600.0) -> tuple[Move, ...]:
+        return decide(present, others, wanted=0.9, seen_s=seen_s, prices=Prices(), measured=0.5).moves
+
+    assert moves_of(played(THREE_AND_ONE, 0.95), played(more[-1], 1.0)) == (SetRole(worker="decode-1", role="prefill"),)
+    assert moves_of(played(THREE_AND_ONE, 0.6), played(more[-1], 1.0)) == (Scale(pool="decode", replicas=4),)
+    assert moves_of(played(more[2], 1.0), played(more[3], 1.0)) == (Scale(pool="decode", replicas=3),)
+    assert moves_of(played(more[2], 1.0), seen_s=50.0) == (), "it would have gone before they serve"
+
+
+def test_chunks_are_of_each_size_of_mixed_workers() -> None:
+    roles = {"mixed-0": "mixed", "mixed-1": "mixed", "reader-0": "mixed"}
+    chunks = {"mixed-0": 64, "mixed-1": 64, "reader-0": 512}
+    found = [near.chunks for near in resized(Arrangement(roles=roles), chunks, 1024)]
+    assert found == [{"mixed-0": size, "mixed-1": size} for size in (16, 32, 128, 256)] + [
+        {"reader-0": size} for size in (128, 256, 1024)
+    ]
+    assert next(resized(Arrangement(roles=roles), {"mixed-0": 0}, 1024)).chunks == {"mixed-0": 32}
+    wanted = Arrangement(roles=roles | {"reader-0": "prefill"}, chunks={"mixed-0": 32})
+    assert moves(roles, wanted) == (
+        SetRole(worker="reader-0", role="prefill"),
+        SetRole(worker="mixed-0", role="mixed", chunk_tokens=32),
+    )
+    assert str(wanted) == "1 prefill, 2 mixed (chunks of 32)"
 
 
 def test_a_phase_has_a_worker_at_every_moment() -> None:
     """The only writer changes after another one has come to write, though its name comes first; and it stays where
     there is no such order."""
     roles = {"decode-0": "decode", "prefill-0": "prefill", "prefill-1": "prefill"}
-    other = Played(roles=roles | {"prefill-1": "mixed", "decode-0": "mixed"}, met=played(roles, 0.9).met)
-    decision = decide(played(roles, 0.2), [other], wanted=0.9, seen_s=600.0, change_s=5.0, measured=0.2)
-    assert decision.changes == (("prefill-1", "mixed"), ("decode-0", "mixed"))
-    assert candidates({"prefill-0": "prefill", "decode-0": "decode"}, 2) == []
+    other = played(roles | {"prefill-1": "mixed", "decode-0": "mixed"}, 0.9)
+    decision = decide(played(roles, 0.2), [other], wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.2)
+    assert decision.moves == (SetRole(worker="prefill-1", role="mixed"), SetRole(worker="decode-0", role="mixed"))
+    assert nearby({"prefill-0": "prefill", "decode-0": "decode"}, 2) == []

@@ -10,8 +10,9 @@ import pytest
 from cluster.router.options import RouterOptions
 from engine.knobs import as_text
 from placement.plan import Slo
-from placement.replan.play import corrected, play
-from placement.replan.policy import candidates, decide
+from placement.replan.arrangements import Arrangement, SetRole, nearby
+from placement.replan.play import Bounds, corrected, play, weigh
+from placement.replan.policy import Prices, decide
 from placement.replan.seen import GAP_S, MOST_PLAYED, SPANS, Row, Seen, SeenWorker, workload_of
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
@@ -64,7 +65,10 @@ def test_a_worker_in_another_role_has_the_knobs_of_those_that_have_it() -> None:
     cluster = seen(
         worker("prefill-0", max_batch_tokens="77"), worker("decode-0", max_batch_size="5"), prompt=9, output=9, rate=1.0
     )
-    both = {each.name: each for each in cluster.cluster({"prefill-0": "decode", "decode-0": "prefill"}).workers}
+    both = {
+        each.name: each
+        for each in cluster.cluster(Arrangement(roles={"prefill-0": "decode", "decode-0": "prefill"})).workers
+    }
     assert as_text(both["prefill-0"].policy)["max_batch_size"] == "5"
     assert as_text(both["decode-0"].policy)["max_batch_tokens"] == "77"
 
@@ -89,7 +93,7 @@ def test_of_a_long_time_spans_are_played_as_they_came() -> None:
 
 def test_steps_are_taken_for_as_long_as_answers_show() -> None:
     cluster = seen(worker("prefill-0"), worker("decode-0"), prompt=100, output=50, rate=1.0)
-    plain = play(cluster, cluster.roles, SLO)
+    plain = play(cluster, Arrangement(roles=cluster.roles), SLO)
     slow = replace(cluster, tpot_s=np.full(300, 1.5 * plain.tpot_s))
     same, present = corrected(slow, SLO)
     assert same.slower == pytest.approx(1.5)
@@ -105,8 +109,21 @@ def test_the_phase_that_has_too_few_gets_another(prompt: int, output: int, rate:
     names = [f"{wanted}-0", f"{few}-0", f"{few}-1"]
     cluster = seen(*(worker(name) for name in names), prompt=prompt, output=output, rate=rate)
     slo = SLO if wanted == "prefill" else Slo(ttft_s=2.0, tpot_s=0.03)
-    present = play(cluster, cluster.roles, slo)
-    others = [play(cluster, roles, slo) for roles in candidates(cluster.roles, 1)]
-    decision = decide(present, others, wanted=0.9, seen_s=600.0, change_s=5.0, measured=present.attainment)
-    assert [worker for worker, _ in decision.changes] == [f"{few}-1"], decision.reason
-    assert decision.changes[0][1] in (wanted, "mixed")
+    present = play(cluster, Arrangement(roles=cluster.roles), slo)
+    others = [play(cluster, near, slo) for near in nearby(cluster.roles, 1)]
+    decision = decide(present, others, wanted=0.9, seen_s=600.0, prices=Prices(), measured=present.attainment)
+    (move,) = decision.moves
+    assert isinstance(move, SetRole), decision.reason
+    assert (move.worker, move.role in (wanted, "mixed")) == (f"{few}-1", True), decision.reason
+
+
+@pytest.mark.parametrize(
+    ("has", "prompt", "output", "rate", "slo", "wanted"),
+    [(16, 200, 100, 7.0, Slo(ttft_s=0.5), 64), (512, 1500, 20, 2.0, Slo(tpot_s=0.036), 128)],
+)
+def test_chunks_follow_what_is_missed(has: int, prompt: int, output: int, rate: float, slo: Slo, wanted: int) -> None:
+    """Small ones read prompts too slowly, large ones hold answers up; no worker need change its role for it."""
+    both = worker("mixed-0", replace(WRITES, prompt_token_s=0.0003), chunk_tokens=str(has))
+    cluster = replace(seen(both, prompt=prompt, output=output, rate=rate), tpot_s=np.full(300, 1e-3))
+    weighed = weigh(cluster, slo, measured=0.1, bounds=Bounds(most_changes=2), prices=Prices())
+    assert weighed.decision.moves == (SetRole(worker="mixed-0", role="mixed", chunk_tokens=wanted),)
