@@ -83,7 +83,6 @@ class Dispatcher:
         if refusal := self._policy.refusal(owner):
             counter, error = _told(refusal)
             self._metrics.counts.update(["requests", counter])
-            self._metrics.load.note_refused(self._clock())
             raise error
 
     def start(self, submission: Submission) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from cluster.router.live.requests import LiveRequest
 
-KEPT = 8192  # requests: minutes of a busy cluster, in some 3 MB
+KEPT = 8192  # requests: minutes of a busy cluster
+ROW = struct.Struct("=d3I3d?")  # of an Ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """Times in seconds; `arrived_s` on the router's clock."""
 
     arrived_s: float
@@ -25,37 +25,32 @@ class Ended:
     failed: bool
 
 
-class Load(deque[Ended]):
+class Load:
+    """The last KEPT, the oldest first, in one block: an object each, made in the midst of a flood, would hold on to the
+    memory of what came and went beside it."""
+
     def __init__(self) -> None:
-        super().__init__(maxlen=KEPT)
+        self._rows = bytearray(ROW.size * KEPT)
+        self._count = 0  # of all that were ever noted
+
+    def __len__(self) -> int:
+        return min(self._count, KEPT)
+
+    def __iter__(self) -> Iterator[Ended]:
+        for number in range(self._count - len(self), self._count):
+            yield Ended._make(ROW.unpack_from(self._rows, number % KEPT * ROW.size))
 
     def note(self, live: LiveRequest, *, failed: bool = False) -> None:
         timeline, num_tokens = live.timeline, len(live.output_ids)
-        phases = timeline.phases()
-        self.append(
-            Ended(
-                arrived_s=timeline.arrived_s,
-                prompt_tokens=len(live.prompt_ids),
-                cached_tokens=live.cached_tokens,
-                output_tokens=num_tokens,
-                ttft_s=timeline.ttft_s,
-                tpot_s=timeline.tpot_s(num_tokens),
-                handoff_s=phases.get("handoff", 0.0),
-                failed=failed,
-            )
+        ended = Ended(
+            arrived_s=timeline.arrived_s,
+            prompt_tokens=len(live.prompt_ids),
+            cached_tokens=live.cached_tokens,
+            output_tokens=num_tokens,
+            ttft_s=timeline.ttft_s,
+            tpot_s=timeline.tpot_s(num_tokens),
+            handoff_s=timeline.phases().get("handoff", 0.0),
+            failed=failed,
         )
-
-    def note_refused(self, arrived_s: float) -> None:
-        """One that was refused unread."""
-        self.append(
-            Ended(
-                arrived_s=arrived_s,
-                prompt_tokens=0,
-                cached_tokens=0,
-                output_tokens=0,
-                ttft_s=math.nan,
-                tpot_s=math.nan,
-                handoff_s=0.0,
-                failed=True,
-            )
-        )
+        ROW.pack_into(self._rows, self._count % KEPT * ROW.size, *ended)
+        self._count += 1
