@@ -27,6 +27,7 @@ NAMES = (
     "papers.splitwise",
     "placement_search",
     "hybrids",
+    "placements",
     "papers.distserve",
     "verify_live",
     "protocol",

@@ -138,3 +138,14 @@ def wait_quiet(timeout_s: float, *, say: Callable[[str], None], cores: float = Q
             say(f"{busy:.1f} cores are busy with other work; waiting up to {timeout_s:.0f} s for them")
             told = True
     return busy
+
+
+def pyplot() -> Any:
+    """matplotlib's, for files whose bytes are the same each time."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "kvrelay"
+    from matplotlib import pyplot
+
+    return pyplot

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import REPO, RESULTS, about, save
-from bench.placement_search import TRACES, azure
+from bench.common import REPO, RESULTS, about, pyplot, save
+from bench.placement_search import trace
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
 from placement.compiled.build import compiled_folder
@@ -44,13 +44,11 @@ THOROUGHNESS = 0.3
 
 
 def workload_of(kind: str) -> Workload:
-    """A trace of Azure's, or 256 tokens in and 64 out. Raises FileNotFoundError."""
+    """A trace of Azure's, or 256 tokens in and 64 out."""
     if not kind:
         ones = np.ones(2000, dtype=np.int64)
         return Workload(arrival_s=np.arange(2000) / 10.0, prompt_len=256 * ones, output_len=64 * ones, name="256/64")
-    if trace := azure(kind):
-        return trace
-    raise FileNotFoundError(f"no trace of Azure's {kind} is here; looked in {', '.join(map(str, TRACES))}")
+    return trace(kind)
 
 
 def cell(case: str, ttft_s: float, tpot_s: float, thoroughness: float) -> dict[str, Any]:
@@ -94,12 +92,7 @@ def ratio(row: Mapping[str, Any]) -> float | None:
 
 def draw(cases: Mapping[str, Any]) -> None:
     """docs/hybrids.svg: a map for each case, TTFT down and TPOT across."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "kvrelay"
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     shown = [name for name in CASES if name in cases]
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)

@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 
 from bench.arrangements import BOTH
-from bench.common import REPO, RESULTS, CpuWatch, about, demo_model, save
+from bench.common import REPO, RESULTS, CpuWatch, about, demo_model, pyplot, save
 from bench.e2e import SLOS_S, WARMUPS, Cluster, cluster, spec
-from bench.placement_search import azure
+from bench.placement_search import trace
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
 from kvrelay.replan.journal import journal_of
-from placement.workload.requests import Workload
 
 SCALE = (1 / 6, 1 / 2)  # of prompts and outputs
 MOST = (700, 250)  # tokens: the model takes 1,024
@@ -55,7 +54,7 @@ def requests(rates: Mapping[str, float], length_s: float, seed: int) -> list[Row
     rows: list[Row] = []
     begin_s = 0.0
     for number, (kind, seconds) in enumerate(phases(length_s)):
-        drawn = _trace(kind).resampled(max(1, round(rates[kind] * seconds)), rates[kind], seed=100 * seed + number)
+        drawn = trace(kind).resampled(max(1, round(rates[kind] * seconds)), rates[kind], seed=100 * seed + number)
         lengths = [
             np.clip(np.round(column * scale), 1, most).astype(int).tolist()
             for column, scale, most in zip((drawn.prompt_len, drawn.output_len), SCALE, MOST, strict=True)
@@ -63,12 +62,6 @@ def requests(rates: Mapping[str, float], length_s: float, seed: int) -> list[Row
         rows += zip((begin_s + drawn.arrival_s).tolist(), *lengths, strict=True)
         begin_s += seconds
     return sorted(rows)
-
-
-def _trace(kind: str) -> Workload:
-    if (trace := azure(kind)) is None:
-        raise SystemExit("Azure's traces of conversation and code are not both here; see bench/placement_search.py")
-    return trace
 
 
 def arrangement(begin: Sequence[str], mode: str) -> dict[str, Any]:
@@ -146,12 +139,7 @@ def _over_time(outcomes: Sequence[Outcome], met: Sequence[bool]) -> list[tuple[f
 
 def draw(shown: Mapping[str, Mapping[str, Any]]) -> None:
     """docs/shift.svg: for each beginning the share within targets over time, phases behind it, changes as lines."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "kvrelay"
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, grid = plt.subplots(len(shown), 1, figsize=(9, 3.2 * len(shown)), squeeze=False)
     for axes, (begin, result) in zip(grid.flat, shown.items(), strict=True):
         _draw(axes, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.knobs import check, knob
 
@@ -54,6 +55,7 @@ class RouterOptions:
         ge=0,
     )
     slo_tpot_ms: float = knob(0.0, "likewise for each token after the first", unit="ms", ge=0)
+    placement: Literal["predicted", "splitwise"] = knob("predicted", "who serves a request: see *Which workers*")
     refuse_late: bool = knob(
         False,
         "whether a request that the queue would keep beyond its deadline, at the rate of late, is refused at once with "

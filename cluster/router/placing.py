@@ -4,7 +4,7 @@ asked notes the choice (cluster/router/policy.py).
 The decode worker is chosen after the prefill worker, because a pair may be unable to hand over: then another prefill
 worker is taken, if there is one for which nothing stands against it. A worker that computes both phases keeps the
 requests whose prompts it reads, as long as it has pages for them. Where there are such workers, and targets to keep,
-both are chosen at once, by what is predicted (cluster/router/predicting.py).
+both are chosen at once, by what is predicted (cluster/router/predicting.py), or as Splitwise does (lending.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
+from cluster.router.lending import lend
 from cluster.router.options import RouterOptions
 from cluster.router.predicting import Target, best_predicted
 
@@ -28,14 +29,14 @@ MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 class Placed:
     prefill: PrefillAccount
     decode: DecodeAccount
-    predicted: str = ""  # in words
+    words: str = ""  # that say why, beside the figures
 
     def reason(self, shape: RequestShape) -> str:
         prefill, decode = self.prefill, self.decode
         return (
             f"{prefill.view.name}: {prefill.queued_tokens} prompt tokens queued, {prefill.cached_len(shape)} of "
             f"{shape.prompt_len} cached; {decode.view.name}: {decode.free_pages} of {decode.view.total_pages} "
-            f"pages free, batch {decode.batch}{'; ' if self.predicted else ''}{self.predicted}"
+            f"pages free, batch {decode.batch}{'; ' if self.words else ''}{self.words}"
         )
 
 
@@ -54,6 +55,7 @@ class Placing:
         self._prefill = prefill
         self._decode = decode
         self._health = health
+        self._lends = options.placement == "splitwise"
         self._max_backlog_tokens = options.max_backlog_tokens
         self._target = Target(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
 
@@ -76,8 +78,9 @@ class Placing:
 
     def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
         shape, past = request.shape, request.past
-        if (predicted := self._predicted(request, now)) is not None:
-            return predicted
+        named = self._lent(request, now) if self._lends else self._predicted(request, now)
+        if named is not None:
+            return named
         unheard = self._unheard_since(past.died_s) if past.deaths else []
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
@@ -124,7 +127,19 @@ class Placing:
         if best is None:
             return None
         words = target.words(best.read.takes_s, best.written.takes_s)
-        return Placed(prefill=best.prefill, decode=best.decode, predicted=words)
+        return Placed(prefill=best.prefill, decode=best.decode, words=words)
+
+    def _lent(self, request: RoutedRequest, now: float) -> Placed | None:
+        """As Splitwise would. None where something stands against that."""
+        shape, past = request.shape, request.past
+        if past.avoid or past.deaths:
+            return None
+        prefills = self._prefill.all(shape, self._health.shunned(past, PREFILL, now))
+        prefills = [account for account in prefills if not self._backlog(account, shape)]
+        pair = lend(shape, prefills, self._decode.all(shape, self._health.shunned(past, DECODE, now)))
+        if pair is None or self._health.is_broken_pair(pair[0].view.name, pair[1].view.name, now):
+            return None
+        return Placed(prefill=pair[0], decode=pair[1], words="by splitwise's rules")
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""

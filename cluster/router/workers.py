@@ -30,7 +30,8 @@ class Workers:
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
         self.placing = Placing(self.prefill, self.decode, self.health, options)
-        self.moving = Moving(self.decode, self.health, may_balance=not (options.slo_ttft_ms or options.slo_tpot_ms))
+        chosen = bool(options.slo_ttft_ms or options.slo_tpot_ms) or options.placement != "predicted"
+        self.moving = Moving(self.decode, self.health, may_balance=not chosen)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options
 

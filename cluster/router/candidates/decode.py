@@ -122,6 +122,11 @@ class DecodeCandidates:
         accounts = [self.accounts[name] for _, name in self._by_batch.keys[:FEW] if name not in shunned]
         return [account for account in accounts if self._has_room(account, shape)]
 
+    def all(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
+        """That have pages for it now."""
+        accounts = [account for name, account in self.accounts.items() if name not in shunned]
+        return [account for account in accounts if self._has_room(account, shape)]
+
     def with_pages(self, shape: RequestShape, pages: int, but: str, shunned: Shunned = NOBODY) -> DecodeAccount | None:
         """The best that has so many pages now, other than `but`."""
         self._rank()

@@ -118,6 +118,11 @@ class PrefillCandidates:
         accounts = [self.accounts[name] for name in names if name not in shunned]
         return [account for account in accounts if self._fits(account, shape)]
 
+    def all(self, shape: RequestShape, shunned: Shunned) -> list[PrefillAccount]:
+        """That could hold the prompt."""
+        accounts = [account for name, account in self.accounts.items() if name not in shunned]
+        return [account for account in accounts if self._fits(account, shape)]
+
     def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
         """Few workers that may have much of the prompt cached, and how many tokens all others have at most."""
         pages = 0

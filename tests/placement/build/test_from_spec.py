@@ -38,6 +38,7 @@ ODD: dict[str, Any] = {  # no value is a default
         "dead_after_s": 3.0,
         "lost_after_s": 33.0,
         "slow_step_s": 3.5,
+        "placement": "splitwise",
         "max_attempts": 7,
         "unavailable_grace_s": 1.5,
         "slo_ttft_ms": 444.0,
