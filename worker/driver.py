@@ -215,10 +215,11 @@ class Worker(Generic[RoleT]):
     def _take_knobs(self, options: WorkerOptions) -> None:
         """Those of its role that may change while it computes."""
         policy: Any = self.role.policy
-        if hasattr(options.policy, "chunk_tokens"):
-            policy.set_chunk_tokens(options.policy.chunk_tokens)
-            self.options = options
-            self.streams.say_hello()
+        if not hasattr(options.policy, "chunk_tokens"):
+            raise ValueError(f"{options.name} is a {options.role} worker, which has no chunk_tokens")
+        policy.set_chunk_tokens(options.policy.chunk_tokens)
+        self.options = options
+        self.streams.say_hello()
 
     def take_role(self, options: WorkerOptions) -> None:
         """Of these options: nothing of the last one is left. Pairs with it were pairs with another worker."""

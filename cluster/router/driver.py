@@ -192,9 +192,13 @@ class Router:
             self.check_others((name,), is_sure=force)
             link.set_role(role, chunk_tokens)
             return
-        link.drain(undo=True)
-        if chunk_tokens is not None:
-            link.set_role(role, chunk_tokens)
+        if chunk_tokens is None:
+            link.drain(undo=True)
+            return
+        if self.policy.workers.is_stopping(name):
+            why = f"{name} drains; take it back first (kvrelay drain {name} --undo), or change its role with its chunks"
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+        link.set_role(role, chunk_tokens)
 
     def _ready(self, name: str) -> WorkerLink:
         link = self._links.get(name)

@@ -64,7 +64,7 @@ class LinkHost(Protocol):
         """The worker has said hello. Raises WorkerRefused if it does not fit the others."""
 
     def on_hello_again(self, link: WorkerLink, hello: pb.WorkerHello) -> None:
-        """It has another role. Raises WorkerRefused as on_ready does."""
+        """It has another role, or other chunks. Raises WorkerRefused as on_ready does."""
 
     def on_outputs(self, link: WorkerLink, outputs: pb.Outputs) -> None: ...
 

@@ -25,7 +25,7 @@ Examples:
   kvrelay role prefill-0 mixed --chunk-tokens 64
 """
 
-MOST_CHUNK_TOKENS = 1 << 30  # what a message can say
+MOST_CHUNK_TOKENS = 1 << 20  # more than any step has
 
 
 def register(app: typer.Typer) -> None:
@@ -55,5 +55,6 @@ def role(
             return (each.role, each.state) == (role, "ready") and chunks in (None, str(chunk_tokens))
 
         left, took_s = wait_until(client, worker, is_so, timeout, show=not (no_progress or as_json))
-        words = f"drains, to be a {role} worker" if left else f"is a {role} worker after {took_s:g} s"
+        what = f"{role} worker" if chunk_tokens is None else f"{role} worker with chunks of {chunk_tokens}"
+        words = f"is to be a {what}" if left else f"is a {what} after {took_s:g} s"
         tell(worker, words, {"role": role, "requests_left": left, "seconds": took_s}, as_json)
