@@ -7,8 +7,8 @@ then conversation; and both in turns, every half minute. Every 30 s the policy o
 the last --window seconds, by what it could see of a live cluster: lengths, times, and step costs as workers fit them.
 Each half minute is played by itself, from an empty cluster; a worker that changes its role is away for five seconds of
 it, and what it had starts again, which in life moves. Printed for each load: the share of requests that met their
-targets with roles that stay, in each arrangement that is best for a phase, and with roles that follow; what changed,
-and why.
+targets with roles that stay, in each arrangement that is best for a phase, and with roles that follow by each policy;
+what changed, and why.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 
 from bench.common import about, save
-from bench.placement_search import azure
+from bench.placement_search import trace
 from cluster.spec.load import parse_spec
 from engine.knobs import as_text
-from kvrelay.replan.options import MOST_CHANGES, WINDOW_S
+from kvrelay.replan.options import MOST_CHANGES, POLICIES, WINDOW_S
 from kvrelay.replan.replanner import HANDOFF_S
 from kvrelay.simulate.simulation import source_of
 from mixed_worker.options import MixedOptions
 from placement.build.from_spec import sim_cluster
 from placement.plan import Slo
 from placement.replan.arrangements import Arrangement, SetRole
-from placement.replan.play import Bounds, weigh
+from placement.replan.distserve import Profile
+from placement.replan.play import Bounds, weigh, weigh_shifts
 from placement.replan.policy import Prices
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from placement.simulator.cluster import Loss, SimCluster
@@ -72,6 +73,7 @@ class Cluster:
     base: SimCluster
     arrangement: Arrangement
     window_s: float
+    profile: Profile | None = None
     past: list[tuple[float, Outcome]] = field(default_factory=list)  # when each began
     met: list[float] = field(default_factory=list)
     decided: list[dict[str, Any]] = field(default_factory=list)
@@ -83,10 +85,14 @@ class Cluster:
         self.past.append((at_s, outcome))
         self.met.append(outcome.attainment(SLO.ttft_s, SLO.tpot_s))
 
-    def look(self, at_s: float) -> list[str]:
+    def look(self, at_s: float, policy: str) -> list[str]:
         """Who changes its role."""
         bounds = Bounds(most_changes=MOST_CHANGES)
-        decision = weigh(self._seen(at_s), SLO, measured=self.met[-1], bounds=bounds, prices=PRICES).decision
+        if policy == "distserve":
+            weighed, self.profile = weigh_shifts(self._seen(at_s), SLO, self.profile, bounds)
+        else:
+            weighed = weigh(self._seen(at_s), SLO, measured=self.met[-1], bounds=bounds, prices=PRICES)
+        decision = weighed.decision
         before, changes = self.arrangement, [move for move in decision.moves if isinstance(move, SetRole)]
         chunks = {move.worker: move.chunk_tokens for move in changes if move.chunk_tokens is not None}
         roles = {**before.roles, **{move.worker: move.role for move in changes}}
@@ -137,20 +143,21 @@ def _or_inf(columns: Sequence[Any]) -> Any:
 def compared(base: SimCluster, loads: Sequence[Workload], window_s: float) -> dict[str, Any]:
     """Each of `loads` comes for LOOK_S."""
     still = {name: Cluster(base, arrangement_of(counts), window_s) for name, counts in STILL.items()}
-    following = Cluster(base, arrangement_of(BEGIN), window_s)
-    changed: list[str] = []
+    following: dict[str, Cluster] = {policy: Cluster(base, arrangement_of(BEGIN), window_s) for policy in POLICIES}
+    changed: dict[str, list[str]] = {policy: [] for policy in POLICIES}
     for index, load in enumerate(loads):
         at_s = index * LOOK_S
         for each in still.values():
             each.serve(at_s, load)
-        following.serve(at_s, load, changed)
-        changed = following.look(at_s + LOOK_S)
-    over_time: Mapping[str, list[float]] = {name: each.met for name, each in {**still, "following": following}.items()}
+        for policy, each in following.items():
+            each.serve(at_s, load, changed[policy])
+            changed[policy] = each.look(at_s + LOOK_S, policy)
+    over_time: Mapping[str, list[float]] = {name: each.met for name, each in {**still, **following}.items()}
     return {
         "attainment": {name: round(float(np.mean(met)), 4) for name, met in over_time.items()},
         "over_time": {name: [round(share, 3) for share in met] for name, met in over_time.items()},
-        "changes": following.decided,
-        "at_the_end": str(following.arrangement),
+        "changes": {policy: each.decided for policy, each in following.items()},
+        "at_the_end": {policy: str(each.arrangement) for policy, each in following.items()},
     }
 
 
@@ -161,9 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     spec = parse_spec({"model": MODEL, "pools": [{"role": role, "replicas": 1} for role in ROLES]})
     base = sim_cluster(spec, source_of(spec, hardware=HARDWARE, profile=None, model=MODEL))
-    traces = {kind: trace for kind in ("conv", "code") if (trace := azure(kind))}
-    if len(traces) < 2:
-        raise SystemExit("Azure's traces of conversation and code are not both here; see bench/placement_search.py")
+    traces = {kind: trace(kind) for kind in ("conv", "code")}
     looks, count = int(args.minutes * 60 / LOOK_S), int(RATE * LOOK_S)
     shift = [*["conv"] * looks, *["code"] * looks, *["conv"] * looks]
     loads = {"shift": shift, "turns": ["conv", "code"] * looks}
@@ -171,9 +176,10 @@ def main() -> None:
     for name, kinds in loads.items():
         requests = [traces[kind].resampled(count, RATE, seed=i) for i, kind in enumerate(kinds)]
         rows[name] = compared(base, requests, args.window)
-        print(name, rows[name]["attainment"], f"{len(rows[name]['changes'])} times changed", flush=True)
-        for each in rows[name]["changes"]:
-            print(f"  {each['at_s']:.0f} s: {each['reason']}", flush=True)
+        print(name, rows[name]["attainment"], flush=True)
+        for policy, decided in rows[name]["changes"].items():
+            for each in decided:
+                print(f"  {policy}, {each['at_s']:.0f} s: {each['reason']}", flush=True)
     save(
         "replan",
         {

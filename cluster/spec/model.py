@@ -114,7 +114,7 @@ class ClusterSpec(Spec):
         "its workers, as `kvrelay replan` does, and `kvrelay decisions` shows; act: and has workers change theirs",
     )
     replan_most_devices: Annotated[int, Field(ge=2, le=4096)] | None = setting(
-        None, "GPUs, or workers of one without, that they may take: pools grow and shrink; none: they keep their sizes"
+        None, "GPUs (of a CPU, ranks) that they may take: pools grow and shrink; none: they keep their sizes"
     )
 
     @field_validator("replan", mode="before")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from placement.plan import Slo
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 EVERY_S = 15.0
 WINDOW_S = 120.0
 MOST_CHANGES = 2
+Policy = Literal["kvrelay", "distserve"]  # placement/replan/policy.py, placement/replan/distserve.py
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 NICE = 10  # it plays arrangements on the machine on which a cluster may run
 
 
@@ -20,4 +22,5 @@ class Asked:
     acts: bool
     most_changes: int = MOST_CHANGES
     most_devices: int | None = None  # that workers may take together; None: as many workers stay
+    policy: Policy = "kvrelay"
     window_s: float = WINDOW_S  # of what came, that is looked at

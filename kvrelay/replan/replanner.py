@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import mean, median
@@ -23,15 +23,18 @@ from kvrelay.client.client import Client
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, WorkerState
 from kvrelay.replan.journal import Change, Entry, Journal
 from kvrelay.replan.options import Asked
-from placement.replan.arrangements import pool_of
-from placement.replan.play import Bounds, weigh
-from placement.replan.policy import Played, Prices
+from placement.replan.arrangements import Move, Scale, pool_of
+from placement.replan.distserve import Profile
+from placement.replan.play import Bounds, weigh, weigh_shifts
+from placement.replan.policy import Decision, Played, Prices
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from worker.steps.costs import StepCosts
 
 LEAST_REQUESTS = 60  # of which something can be said
 CHANGE_TIMEOUT_S = 120.0  # then it is called off
-START_TIMEOUT_S = 300.0  # likewise
+START_TIMEOUT_S = 900.0  # likewise; CHANGE_TIMEOUT_S where there is no place for it
+PAUSE_S = 1800.0  # for which what has failed is not tried again, nor what was taken back
+SPARE_EVERY_S = 60.0
 POLL_S = 0.2
 SERVING = ("ready", "suspect")
 HANDOFF_S = 0.005  # that a handoff takes, until one was seen
@@ -51,14 +54,27 @@ class Replanner:
         self._changes_s: list[float] = []  # that each has taken
         self._starts_s: list[float] = []
         self._changed_s = -math.inf
+        self._barred: dict[Move, float] = {}  # until when
+        self._undo: Move | None = None  # the last, if a worker left by it
+        self._spare_since_s: float | None = None  # since when one worker less would have done
+        self._spare_looked_s = -math.inf
+        self._profile: Profile | None = None  # of what came when arrangements were chosen; distserve
 
     def look(self) -> Entry:
         """Once. Raises NotYet, SetupError for what is not simulated, KvrelayError where a router does not answer."""
         slo, seen = self._asked.slo, self._see()
         measured = seen.attainment(slo.ttft_s, slo.tpot_s)
-        bounds = Bounds(most_changes=self._asked.most_changes, most_devices=self._asked.most_devices)
-        weighed = weigh(seen, slo, measured=measured, bounds=bounds, prices=self._prices())
-        changes = [Change(**asdict(move)) for move in weighed.decision.moves]
+        now = time.monotonic()
+        bounds = self._bounds(now)
+        if self._asked.policy == "distserve":
+            weighed, self._profile = weigh_shifts(seen, slo, self._profile, bounds)
+        else:
+            spare_s = 0.0 if self._spare_since_s is None else now - self._spare_since_s
+            undo, prices = self._undo, self._prices()
+            weighed = weigh(seen, slo, measured=measured, bounds=bounds, prices=prices, spare_s=spare_s, undo=undo)
+            self._note_spare(weighed.decision, bounds, now, is_enough=measured >= slo.attainment)
+        moves = weighed.decision.moves
+        changes = [Change(**asdict(move)) for move in moves]
         entry = Entry(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             roles=seen.roles,
@@ -72,11 +88,26 @@ class Replanner:
         )
         try:
             if self._asked.acts:
-                self._carry_out(changes)
+                self._carry_out(moves, changes)
         finally:
             if weighed.others and (changes or measured < slo.attainment):
                 self._journal.add(entry)
         return entry
+
+    def _bounds(self, now: float) -> Bounds:
+        """To play one worker less takes time from a cluster that is well: it is done now and then."""
+        most = self._asked.most_devices
+        may_shrink = most is not None and now - self._spare_looked_s >= SPARE_EVERY_S
+        barred = [move for move, until_s in self._barred.items() if now < until_s]
+        return Bounds(most_changes=self._asked.most_changes, most_devices=most, may_shrink=may_shrink, barred=barred)
+
+    def _note_spare(self, decision: Decision, bounds: Bounds, now: float, *, is_enough: bool) -> None:
+        if decision.is_spare and self._spare_since_s is None:
+            self._spare_since_s = now
+        elif not is_enough or (bounds.may_shrink and not decision.is_spare):
+            self._spare_since_s = None
+        if bounds.may_shrink:
+            self._spare_looked_s = now
 
     def _prices(self) -> Prices:
         """What changes took, and starts, as far as any was seen."""
@@ -95,74 +126,101 @@ class Replanner:
         newer = [ended for ended in load if ended.age_s < age_s]
         if len(newer) < LEAST_REQUESTS:
             raise NotYet(f"{len(newer)} requests have come and gone since the last change; {LEAST_REQUESTS} must")
+        if self._asked.most_devices is not None:
+            self._check_nobody_comes({pool_of(worker.name) for worker in status.workers})
         seen = seen_of(status, load, newer)
         if phase := seen.missing_costs:
             raise NotYet(f"no worker's steps of {phase} were measured yet")
         return seen
 
-    def _carry_out(self, changes: list[Change]) -> None:
-        """What came of each is noted in its place."""
-        for index, change in enumerate(changes):
+    def _check_nobody_comes(self, pools: Collection[str]) -> None:
+        """Or goes: an operator may be changing pools just now. Raises NotYet."""
+        for pool in sorted(pools):
+            for each in self._clients[0].scale(pool, look=True):
+                raise NotYet(f"{each.name} is {each.stage}")
+
+    def _carry_out(self, moves: Sequence[Move], changes: list[Change]) -> None:
+        """What came of each is noted in its place. One that failed is not tried again for a while."""
+        planned, changes[:] = list(changes), [replace(change, failure="not begun") for change in changes]
+        self._undo, self._spare_since_s = None, None
+        for index, (move, change) in enumerate(zip(moves, planned, strict=True)):
             self._changed_s = time.monotonic()
-            changes[index] = self._scale(change) if change.pool else self._set_role(change)
+            try:
+                changes[index] = self._scale(change) if isinstance(move, Scale) else self._set_role(change)
+            except KvrelayError as error:
+                changes[index] = replace(change, failure=error.message)
             self._changed_s = time.monotonic()
             if changes[index].failure:
+                self._barred[move] = self._changed_s + PAUSE_S
                 return
 
     def _set_role(self, change: Change) -> Change:
         client = self._clients[0]
-        before = {each.name: each.role for each in client.status().workers}
-        done = self._until(
+        before = {each.name: each.role for each in client.status().workers}.get(change.worker)
+        client.set_role(change.worker, change.role, change.chunk_tokens)
+        done = _until(
             change,
-            lambda: client.set_role(change.worker, change.role, change.chunk_tokens),
             lambda: _has_role(client.status(), change),
             lambda: client.drain(change.worker, undo=True),
             CHANGE_TIMEOUT_S,
-            "it still had requests after {:g} s, and keeps its role",
         )
-        if not done.failure and before.get(change.worker) != change.role:
+        if done.failure:
+            return replace(done, failure=f"it was not so after {CHANGE_TIMEOUT_S:g} s, and stays as it is")
+        if before != change.role:
             self._changes_s.append(done.seconds)
         return done
 
     def _scale(self, change: Change) -> Change:
-        client = self._clients[0]
-        before = sum(pool_of(each.name) == change.pool for each in client.status().workers)
-        done = self._until(
-            change,
-            lambda: client.scale(change.pool, change.replicas),
-            lambda: not client.scale(change.pool, look=True),
-            lambda: client.scale(change.pool, before),
-            START_TIMEOUT_S,
-            f"not all were there after {{:g}} s, and it has {before} again",
-        )
-        if not done.failure and change.replicas > before:
+        client, pool = self._clients[0], change.pool
+        before = sum(pool_of(each.name) == pool for each in client.status().workers)
+        grows = change.replicas > before
+        pending = list(client.scale(pool, change.replicas))
+
+        def is_so() -> bool:
+            pending[:] = client.scale(pool, look=True)
+            return not pending
+
+        def take_back() -> None:
+            """By name: of a pool with gaps in its numbers another one would leave."""
+            for each in pending:
+                client.drain(each.name, remove=grows, undo=not grows, force=grows)
+
+        done = _until(change, is_so, take_back, START_TIMEOUT_S, lambda: all(e.stage == "waiting" for e in pending))
+        if done.failure:
+            stands = ", ".join(
+                f"{each.name} {each.stage}{f' ({each.reason})' if each.reason else ''}" for each in pending
+            )
+            return replace(done, failure=f"given up: {stands}")
+        if grows:
             self._starts_s.append(done.seconds)
+        else:
+            back = Scale(pool=pool, replicas=before)
+            self._undo, self._barred[Scale(pool=pool, replicas=change.replicas)] = back, time.monotonic() + PAUSE_S
         return done
 
-    @staticmethod
-    def _until(
-        change: Change,
-        ask: Callable[[], object],
-        is_so: Callable[[], bool],
-        take_back: Callable[[], object],
-        timeout_s: float,
-        why: str,
-    ) -> Change:
-        """`why`: of what was not done in so many seconds."""
-        began_s, is_done = time.monotonic(), False
-        try:
-            ask()
-            while not (is_done := is_so()) and time.monotonic() - began_s < timeout_s:
-                time.sleep(POLL_S)
-        except KvrelayError as error:
-            return replace(change, failure=error.message)
-        finally:
-            if not is_done:  # also where we are interrupted: nobody would take it back
-                with contextlib.suppress(KvrelayError):
-                    take_back()
-        if not is_done:
-            return replace(change, failure=why.format(timeout_s))
-        return replace(change, seconds=round(time.monotonic() - began_s, 2))
+
+def _until(
+    change: Change,
+    is_so: Callable[[], bool],
+    take_back: Callable[[], object],
+    timeout_s: float,
+    is_stuck: Callable[[], bool] = lambda: False,
+) -> Change:
+    """A router that does not answer may, later. `is_stuck`: given up sooner."""
+    began_s, is_done = time.monotonic(), False
+    try:
+        while not is_done:
+            with contextlib.suppress(KvrelayError):
+                is_done = is_so()
+            took_s = time.monotonic() - began_s
+            if not is_done and took_s >= (min(timeout_s, CHANGE_TIMEOUT_S) if is_stuck() else timeout_s):
+                return replace(change, failure="timed out")
+            time.sleep(0 if is_done else POLL_S)
+    finally:
+        if not is_done:  # also where we are interrupted: nobody would take it back
+            with contextlib.suppress(KvrelayError):
+                take_back()
+    return replace(change, seconds=round(time.monotonic() - began_s, 2))
 
 
 def _tried(played: Played) -> dict[str, Any]:
@@ -190,13 +248,12 @@ def seen_of(status: ClusterStatus, load: Sequence[EndedRequest], newer: Sequence
     load = sorted(load, key=lambda ended: -ended.age_s)
     seen_s = load[0].age_s - load[-1].age_s
     finished = [ended for ended in load if not ended.failed]
-    prompt = int(median(ended.prompt_tokens for ended in finished)) if finished else 1
-    output = int(median(ended.output_tokens for ended in finished)) if finished else 1
+    typical = int(median(ended.output_tokens for ended in finished)) if finished else 1
     handoffs_s = [ended.handoff_s for ended in finished if ended.handoff_s > 0]
     return Seen(
         workers=[_seen(worker) for worker in status.workers],
         router=read(RouterOptions, status.limits),
-        workload=workload_of([(-e.age_s, e.prompt_tokens or prompt, _output_tokens(e, output)) for e in load]),
+        workload=workload_of([(-e.age_s, e.prompt_tokens, _output_tokens(e, typical)) for e in load]),
         ttft_s=np.array([np.inf if ended.failed else ended.ttft_s for ended in newer]),
         tpot_s=np.array([np.inf if ended.failed else ended.tpot_s for ended in newer]),
         handoff_s=float(np.quantile(handoffs_s, SHORT)) if handoffs_s else HANDOFF_S,

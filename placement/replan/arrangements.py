@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import count, islice, permutations, product
 
 from worker.roles import PHASES, ROLES, kind_of
 
@@ -66,13 +66,13 @@ def nearby(roles: Roles, most_changes: int) -> list[Arrangement]:
     return [Arrangement(roles=changed) for changed in sorted(found, key=lambda changed: num_changes(roles, changed))]
 
 
-def resized(arrangement: Arrangement, chunks: Mapping[str, int], most: int) -> Iterator[Arrangement]:
-    """With chunks of other sizes for all mixed workers that have one size now. `chunks`: by each of them; `most`:
-    tokens of a step."""
-    alike: dict[int, list[str]] = defaultdict(list)
+def resized(arrangement: Arrangement, chunks: Mapping[str, int], steps: Mapping[str, int]) -> Iterator[Arrangement]:
+    """With chunks of other sizes for all mixed workers that have one size now. `chunks`: by each of them; `steps`:
+    likewise, the tokens that a step of it has at most."""
+    alike: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, tokens in chunks.items():
-        alike[tokens].append(name)
-    for tokens, names in alike.items():
+        alike[tokens, steps[name]].append(name)
+    for (tokens, most), names in alike.items():
         sizes = {min(most, int(max(tokens, LEAST_CHUNK) * times)) for times in RESIZED}
         for size in sorted(sizes):
             if size >= LEAST_CHUNK and size != tokens:
@@ -86,13 +86,15 @@ def grown(roles: Roles, devices: Mapping[str, int], most_devices: int) -> Iterat
         role = pool if pool in ROLES else Counter(roles[name] for name in names).most_common(1)[0][0]
         for more in GROWN:
             if more * devices[names[0]] <= left:
-                first = max(_number(name)[0] for name in names) + 1
-                yield Arrangement(roles={**roles, **{f"{pool}-{first + i}": role for i in range(more)}})
+                free = (name for i in count() if (name := f"{pool}-{i}") not in roles)
+                yield Arrangement(roles={**roles, **dict.fromkeys(islice(free, more), role)})
 
 
 def shrunk(roles: Roles) -> Iterator[Arrangement]:
-    """With one worker less in one pool: the last."""
+    """With one worker less in one pool that keeps another: the last."""
     for names in _pools(roles).values():
+        if len(names) < 2:
+            continue
         left = {name: role for name, role in roles.items() if name != max(names, key=_number)}
         if _computes_all(left.values()):
             yield Arrangement(roles=left)
@@ -105,10 +107,11 @@ def moves(roles: Roles, wanted: Arrangement) -> tuple[Move, ...] | None:
     changing = _in_order({name: role for name, role in roles.items() if name in wanted.roles}, wanted.roles)
     if changing is None:
         return None
-    same = [name for name in wanted.chunks if name not in changing]
+    new = [name for name in wanted.roles if name not in roles]  # they come as the spec has them
+    same = [name for name in wanted.chunks if name not in changing and name not in new]
     return (
         *(scale for scale in scaled if scale.replicas != len(have[scale.pool])),
-        *(SetRole(worker=n, role=wanted.roles[n], chunk_tokens=wanted.chunks.get(n)) for n in (*changing, *same)),
+        *(SetRole(worker=n, role=wanted.roles[n], chunk_tokens=wanted.chunks.get(n)) for n in (*new, *changing, *same)),
     )
 
 

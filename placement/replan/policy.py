@@ -57,17 +57,29 @@ class Decision:
 
     moves: tuple[Move, ...]
     reason: str
+    is_spare: bool = False  # one worker less would do
 
 
 def decide(
-    present: Played, others: Sequence[Played], *, wanted: float, seen_s: float, prices: Prices, measured: float
+    present: Played,
+    others: Sequence[Played],
+    *,
+    wanted: float,
+    seen_s: float,
+    prices: Prices,
+    measured: float,
+    spare_s: float = 0.0,
+    undo: Move | None = None,
 ) -> Decision:
     """`wanted`: the share of requests that shall meet their targets. `seen_s`: for how long requests were seen;
-    `measured`: the share that met them. Where enough did, `others` are of fewer workers."""
+    `measured`: the share that met them. Where enough did, `others` are of fewer workers, and for `spare_s` each look
+    has found that one less would do. `undo`: what takes back that one has left."""
     now = f"{measured:.0%} of the requests met their targets, {present.attainment:.0%} when played again"
     if measured >= wanted:
-        return _with_fewer(present, others, wanted, f"{now}: enough")
+        return _with_fewer(present, others, wanted, prices, measured, spare_s, f"{now}: enough")
     if present.attainment >= wanted:
+        if undo is not None:
+            return Decision(moves=(undo,), reason=f"{now}: it was enough before a worker left")
         return Decision(moves=(), reason=f"{now}: it is not for their roles that workers missed them")
     if not others:
         return Decision(moves=(), reason=f"{now}, and there is no other arrangement near by")
@@ -75,30 +87,43 @@ def decide(
     def rank(other: Played) -> tuple[bool, int, float]:
         worth = other.attainment - _price(present, other, seen_s, prices)
         is_enough = worth >= wanted
-        return is_enough, -other.devices if is_enough else 0, worth
+        dearer = TRUSTED if other.devices > present.devices else 0.0
+        return is_enough, -other.devices if is_enough else 0, worth - dearer
 
-    best = max(others, key=rank)
+    def least(other: Played) -> float:
+        """That it must gain."""
+        better = other.met.astype(np.float64) - present.met
+        return _price(present, other, seen_s, prices) + SURE * _error(better) + TRUSTED
+
+    worth_it = [other for other in others if other.attainment - present.attainment > least(other)]
+    best = max(worth_it or others, key=rank)
     words = f"{now}; with {best.arrangement} it would be {best.attainment:.0%}"
-    better = best.met.astype(np.float64) - present.met
-    least = _price(present, best, seen_s, prices) + SURE * _error(better) + TRUSTED
-    if better.mean() <= least:
-        needed = min(1.0, present.attainment + least)
+    if not worth_it:
+        needed = min(1.0, present.attainment + least(best))
         return Decision(moves=(), reason=f"{words}, and must be {needed:.0%} to be worth a change")
     return Decision(moves=moves(present.arrangement.roles, best.arrangement) or (), reason=words)
 
 
-def is_long(seen_s: float, prices: Prices) -> bool:
-    """Whether a worker that was not needed for so long may leave."""
-    return seen_s >= LONG * prices.start_s
-
-
-def _with_fewer(present: Played, others: Sequence[Played], wanted: float, now: str) -> Decision:
-    """One of these, if it would do, too."""
-    best = max(others, key=lambda other: (-other.devices, other.attainment), default=None)
-    if best is None or best.attainment - SURE * _error(best.met) - TRUSTED < wanted:
+def _with_fewer(
+    present: Played,
+    others: Sequence[Played],
+    wanted: float,
+    prices: Prices,
+    measured: float,
+    spare_s: float,
+    now: str,
+) -> Decision:
+    """One of these, if it would do, too, and has for long; by a simulation that is not fairer than life."""
+    enough = [other for other in others if other.attainment - SURE * _error(other.met) - TRUSTED >= wanted]
+    best = max(enough, key=lambda other: (-other.devices, other.attainment), default=None)
+    if best is None or present.attainment - measured > TRUSTED:
         return Decision(moves=(), reason=now)
     words = f"{now}, and with {best.arrangement} it would be {best.attainment:.0%}"
-    return Decision(moves=moves(present.arrangement.roles, best.arrangement) or (), reason=words)
+    if spare_s < LONG * prices.start_s:
+        return Decision(moves=(), reason=f"{words}, for {spare_s:.0f} s so far", is_spare=True)
+    return Decision(
+        moves=moves(present.arrangement.roles, best.arrangement) or (), reason=f"{words}, for {spare_s:.0f} s"
+    )
 
 
 def _price(present: Played, other: Played, seen_s: float, prices: Prices) -> float:

@@ -5,7 +5,7 @@ fared. Values, and what is simulated of them: the same cluster, with the same or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -71,14 +71,23 @@ class Seen:
         return {worker.name: worker.devices for worker in self.workers}
 
     @property
-    def most_step_tokens(self) -> int:
-        """That a step of prompts has at most, at any of them."""
-        return max(int(worker.limits.get("max_batch_tokens", 0)) for worker in self.workers)
+    def middle_tpot_s(self) -> float:
+        """Of those that did not fail; 0: all did."""
+        finished = self.tpot_s[np.isfinite(self.tpot_s)]
+        return float(np.median(finished)) if len(finished) else 0.0
 
-    def chunks(self, arrangement: Arrangement) -> dict[str, int]:
-        """By mixed worker, its chunk_tokens."""
+    def chunks_and_steps(self, arrangement: Arrangement) -> tuple[dict[str, int], dict[str, int]]:
+        """By mixed worker: its chunk_tokens, and its max_batch_tokens."""
         policies = {worker.name: worker.policy for worker in self.cluster(arrangement).workers}
-        return {name: policy.chunk_tokens for name, policy in policies.items() if isinstance(policy, MixedOptions)}
+        mixed = {name: policy for name, policy in policies.items() if isinstance(policy, MixedOptions)}
+        steps = {name: policy.max_batch_tokens for name, policy in mixed.items()}
+        return {name: policy.chunk_tokens for name, policy in mixed.items()}, steps
+
+    def named(self, arrangement: Arrangement) -> Arrangement:
+        """With the chunks of those that become mixed, as they are played: by themselves they would have the spec's."""
+        chunks, _ = self.chunks_and_steps(arrangement)
+        new = {name: tokens for name, tokens in chunks.items() if self.roles.get(name) != "mixed"}
+        return replace(arrangement, chunks={**new, **arrangement.chunks})
 
     def model_of(self, name: str) -> SeenWorker:
         """It, or for one that is not there yet one of its pool."""

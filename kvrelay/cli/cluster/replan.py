@@ -18,7 +18,7 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, USAGE, CliError, JsonOption, 
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.targets import Targets
 from kvrelay.client.client import DEFAULT_ENDPOINT
-from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked
+from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked, Policy
 
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 
@@ -67,6 +67,9 @@ def replan(
             min=2, max=4096, help="GPUs that all workers may take: pools grow and shrink.", show_default=False
         ),
     ] = None,
+    policy: Annotated[
+        Policy, typer.Option(help="Whose rule decides: kvrelay's, or distserve's, to compare with.")
+    ] = "kvrelay",
     as_json: JsonOption = False,
 ) -> None:
     from kvrelay.client import known_clusters
@@ -81,12 +84,15 @@ def replan(
         given = targets.given_s()
         if not given:
             raise CliError("no targets: give --ttft, --tpot or both", USAGE)
+        if policy == "distserve" and most_devices is not None:
+            raise CliError("--most-devices is for --policy kvrelay: distserve has no rule for fewer devices", USAGE)
         os.nice(NICE)
         asked = Asked(
             slo=Slo(**given, attainment=attainment),
             acts=act,
             most_changes=most_changes,
             most_devices=most_devices,
+            policy=policy,
             window_s=window,
         )
         with ExitStack() as stack, written_or_told():
@@ -152,7 +158,7 @@ def lines_of(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _named(change: dict[str, Any], verb: str) -> str:
-    if change["pool"]:
-        return f"{change['pool']} {verb} a pool of {change['replicas']}"
-    chunks = change["chunk_tokens"]
-    return f"{change['worker']} {verb} a {change['role']} worker{f' of chunks of {chunks}' if chunks else ''}"
+    if pool := change.get("pool"):
+        return f"{pool} {verb} a pool of {change['replicas']}"
+    chunks = change.get("chunk_tokens")
+    return f"{change['worker']} {verb} a {change['role']} worker{'' if chunks is None else f' with chunks of {chunks}'}"

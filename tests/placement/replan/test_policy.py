@@ -81,12 +81,24 @@ def test_a_pool_shrinks_where_fewer_would_do_by_more_than_chance() -> None:
     assert fewer == [
         {name: role for name, role in TWO_AND_TWO.items() if name != gone} for gone in ("prefill-1", "decode-1")
     ]
-    assert not list(shrunk({"prefill-0": "prefill", "decode-0": "decode"})), "each phase keeps a worker"
-    for share, expected in ((0.99, (Scale(pool="prefill", replicas=1),)), (0.92, ())):
+    assert not list(shrunk({"prefill-0": "prefill", "decode-0": "decode"})), "each pool keeps a worker"
+    assert not list(shrunk({"prefill-0": "prefill", "mixed-0": "mixed"})), "or it could not grow again"
+    leaves = (Scale(pool="prefill", replicas=1),)
+    for share, measured, spare_s, expected, is_spare in (
+        (0.99, 1.0, 601.0, leaves, False),
+        (0.99, 1.0, 30.0, (), True),  # not for long
+        (0.92, 1.0, 601.0, (), False),  # by chance
+        (0.99, 0.91, 601.0, (), False),  # played fairer than it was
+    ):
         others = [played(fewer[0], share), played(fewer[1], 0.5)]
         present = played(TWO_AND_TWO, 1.0)
-        decision = decide(present, others, wanted=0.9, seen_s=600.0, prices=Prices(), measured=1.0)
-        assert decision.moves == expected
+        decision = decide(
+            present, others, wanted=0.9, seen_s=100.0, prices=Prices(), measured=measured, spare_s=spare_s
+        )
+        assert (decision.moves, decision.is_spare) == (expected, is_spare)
+    undo = Scale(pool="prefill", replicas=2)
+    missed = decide(played(fewer[0], 0.99), [], wanted=0.9, seen_s=100.0, prices=Prices(), measured=0.6, undo=undo)
+    assert missed.moves == (undo,)
 
 
 def test_of_what_would_do_the_fewest_devices_are_taken() -> None:
@@ -99,19 +111,32 @@ def test_of_what_would_do_the_fewest_devices_are_taken() -> None:
         return decide(present, others, wanted=0.9, seen_s=seen_s, prices=Prices(), measured=0.5).moves
 
     assert moves_of(played(THREE_AND_ONE, 0.95), played(more[-1], 1.0)) == (SetRole(worker="decode-1", role="prefill"),)
-    assert moves_of(played(THREE_AND_ONE, 0.6), played(more[-1], 1.0)) == (Scale(pool="decode", replicas=4),)
-    assert moves_of(played(more[2], 1.0), played(more[3], 1.0)) == (Scale(pool="decode", replicas=3),)
+    came = (SetRole(worker="decode-2", role="decode"), SetRole(worker="decode-3", role="decode"))
+    assert moves_of(played(THREE_AND_ONE, 0.6), played(more[-1], 1.0)) == (Scale(pool="decode", replicas=4), *came)
+    assert moves_of(played(more[2], 1.0), played(more[3], 1.0))[0] == Scale(pool="decode", replicas=3)
+    near = [played(THREE_AND_ONE, 0.91), played(more[2], 1.0)]
+    decision = decide(played(TWO_AND_TWO, 0.89), near, wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.5)
+    assert decision.moves[0] == Scale(pool="decode", replicas=3), "the other would do, but by no more than chance"
+    assert moves_of(played(THREE_AND_ONE, 0.8), played(more[2], 0.82)) == (SetRole(worker="decode-1", role="prefill"),)
+    gap = [
+        near.roles
+        for near in grown(
+            {"d-0": "decode", "d-2": "decode", "p-0": "prefill"}, dict.fromkeys(["d-0", "d-2", "p-0"], 1), 4
+        )
+    ]
+    assert [*gap[0]] == ["d-0", "d-2", "p-0", "d-1"], "the first free number, as the controller gives it"
     assert moves_of(played(more[2], 1.0), seen_s=50.0) == (), "it would have gone before they serve"
 
 
 def test_chunks_are_of_each_size_of_mixed_workers() -> None:
     roles = {"mixed-0": "mixed", "mixed-1": "mixed", "reader-0": "mixed"}
     chunks = {"mixed-0": 64, "mixed-1": 64, "reader-0": 512}
-    found = [near.chunks for near in resized(Arrangement(roles=roles), chunks, 1024)]
+    steps = {"mixed-0": 1024, "mixed-1": 1024, "reader-0": 2048}
+    found = [near.chunks for near in resized(Arrangement(roles=roles), chunks, steps)]
     assert found == [{"mixed-0": size, "mixed-1": size} for size in (16, 32, 128, 256)] + [
-        {"reader-0": size} for size in (128, 256, 1024)
+        {"reader-0": size} for size in (128, 256, 1024, 2048)
     ]
-    assert next(resized(Arrangement(roles=roles), {"mixed-0": 0}, 1024)).chunks == {"mixed-0": 32}
+    assert next(resized(Arrangement(roles=roles), {"mixed-0": 0}, steps)).chunks == {"mixed-0": 32}
     wanted = Arrangement(roles=roles | {"reader-0": "prefill"}, chunks={"mixed-0": 32})
     assert moves(roles, wanted) == (
         SetRole(worker="reader-0", role="prefill"),
