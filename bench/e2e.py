@@ -34,7 +34,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import CpuWatch, about, demo_model, other_cores, save, wait_quiet
+from bench.common import REPO, CpuWatch, about, demo_model, other_cores, save, wait_quiet
 from bench.peers import NOTE, PEERS
 from kvrelay.bench.metrics import METRICS, Outcome, summarise
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
@@ -91,12 +91,20 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(wanted: Mapping[str, Any]) -> Iterator[Cluster]:
+def cluster(wanted: Mapping[str, Any], checkout: Path = REPO) -> Iterator[Cluster]:
+    """By the version in that folder."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "cluster.yaml"
         path.write_text(yaml.safe_dump(dict(wanted)))
         command = [sys.executable, "-m", "kvrelay.cli.main", "up", str(path), "--json"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+        )
         try:
             yield Cluster(process, _wait_ready(process))
         finally:

@@ -1,51 +1,48 @@
-"""What a change costs a client and the machine: the cluster of bench/e2e.py from two checkouts, in turns.
+"""What a change costs a client and the machine: the clusters of two versions at once, played in short turns.
 
-    python -m bench.versions BEFORE AFTER [--rate 2] [--rounds 3] [--name versions]
+    python -m bench.versions BEFORE AFTER [--rate 2] [--rounds 12] [--name versions]
 
-Each folder has a version of all this and is measured by its own bench/e2e.py, which writes bench/results/e2e.json
-there: give clones. Shown are medians of the rounds; CPU time by process is the figure that other load disturbs least.
-Writes bench/results/NAME.json here.
+Each folder holds a version of all this: give clones. Both clusters are those of bench/e2e.py, on the same cores; while
+one is played the other is idle. A machine's speed swings by a tenth within minutes, and a cluster by itself for as long
+as it takes to compare two would tell one time from another: each round plays the same requests to both, one after the
+other, in turns. Shown are the medians of the rounds, and of AFTER's ratio to BEFORE in each round with the range that
+half of the rounds lie in. Writes bench/results/NAME.json here.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import asyncio
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.common import about, save
+from bench.common import about, demo_model, save
+from bench.e2e import Run, cluster, play_rate, problems_of, spec
 
-FIGURES = ("p50", "p90")
-
-
-def one_row(checkout: Path, rate: float) -> dict[str, Any]:
-    """Of one run. Raises CalledProcessError when a request failed."""
-    command = [sys.executable, "-m", "bench.e2e", "--rates", str(rate), "--repeats", "1"]
-    env = os.environ | {"PYTHONPATH": str(checkout)}
-    subprocess.run(command, cwd=checkout, env=env, check=True, stdout=subprocess.DEVNULL)
-    row: dict[str, Any] = json.loads((checkout / "bench/results/e2e.json").read_text())["rows"][0]
-    return row
+SECONDS = 20.0  # of arrivals, in a round
 
 
-def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def of(*keys: str) -> float:
-        values: list[Any] = list(rows)
-        for key in keys:
-            values = [value[key] for value in values]
-        return round(float(statistics.median(values)), 2)
-
-    return {
-        "ttft_ms": {figure: of("latency_ms", "ttft", figure) for figure in FIGURES},
-        "tpot_ms": {figure: of("latency_ms", "tpot", figure) for figure in FIGURES},
-        "cpu_ms_per_request": {name: of("cpu_ms_per_request", name) for name in rows[0]["cpu_ms_per_request"]},
-        "other_cores": of("other_cores"),
+def figures(one: Run) -> dict[str, float]:
+    latency = {
+        f"{metric} {key} ms": one["latency_ms"][metric][key] for metric in ("ttft", "tpot") for key in ("p50", "p90")
     }
+    cpu = {f"{part} CPU ms/request": 1e3 * used / one["requests"] for part, used in one["cpu_s"].items()}
+    return latency | cpu
+
+
+def compared(before: Sequence[Run], after: Sequence[Run]) -> dict[str, Any]:
+    pairs = [(figures(one), figures(other)) for one, other in zip(before, after, strict=True)]
+    return {name: _row([(one[name], other[name]) for one, other in pairs]) for name in pairs[0][0]}
+
+
+def _row(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    ratios = [after / before for before, after in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    before, after = (round(statistics.median(values), 2) for values in zip(*pairs, strict=True))
+    return {"before": before, "after": after, "ratio": round(middle, 3), "half_within": [round(low, 3), round(high, 3)]}
 
 
 def main() -> None:
@@ -53,19 +50,26 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="a folder with the version before")
     parser.add_argument("after", type=Path, help="a folder with the version after")
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
-    parser.add_argument("--rounds", type=int, default=3, help="of both")
+    parser.add_argument("--rounds", type=int, default=12, help="of both, two or more")
     parser.add_argument("--name", default="versions", help="of the result (default: versions)")
-    arguments = parser.parse_args()
-    sides = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
-    head = about()  # before bench/e2e.py writes into the checkouts, of which this may be one
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for _ in range(arguments.rounds):
-        for name, checkout in sides.items():
-            rows[name].append(one_row(checkout, arguments.rate))
-            print(f"{name}: {json.dumps(medians(rows[name][-1:]))}", flush=True)
-    result = head | {"rate": arguments.rate, "rounds": arguments.rounds}
-    result |= {name: medians(found) for name, found in rows.items()}
-    print(save(arguments.name, result))
+    asked = parser.parse_args()
+    wanted: Mapping[str, Any] = spec(demo_model("125m"))
+    runs: dict[str, list[Run]] = {"before": [], "after": []}
+    with ExitStack() as stack:
+        served = {
+            side: stack.enter_context(cluster({**wanted, "name": f"{wanted['name']}-{side}"}, folder.resolve()))
+            for side, folder in (("before", asked.before), ("after", asked.after))
+        }
+        for seed in range(asked.rounds):
+            for side in sorted(served, reverse=bool(seed % 2)):
+                runs[side].append(one := asyncio.run(play_rate(served[side], asked.rate, SECONDS, seed)))
+                for problem in problems_of(one):
+                    raise SystemExit(f"{side}: {problem}")
+                print(f"{side:6} { ({name: round(value, 1) for name, value in figures(one).items()}) }", flush=True)
+    rows = compared(runs["before"], runs["after"])
+    for name, row in rows.items():
+        print(f"{name:28} {row['before']:9} {row['after']:9} {row['ratio']:7} {row['half_within']}")
+    save(asked.name, {**about(), "rate": asked.rate, "rounds": asked.rounds, "figures": rows})
 
 
 if __name__ == "__main__":

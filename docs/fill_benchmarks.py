@@ -534,9 +534,24 @@ def replan(result: Mapping[str, Any]) -> str:
     rows = []
     for name, row in result["loads"].items():
         for roles, share in row["attainment"].items():
-            changes = ", ".join(f"{each['at_s']:.0f} s" for each in row["changes"]) if roles == "following" else ""
+            changes = ", ".join(f"{each['at_s']:.0f} s" for each in row["changes"].get(roles, ()))
             rows.append([name, roles, f"{share:.0%}", changes])
     return table(columns, rows)
+
+
+def placements(result: Mapping[str, Any]) -> str:
+    columns = next(iter(result["goodput_per_s"].values()))
+    rows = [[load, *found.values()] for load, found in result["goodput_per_s"].items()]
+    return table(("requests/s", *columns), rows)
+
+
+def versions(result: Mapping[str, Any]) -> str:
+    columns = ("figure", "before", "after", "ratio", "half of the rounds within")
+    rows = [
+        [name, row["before"], row["after"], row["ratio"], " to ".join(map(str, row["half_within"]))]
+        for name, row in result["figures"].items()
+    ]
+    return f"{result['rounds']} rounds at {result['rate']:g} requests/s.\n\n{table(columns, rows)}"
 
 
 def shift(result: Mapping[str, Any]) -> str:
@@ -551,7 +566,7 @@ def shift(result: Mapping[str, Any]) -> str:
 
 def _shifted(run: Mapping[str, Any]) -> list[Any]:
     changed = [
-        f"{each['at_s']:.0f} s: {change['worker']} {change['role']}"
+        f"{each['at_s']:.0f} s: {change['worker']} {change['role']} {change.get('chunk_tokens') or ''}".rstrip()
         for each in run["changes"]
         for change in each["changes"]
     ]
@@ -611,12 +626,14 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "placement_search": placement_search,
     "hybrids": hybrids,
     "moves": moves,
+    "placements": placements,
     "replan": replan,
     "shift": shift,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
     "two_hosts": two_hosts,
+    "versions_unused": versions,
     "verify_live": verify_live,
 }
 
