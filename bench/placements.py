@@ -2,8 +2,8 @@
 
     python -m bench.placements [--quick]
 
-Eight H100 serve Llama-3.1-8B, by the live policies and a roofline's times, for Azure's conversation, its code, and 256
-tokens in and 64 out. Half of the workers are at home with prompts and half with answers; they do both, and `placement`
+Eight H100 serve Llama-3.1-8B, by the live policies and a roofline's times, for Azure's conversation and its code. Half
+of the workers are at home with prompts and half with answers; they do both, and `placement`
 says which of them serve a request (docs/serving.md, *Which workers*). Beside them, four that only read and four that
 only write, and eight of both with chunks of 512. Printed: the highest rate at which 90% of the requests meet 400 ms to
 the first token and 20 ms to each after it. Writes bench/results/placements.json.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.common import about, save
-from bench.hybrids import workload_of
+from bench.placement_search import trace
 from cluster.spec.load import parse_spec
 from kvrelay.simulate.simulation import source_of
 from placement.build.from_spec import sim_cluster
@@ -27,7 +27,7 @@ from placement.workload.requests import Workload
 
 MODEL, HARDWARE = "llama-3.1-8b", "h100-sxm"
 SLO = Slo(ttft_s=0.4, tpot_s=0.020)
-LOADS = {"conversation": "conv", "code": "code", "256/64": ""}
+LOADS = {"conversation": "conv", "code": "code"}
 LEND = [
     {"role": "mixed", "name": "prompts", "replicas": 4, "max_batch_tokens": 2048, "chunk_tokens": 2048},
     {"role": "mixed", "name": "answers", "replicas": 4, "max_batch_tokens": 2048, "chunk_tokens": 512},
@@ -39,7 +39,7 @@ ARRANGEMENTS: Mapping[str, tuple[str, Any]] = {
     "four and four": ("predicted", SPLIT),
     "eight of both": ("predicted", [{"role": "mixed", "replicas": 8, "chunk_tokens": 512}]),
 }
-MOST_PER_S = 1024.0
+MOST_PER_S = 256.0
 CLOSE = 0.02  # of the rate
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     clusters = {name: cluster_of(*how) for name, how in ARRANGEMENTS.items()}
     loads = {}
     for name, kind in LOADS.items():
-        workload = workload_of(kind)
+        workload = trace(kind)
         loads[name] = {which: round(goodput(cluster, workload, seconds), 1) for which, cluster in clusters.items()}
         print(name, loads[name], flush=True)
     if not quick:
