@@ -15,8 +15,7 @@ import pytest
 from cluster.router.options import RouterOptions
 from engine.knobs import as_text
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, WorkerState
-from kvrelay.replan import replanner as replanners
-from kvrelay.replan import watching
+from kvrelay.replan import carrying, watching
 from kvrelay.replan.journal import Journal
 from kvrelay.replan.options import Asked
 from kvrelay.replan.replanner import NotYet, Replanner
@@ -158,14 +157,14 @@ def test_pools_grow_and_shrink_within_the_devices_that_they_may_take(
     replanner._spare_looked_s = -math.inf
     (change,) = replanner.look().changes
     assert (change.pool, change.replicas, len(cluster.workers)) == ("decode", 1, 2)
-    assert replanner._undo == Scale(pool="decode", replicas=2)
+    assert replanner._carrier.undo == Scale(pool="decode", replicas=2)
     assert not replanner._bounds(time.monotonic()).may_shrink, "it is not looked for at each look"
 
 
 def test_a_growth_for_which_there_is_no_place_is_taken_back_by_name_and_left_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanners, "CHANGE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(carrying, "CHANGE_TIMEOUT_S", 0.0)
     cluster = FakeCluster()
     cluster.workers.pop()
     cluster.obeys = False
@@ -174,7 +173,7 @@ def test_a_growth_for_which_there_is_no_place_is_taken_back_by_name_and_left_for
     assert scaled.failure == "given up: prefill-1 waiting (wants GPU 1 of Ray)"
     assert came.failure == "not begun"
     assert cluster.asked == [("prefill", 2), ("prefill-1", "remove")]
-    replanner._changed_s = -math.inf
+    replanner._carrier.changed_s = -math.inf
     assert replanner.look().changes == [], "the same would be in vain again"
     cluster.pending = [PendingWorker(name="prefill-1", stage="weights", reason="")]
     with pytest.raises(NotYet, match="prefill-1 is weights"):
@@ -187,7 +186,7 @@ def test_as_distserve_does_it_searches_again_when_what_comes_has_shifted(tmp_pat
     cluster.requests = [ended(i, prompt=800, output=10, rate=3.5, ttft_s=0.1) for i in range(300)]
     assert [change.worker for change in replanner.look().changes] == ["decode-1"], "though all meet their targets"
     for reason in ("best for what comes now", "has not shifted"):
-        replanner._changed_s = -math.inf
+        replanner._carrier.changed_s = -math.inf
         entry = replanner.look()
         assert (entry.changes, reason in entry.reason) == ([], True), "it goes on until it finds nothing better"
     cluster.requests = [ended(i, prompt=800, output=40, rate=3.5, ttft_s=0.1) for i in range(300)]
@@ -235,7 +234,7 @@ def test_what_is_refused_or_hangs_is_given_up(tmp_path: Path, monkeypatch: pytes
     cluster.workers[2] = replace(cluster.workers[2], state="lost")
     with pytest.raises(NotYet, match="decode-1 is lost"):
         made(cluster, tmp_path)[0].look()
-    monkeypatch.setattr(replanners, "CHANGE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(carrying, "CHANGE_TIMEOUT_S", 0.0)
     cluster = FakeCluster()
     cluster.obeys = False
     entry = made(cluster, tmp_path)[0].look()

@@ -1,0 +1,144 @@
+"""Carrier has the workers of a cluster come to what was decided, as an operator would, and remembers what came of it.
+
+moves --set_role, scale: one after another, each until it is so--> changes; what does not come about is taken back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import mean
+
+from kvrelay.client.client import Client
+from kvrelay.client.types import ClusterStatus, KvrelayError
+from kvrelay.replan.journal import Change
+from placement.replan.arrangements import Move, Scale, pool_of
+from placement.replan.policy import Prices
+
+CHANGE_TIMEOUT_S = 120.0  # then it is called off
+START_TIMEOUT_S = 900.0  # likewise; CHANGE_TIMEOUT_S where there is no place for it
+PAUSE_S = 1800.0  # for which what has failed is not tried again, nor what was taken back
+POLL_S = 0.2
+SERVING = ("ready", "suspect")
+
+
+class Carrier:
+    """`changed_s`: when it has last had anything changed. `undo`: what takes the last back, if a worker left by it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.changed_s = -math.inf
+        self.undo: Move | None = None
+        self._barred: dict[Move, float] = {}  # until when
+        self._changes_s: list[float] = []  # that each has taken
+        self._starts_s: list[float] = []
+
+    @property
+    def barred(self) -> list[Move]:
+        return [move for move, until_s in self._barred.items() if time.monotonic() < until_s]
+
+    def prices(self) -> Prices:
+        """What changes took, and starts, as far as any was seen."""
+        usual = Prices()
+        return Prices(
+            change_s=mean(self._changes_s) if self._changes_s else usual.change_s,
+            start_s=mean(self._starts_s) if self._starts_s else usual.start_s,
+        )
+
+    def carry_out(self, moves: Sequence[Move], changes: list[Change]) -> None:
+        """What came of each is noted in its place. One that failed is not tried again for a while."""
+        planned, changes[:] = list(changes), [replace(change, failure="not begun") for change in changes]
+        self.undo = None
+        for index, (move, change) in enumerate(zip(moves, planned, strict=True)):
+            self.changed_s = time.monotonic()
+            try:
+                changes[index] = self._scale(change) if isinstance(move, Scale) else self._set_role(change)
+            except KvrelayError as error:
+                changes[index] = replace(change, failure=error.message)
+            self.changed_s = time.monotonic()
+            if changes[index].failure:
+                self._barred[move] = self.changed_s + PAUSE_S
+                return
+
+    def _set_role(self, change: Change) -> Change:
+        client = self._client
+        before = {each.name: each.role for each in client.status().workers}.get(change.worker)
+        client.set_role(change.worker, change.role, change.chunk_tokens)
+        done = _until(
+            change,
+            lambda: _has_role(client.status(), change),
+            lambda: client.drain(change.worker, undo=True),
+            CHANGE_TIMEOUT_S,
+        )
+        if done.failure:
+            return replace(done, failure=f"it was not so after {CHANGE_TIMEOUT_S:g} s, and stays as it is")
+        if before != change.role:
+            self._changes_s.append(done.seconds)
+        return done
+
+    def _scale(self, change: Change) -> Change:
+        client, pool = self._client, change.pool
+        before = sum(pool_of(each.name) == pool for each in client.status().workers)
+        grows = change.replicas > before
+        pending = list(client.scale(pool, change.replicas))
+
+        def is_so() -> bool:
+            pending[:] = client.scale(pool, look=True)
+            serving = [w for w in client.status().workers if pool_of(w.name) == pool and w.state in SERVING]
+            return not pending and len(serving) == change.replicas  # the router knows, too
+
+        def take_back() -> None:
+            """By name: of a pool with gaps in its numbers another one would leave."""
+            for each in pending:
+                client.drain(each.name, remove=grows, undo=not grows, force=grows)
+
+        done = _until(change, is_so, take_back, START_TIMEOUT_S, lambda: all(e.stage == "waiting" for e in pending))
+        if done.failure:
+            stands = ", ".join(
+                f"{each.name} {each.stage}{f' ({each.reason})' if each.reason else ''}" for each in pending
+            )
+            return replace(done, failure=f"given up: {stands}")
+        if grows:
+            self._starts_s.append(done.seconds)
+        else:
+            back = Scale(pool=pool, replicas=before)
+            self.undo, self._barred[Scale(pool=pool, replicas=change.replicas)] = back, time.monotonic() + PAUSE_S
+        return done
+
+
+def _until(
+    change: Change,
+    is_so: Callable[[], bool],
+    take_back: Callable[[], object],
+    timeout_s: float,
+    is_stuck: Callable[[], bool] = lambda: False,
+) -> Change:
+    """A router that does not answer may, later. `is_stuck`: given up sooner."""
+    began_s, is_done = time.monotonic(), False
+    try:
+        while not is_done:
+            with contextlib.suppress(KvrelayError):
+                is_done = is_so()
+            took_s = time.monotonic() - began_s
+            if not is_done and took_s >= (min(timeout_s, CHANGE_TIMEOUT_S) if is_stuck() else timeout_s):
+                return replace(change, failure="timed out")
+            time.sleep(0 if is_done else POLL_S)
+    finally:
+        if not is_done:  # also where we are interrupted: nobody would take it back
+            with contextlib.suppress(KvrelayError):
+                take_back()
+    return replace(change, seconds=round(time.monotonic() - began_s, 2))
+
+
+def _has_role(status: ClusterStatus, change: Change) -> bool:
+    """And the chunks that it is to have."""
+    chunks = "" if change.chunk_tokens is None else str(change.chunk_tokens)
+    return any(
+        (each.name, each.role) == (change.worker, change.role)
+        and each.state in SERVING
+        and chunks in ("", each.limits.get("chunk_tokens"))
+        for each in status.workers
+    )
