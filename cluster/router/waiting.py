@@ -10,7 +10,8 @@ pages may be passed by smaller ones, so many times.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -57,7 +58,8 @@ class WaitingQueue:
         self._tokens = Shares(max_tokens)
         self._arrivals = 0
         # (when, prompt tokens computed) since somebody waits: without it workers may have been idle in between
-        self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
+        self._computed_s = array("d")  # when each of the last prompts was; no objects, which would outlive a flood
+        self._computed_tokens = array("d")  # amid its memory, and hold on to that
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -130,7 +132,7 @@ class WaitingQueue:
     def add(self, shape: RequestShape, *, is_resent: bool, is_tried: bool = False) -> None:
         """`is_tried`: it is to be tried alone."""
         if not self._waiting:
-            self._rate.clear()
+            self._computed_s, self._computed_tokens = array("d"), array("d")
         self._arrivals += 1
         place = self._place(shape, is_resent)
         waiting = Waiting(shape.prompt_len, shape.owner, shape.priority, place, is_tried)
@@ -195,7 +197,11 @@ class WaitingQueue:
 
     def on_computed(self, now: float, prompt_tokens: int) -> None:
         """A prefill worker has computed a prompt, somebody's."""
-        self._rate.append((now, prompt_tokens))
+        self._computed_s.append(now)
+        self._computed_tokens.append(prompt_tokens)
+        if len(self._computed_s) > RATE_WINDOW:
+            self._computed_s.pop(0)
+            self._computed_tokens.pop(0)
 
     def retry_after_s(self) -> float:
         """How long the queue takes to empty at the rate at which prompts were computed lately; 1 s if unknown."""
@@ -205,9 +211,9 @@ class WaitingQueue:
     def empty_s(self, last: str = "") -> float | None:
         """How long all prompts that wait take to be computed, or those up to the last one, at the rate of late; None:
         unknown."""
-        if len(self._rate) < 2 or self._rate[-1][0] <= self._rate[0][0]:
+        if len(self._computed_s) < 2 or self._computed_s[-1] <= self._computed_s[0]:
             return None
-        tokens_per_s = sum(tokens for _, tokens in self._rate) / (self._rate[-1][0] - self._rate[0][0])
+        tokens_per_s = sum(self._computed_tokens) / (self._computed_s[-1] - self._computed_s[0])
         if not last:
             return self._tokens.total / max(tokens_per_s, 1.0)
         place = self._place_of(last)
