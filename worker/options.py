@@ -55,6 +55,11 @@ class WorkerOptions:
         return as_text(self.policy) | as_text(self) | {"tensor_parallel": str(self.tensor_parallel)}
 
 
+def pool_of(name: str) -> str:
+    """The pool of a worker of this name: decode of decode-0."""
+    return name.rpartition("-")[0]
+
+
 def given_knobs(policy: Any) -> dict[str, Any]:
     """Those of an options object that are not at their defaults."""
     knobs = knobs_of(type(policy))

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
+from worker.options import pool_of
+
 MAX_LOAD_DEATHS = 3
 MAX_LOAD_DELAY_S = 60.0
 SERVED_WELL_S = 10.0
@@ -92,7 +94,7 @@ class Member:
 
     @property
     def pool(self) -> str:
-        return self.name.rpartition("-")[0] if self.role != ROUTER else ""
+        return pool_of(self.name) if self.role != ROUTER else ""
 
 
 class Roster:

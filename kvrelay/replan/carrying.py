@@ -15,8 +15,9 @@ from statistics import mean
 from kvrelay.client.client import Client
 from kvrelay.client.types import ClusterStatus, KvrelayError
 from kvrelay.replan.journal import Change
-from placement.replan.arrangements import Move, Scale, pool_of
+from placement.replan.arrangements import Move, Scale
 from placement.replan.policy import Prices
+from worker.options import pool_of
 
 CHANGE_TIMEOUT_S = 120.0  # then it is called off
 START_TIMEOUT_S = 900.0  # likewise; CHANGE_TIMEOUT_S where there is no place for it

@@ -23,11 +23,11 @@ from kvrelay.client.types import ClusterStatus, EndedRequest, WorkerState
 from kvrelay.replan.carrying import SERVING, Carrier
 from kvrelay.replan.journal import Change, Entry, Journal
 from kvrelay.replan.options import Asked
-from placement.replan.arrangements import pool_of
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
 from placement.replan.policy import Decision, Played
 from placement.replan.seen import Seen, SeenWorker, workload_of
+from worker.options import pool_of
 from worker.steps.costs import StepCosts
 
 LEAST_REQUESTS = 60  # of which something can be said

@@ -36,6 +36,7 @@ from placement.simulator.cluster import SetupError
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic
+from worker.options import pool_of
 
 LEAST_COUNTED, MOST_COUNTED = 2000, 16_000  # requests of the run that counters are taken from
 MAX_REQUESTS = 32_000
@@ -184,7 +185,7 @@ def _counters(system: System, traffic: Traffic, rate: float, seed: int, count: i
 
 def _kv_tokens(system: LiveSystem) -> dict[str, int]:
     workers = system.cluster.workers  # of pools by their labels: there may be several of a role
-    return {worker.name.rpartition("-")[0]: worker.num_pages * worker.page_size for worker in workers}
+    return {pool_of(worker.name): worker.num_pages * worker.page_size for worker in workers}
 
 
 def _notes(spec: ClusterSpec, source: WorkerSource) -> list[str]:

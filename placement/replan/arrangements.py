@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, permutations, product
 
+from worker.options import pool_of
 from worker.roles import PHASES, ROLES, kind_of
 
 Roles = Mapping[str, str]  # by worker
@@ -118,10 +119,6 @@ def moves(roles: Roles, wanted: Arrangement) -> tuple[Move, ...] | None:
 def num_changes(roles: Roles, changed: Roles) -> int:
     """How many workers of both have another role."""
     return sum(name in changed and changed[name] != role for name, role in roles.items())
-
-
-def pool_of(name: str) -> str:
-    return name.rpartition("-")[0] or name
 
 
 def _pools(roles: Roles) -> dict[str, list[str]]:

@@ -15,10 +15,10 @@ from engine.knobs import read
 from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine
 from placement.latency.scaled import ScaledLatency
-from placement.replan.arrangements import Arrangement, pool_of
+from placement.replan.arrangements import Arrangement
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.workload.requests import Floats, Workload
-from worker.options import REPORT_GAP_S
+from worker.options import REPORT_GAP_S, pool_of
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
