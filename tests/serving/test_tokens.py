@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,24 @@ from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, counters, engine_with, random_prompt, transformers_tokens, worker_with
+from tests.serving.harness import (
+    ROUTER,
+    Gate,
+    counters,
+    engine_with,
+    random_prompt,
+    transformers_tokens,
+    until,
+    worker_with,
+)
 from tests.zoo import TEN
+from worker.driver import Worker
 
 TRANSPORTS = ("loopback", "shared_memory", "process_group")
 LENGTHS = (1, 7, 16, 33, 90, 130)  # tokens; the window is 32, a chunk 48
 NEW_TOKENS = 40
 PREFIX_LEN = 80  # of the prompt of 90: five pages
-DECODE_PAGES = 22  # all prompts take 21, with their output 35
+DECODE_PAGES = 22  # all prompts take 21, with their output 35; any five of them with their output 24 or more
 
 PROMPTS = [random_prompt(length, seed=length) for length in LENGTHS]
 LIKE_90 = [PROMPTS[4][:PREFIX_LEN] + random_prompt(5 + i, seed=i) for i in range(2)]
@@ -44,7 +55,12 @@ async def test_greedy_tokens_equal_transformers(name: str, transport: str, model
     )
     async with cluster:
         client = AsyncClient(cluster.endpoint)
-        first = await _generate(client, PROMPTS)
+        decode = cluster.decode[0]
+        gate = Gate(decode.engine)  # until all are there: over a slow transport they could come and go one by one
+        answers = asyncio.create_task(_generate(client, PROMPTS))
+        await until(lambda: _num_arrived(decode) >= len(PROMPTS) - 1, "so many are there that pages will run out")
+        gate.open()
+        first = await answers
         counts = counters(cluster)
         again = await _generate(client, [PROMPTS[4], *LIKE_90])
         await cluster.settled()
@@ -73,6 +89,10 @@ def _expected(name: str, directory: Path) -> list[list[int]]:
     if name not in _known:
         _known[name] = transformers_tokens(directory, [*PROMPTS, *LIKE_90], NEW_TOKENS)
     return _known[name]
+
+
+def _num_arrived(worker: Worker[Any]) -> int:
+    return sum(request.num_outputs > 0 for request in worker.role.requests.values())
 
 
 async def _generate(client: AsyncClient, prompts: list[list[int]]) -> list[Completion]:
