@@ -59,6 +59,7 @@ COMPILED = (
     "placement/latency/base.py",
     "placement/simulator/ledger.py",
     "placement/simulator/mixed_machine.py",
+    "placement/simulator/moves.py",
     "placement/simulator/pages.py",
     "placement/simulator/prefill_machine.py",
     "placement/simulator/reporting.py",

@@ -7,6 +7,7 @@ Prefiller and Decoder are workers. What they are told arrives as late as a messa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from cluster.router.accounts import Past
 from engine.pages.pool import PageHash
@@ -14,6 +15,9 @@ from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster
 from placement.simulator.ledger import Ledger
 from placement.simulator.reporting import ReportInbox
+
+if TYPE_CHECKING:
+    from placement.simulator.moves import Move
 
 
 class Attempt:
@@ -31,6 +35,7 @@ class Attempt:
         "joined_step",
         "left",
         "max_new",
+        "moving_to",
         "num_tokens",
         "number",
         "past",
@@ -61,6 +66,7 @@ class Attempt:
         self.past = past  # what the attempts before have met
         self.prefill: Prefiller | None = None
         self.decode: Decoder | None = None
+        self.moving_to: Decoder | None = None  # which takes its KV while it is computed
         self.seq = 0
         self.is_gone = False
         self.is_held = False  # by its decode worker, until its router lets it begin
@@ -107,6 +113,14 @@ class Dispatcher(ABC):
     @abstractmethod
     def on_finished(self, attempt: Attempt) -> None: ...
 
+    @abstractmethod
+    def on_moved(self, attempt: Attempt) -> None:
+        """The one that it was moving to has it."""
+
+    @abstractmethod
+    def on_move_failed(self, attempt: Attempt) -> None:
+        """It goes on where it was."""
+
 
 class Prefiller(ABC):
     def __init__(self, name: str) -> None:
@@ -152,3 +166,24 @@ class Decoder(ABC):
     @abstractmethod
     def cancel(self, attempt: Attempt) -> None:
         """It is served elsewhere, or not at all."""
+
+    # requests that move while they are computed
+
+    @abstractmethod
+    def made_now(self, attempt: Attempt) -> int:
+        """Tokens that it has made for the request, in all, when somebody asks."""
+
+    @abstractmethod
+    def move(self, order: tuple[Attempt, Decoder]) -> None:
+        """The router wants it computed by the other."""
+
+    @abstractmethod
+    def make_room(self, move: Move) -> None: ...
+
+    @abstractmethod
+    def take(self, move: Move) -> None:
+        """All its KV stands here."""
+
+    @abstractmethod
+    def forget_target(self, name: str) -> None:
+        """That worker is lost, and takes none."""

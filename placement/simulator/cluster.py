@@ -53,6 +53,14 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """`worker` takes nothing new from at_s on, and what is decoded there goes elsewhere."""
+
+    worker: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedHost:
     """Workers that share memory bandwidth and cores: while prefill and decode both compute, each is slower than alone.
 
@@ -81,6 +89,7 @@ class SimCluster:
     handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
     noticed_s: float = 0.15  # from a worker's death until the router knows
     losses: tuple[Loss, ...] = ()
+    drains: tuple[Drain, ...] = ()
     hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
 
     def __post_init__(self) -> None:
@@ -100,9 +109,10 @@ class SimCluster:
             raise SetupError("report_gap_s is 0; give seconds above 0")
         if self.layer_groups < 1:
             raise SetupError(f"layer_groups is {self.layer_groups}; give 1 or more")
-        for loss in self.losses:
-            if loss.worker not in names:
-                raise SetupError(f"a loss names {loss.worker}; the workers are {', '.join(names)}")
+        struck = [("loss", loss.worker) for loss in self.losses] + [("drain", drain.worker) for drain in self.drains]
+        for kind, name in struck:
+            if name not in names:
+                raise SetupError(f"a {kind} names {name}; the workers are {', '.join(names)}")
         self._check_hosts()
 
     def _check_hosts(self) -> None:

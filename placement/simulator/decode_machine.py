@@ -8,18 +8,19 @@ between. So a request costs the same however many tokens it makes.
 from __future__ import annotations
 
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
-from kv_transfer.lease import Granted, Queued
+from kv_transfer.lease import MOVE_ROOM_TOKENS, Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher
 from placement.simulator.cluster import SimWorker
 from placement.simulator.host import Host
 from placement.simulator.ledger import DECODE, DECODE_QUEUE
+from placement.simulator.moves import Move, Moves
 from placement.simulator.reporting import Reporter
 from worker.steps.costs import StepCosts
 
@@ -36,7 +37,18 @@ class DecodeMachine(Decoder):
         self.host = host  # that it shares with prefill workers
         self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the run under way: a step's time, as a multiple of its time alone
+        self.moves = Moves(
+            router,
+            policy,
+            worker.latency,
+            interrupt=self._interrupt,
+            pause=self._pause,
+            resume=self._joined,
+            left=self._on_left,
+        )
+        self.is_draining = False
         self._attempts: dict[str, Attempt] = {}
+        self._coming: dict[str, Attempt] = {}  # from other decode machines
         self._changes = 0  # of who is here, when _ids was made
         self._ids: frozenset[str] = frozenset()
         self._steps = 0  # ended, but for those of the run under way
@@ -61,7 +73,14 @@ class DecodeMachine(Decoder):
             available_pages=policy.spare_pages,
             request_ids=self._request_ids(),
             costs=self.costs,
+            draining=self.is_draining,
         )
+
+    def drain(self) -> None:
+        """From now on it takes nothing new, and what runs here goes elsewhere."""
+        self.reporter.touch(self.router.clock.now)
+        self.is_draining = True
+        self.reporter.mark(self.router.clock.now)
 
     def _request_ids(self) -> frozenset[str]:
         """The same object while nobody came or went: the router need not look through it again."""
@@ -75,8 +94,12 @@ class DecodeMachine(Decoder):
         """A step is under way."""
         return self._count > 0
 
+    def made_now(self, attempt: Attempt) -> int:
+        self._advance_to(self.router.clock.now)
+        return attempt.max_new - attempt.left + self.made_by(attempt)
+
     def made_by(self, attempt: Attempt) -> int:
-        """Tokens that it has made for the request by now."""
+        """Tokens made since it has joined, as far as the policy knows."""
         return 0 if attempt.joined_step < 0 else self._steps + self._advanced - attempt.joined_step
 
     # what prefill workers bring
@@ -146,20 +169,95 @@ class DecodeMachine(Decoder):
             self._cut_short()
 
     def cancel(self, attempt: Attempt) -> None:
-        if self.is_dead or self._attempts.get(attempt.id) is not attempt:
+        if self.is_dead or not (self._attempts.get(attempt.id) is attempt or attempt.id in self._coming):
             return
         now = self.router.clock.now
         self.reporter.touch(now)
         self._advance_to(now)
-        del self._attempts[attempt.id]
+        if self._coming.pop(attempt.id, None) is None:
+            del self._attempts[attempt.id]
+            attempt.joined_step = -1
         self.policy.on_cancelled(attempt.id)
-        attempt.joined_step = -1
-        self._grant_queued()
+        self.moves.drop(attempt)
+        self._on_pages()
         self.reporter.mark(now)
+
+    def _on_pages(self) -> None:
+        """Some are free that were not."""
+        self._grant_queued()
         if self.is_running:
             self._cut_short()
         else:
             self._start()
+
+    # requests that move
+
+    def move(self, order: tuple[Attempt, Decoder]) -> None:
+        attempt, target = order
+        if not self.is_dead:
+            self.moves.begin(attempt, target)
+
+    def make_room(self, move: Move) -> None:
+        attempt = move.attempt
+        if attempt.is_gone or move.is_over or self.is_dead:
+            return
+        router, now = self.router, self.router.clock.now
+        self.reporter.touch(now)
+        self._advance_to(now)
+        answer = self.policy.reserve(
+            attempt.id,
+            num_tokens=move.reserved,
+            max_new_tokens=attempt.num_tokens + attempt.max_new - move.reserved,
+            hashes=attempt.hashes,
+            room=MOVE_ROOM_TOKENS,
+        )
+        if isinstance(answer, Granted):
+            self._coming[attempt.id] = attempt
+            cached_tokens = answer.cached_pages * self.policy.pool.page_size
+            router.clock.at(now + router.message_s, move.source.on_granted, (move, cached_tokens))
+            self._mind_pages()
+        else:
+            router.clock.at(now + router.message_s, move.source.on_failed, move)
+        self.reporter.mark(now)
+
+    def take(self, move: Move) -> None:
+        if move.is_over or self.is_dead or self._coming.pop(move.attempt.id, None) is None:
+            return
+        router, now, attempt = self.router, self.router.clock.now, move.attempt
+        self.reporter.touch(now)
+        self.policy.on_committed(attempt.id, move.more)
+        self._attempts[attempt.id] = attempt
+        router.clock.at(now + router.message_s, router.on_moved, attempt)
+        router.clock.at(now + router.message_s, move.source.on_receipt, move)
+        self.reporter.mark(now)
+        self._join()
+
+    def forget_target(self, name: str) -> None:
+        if not self.is_dead:
+            self.moves.on_lost(name)
+
+    def _pause(self, attempt: Attempt) -> None:
+        attempt.left -= self.made_by(attempt)
+        attempt.joined_step = -1
+        self._ends = [end for end in self._ends if end[3] is not attempt]
+        heapify(self._ends)
+
+    def _interrupt(self) -> None:
+        if self.is_running:
+            self._cut_short()
+        else:
+            self.moves.on_step_end()
+            self._start()
+
+    def _on_left(self, attempt: Attempt) -> None:
+        self.reporter.touch(self.router.clock.now)
+        del self._attempts[attempt.id]
+        self._on_pages()
+        self.reporter.mark(self.router.clock.now)
+
+    def _joined(self, attempt: Attempt) -> None:
+        attempt.joined_step = self._steps
+        heappush(self._ends, (self._steps + attempt.left, attempt.index, attempt.number, attempt))
 
     # the run
 
@@ -181,8 +279,7 @@ class DecodeMachine(Decoder):
             self._run.end()
         for request_id in schedule.joined:
             attempt = self._attempts[request_id]
-            attempt.joined_step = self._steps
-            heappush(self._ends, (self._steps + attempt.left, attempt.index, attempt.number, attempt))
+            self._joined(attempt)
             self.router.ledger.enter(attempt.index, DECODE, self.router.clock.now)
         return schedule.joined
 
@@ -194,7 +291,7 @@ class DecodeMachine(Decoder):
         self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
         alone_s = line.step_s * stages + worker.step_overhead_s
         self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
-        planned = min(self._next_end() - self._steps, 1 + self._run.steps_ahead)
+        planned = min(self._next_end() - self._steps, 1 + self._run.steps_ahead, self.moves.most_steps)
         if line.until_tokens < context_tokens + planned * count:
             planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
         self._begin_steps(planned, joined)
@@ -293,8 +390,10 @@ class DecodeMachine(Decoder):
             if attempt.joined_step >= 0:
                 del self._attempts[attempt.id]
                 self.policy.on_cancelled(attempt.id)
+                self.moves.drop(attempt)
                 attempt.left = 0
                 router.clock.at(now + router.message_s, router.on_finished, attempt)
+        self.moves.on_step_end()
         self._grant_queued()
 
     def _preempt(self, attempt: Attempt) -> None:
@@ -306,8 +405,10 @@ class DecodeMachine(Decoder):
         """It dies now. What it had made is known to the router; the rest is made elsewhere."""
         self._advance_to(self.router.clock.now)
         for attempt in self._attempts.values():
-            attempt.left -= self.made_by(attempt)
-            attempt.joined_step = -1
+            if not self.moves.is_still(attempt):
+                attempt.left -= self.made_by(attempt)
+                attempt.joined_step = -1
+        self.moves.lose()
         self.is_dead = True
         self.router.inbox.forget(self.reporter)
         if self.host is not None:

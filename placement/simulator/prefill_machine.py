@@ -25,6 +25,7 @@ class PrefillMachine(Prefiller):
         self.policy = policy
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
+        self.is_draining = False
         self.is_busy = False  # its first stage
         self.last_done_s = 0.0
         self.egress_free_s = 0.0
@@ -50,6 +51,7 @@ class PrefillMachine(Prefiller):
             available_pages=policy.pool.available,
             costs=self.costs,
             pages=self.page_news(),
+            draining=self.is_draining,
         )
 
     def page_news(self) -> PageNews:
@@ -61,6 +63,11 @@ class PrefillMachine(Prefiller):
     def report_anew(self, now: float) -> None:
         if not self.is_dead:
             self.reporter.report_anew(now)
+
+    def drain(self) -> None:
+        """From now on it takes nothing new."""
+        self.is_draining = True
+        self.report_anew(self.router.clock.now)
 
     @property
     def is_running(self) -> bool:

@@ -73,7 +73,7 @@ class ReportInbox:
     def take(self) -> list[tuple[str, Report]]:
         """Those that have arrived. All workers report at the same ticks, so between two arrivals there is nothing."""
         now, gap_s = self.clock.now, self.gap_s
-        tick = int(max(0.0, now - self.delay_s) / gap_s)
+        tick = self.arrived_tick(now)
         taken: list[tuple[str, Report]] = []
         if tick == self._taken_tick and now < self._next_reports_s:
             return taken
@@ -89,6 +89,12 @@ class ReportInbox:
         for reporter in quiet:
             del self._reporters[reporter]
         return taken
+
+
+    def arrived_tick(self, now: float) -> int:
+        """The last whose reports have arrived; by the same sum as when they are expected, or rounding loses the last."""
+        tick = int(max(0.0, now - self.delay_s) / self.gap_s)
+        return tick + 1 if (tick + 1) * self.gap_s + self.delay_s <= now else tick
 
 
 class Reporter:
@@ -132,7 +138,7 @@ class Reporter:
     def take(self, now: float) -> Report | None:
         """The last report that has arrived and was not taken; what came before it is forgotten, but for its pages."""
         if self._is_due:
-            tick = int(max(0.0, now - self._inbox.delay_s) / self._inbox.gap_s)
+            tick = self._inbox.arrived_tick(now)
             if tick > self._tick:
                 self._make(tick)
         taken: Report | None = None

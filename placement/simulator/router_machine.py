@@ -1,8 +1,9 @@
 """RouterMachine is cluster/router/driver.py on the virtual clock: it carries out what a RouterPolicy decides.
 
 It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
-the policy says, and tells the policy what workers say. What it leaves out: clients that cancel, other routers, and the
-end of waiting for a role that has no worker: requests wait until one is back.
+the policy says, and tells the policy what workers say. Which requests should move it asks when one comes, and not with
+every report. What it leaves out: clients that cancel, other routers, and the end of waiting for a role that has no
+worker: requests wait until one is back.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class RouterMachine(Dispatcher):
 
     def arrive(self, index: int, next_arrival_s: float) -> None:
         self._route(self._attempt(index, 1, 0, FRESH))
+        self._look_at_moves()
         self._next_arrival_s = next_arrival_s
         self._note_decision()
 
@@ -201,6 +203,35 @@ class RouterMachine(Dispatcher):
         self.ledger.counters["preempted"] += 1
         self._retry(attempt, self.policy.on_preempted(attempt.id))
 
+    # moves of what is decoded
+
+    def _look_at_moves(self) -> None:
+        """Of what workers hold, by their reports, some may have to leave them."""
+        now = self.clock.now
+        for name in self.decodes if len(self.decodes) > 1 else ():
+            for attempt_id in self.policy.leaving(name, now):
+                attempt = self._attempts[attempt_id]
+                assert attempt.decode is not None
+                move = self.policy.move(attempt_id, attempt.num_tokens + attempt.decode.made_now(attempt), now)
+                if move is not None:
+                    attempt.moving_to = self.decodes[move.to]
+                    self.clock.at(now + self.message_s, attempt.decode.move, (attempt, attempt.moving_to))
+
+    def on_moved(self, attempt: Attempt) -> None:
+        if attempt.is_gone or attempt.moving_to is None:
+            return
+        attempt.decode, attempt.moving_to = attempt.moving_to, None
+        self.ledger.counters["moved"] += 1
+        self.policy.on_moved(attempt.id, attempt.decode.name, self.clock.now)
+        self._look_at_moves()
+        self._pump()
+
+    def on_move_failed(self, attempt: Attempt) -> None:
+        if not attempt.is_gone and attempt.moving_to is not None:
+            attempt.moving_to = None
+            self.ledger.counters["moves_failed"] += 1
+            self.policy.on_move_failed(attempt.id, self.clock.now, "room")
+
     def on_handoff_failed(self, attempt: Attempt) -> None:
         if attempt.is_gone:
             return
@@ -248,7 +279,15 @@ class RouterMachine(Dispatcher):
         if has_decode and self._stalled:
             self._move_stalled()
 
-    # losses
+    # losses, and workers that shall be empty
+
+    def on_drain(self) -> None:
+        """A worker will say so with its next report."""
+        self.clock.at(self.clock.now + self.cluster.report_gap_s + self.message_s, self._on_drain_told, 0)
+
+    def _on_drain_told(self, _: int) -> None:
+        self._take_reports()
+        self._look_at_moves()
 
     def on_worker_lost(self, lost: str) -> None:
         """The router has noticed. What was there is sent again; the other worker of each attempt is told."""
@@ -258,9 +297,15 @@ class RouterMachine(Dispatcher):
             told_s = self.clock.now + self.message_s
             if attempt.prefill is not None and attempt.prefill.name != lost:
                 self.clock.at(told_s, attempt.prefill.end, attempt)
-            if attempt.decode is not None and attempt.decode.name != lost:
-                self.clock.at(told_s, attempt.decode.cancel, attempt)
+            for decode in (attempt.decode, attempt.moving_to):
+                if decode is not None and decode.name != lost:
+                    self.clock.at(told_s, decode.cancel, attempt)
             self._retry(attempt, retry)
+        for attempt in self._attempts.values():
+            if attempt.moving_to is not None and attempt.moving_to.name == lost:
+                assert attempt.decode is not None
+                attempt.moving_to = None
+                self.clock.at(self.clock.now + self.message_s, attempt.decode.forget_target, lost)
         for prefill in self.prefills.values():
             prefill.report_anew(self.clock.now)
         self._pump()

@@ -66,6 +66,8 @@ class Simulation:
     def play(self) -> Outcome:
         for loss in self.cluster.losses:
             self.clock.at(loss.at_s, self._lose, loss)
+        for drain in self.cluster.drains:
+            self.clock.at(drain.at_s, self._drain, drain.worker)
         self.clock.at(self._arrival_s[0], self._arrive, 0)
         self.clock.run()
         return self.ledger.outcome()
@@ -130,6 +132,12 @@ class Simulation:
         self.clock.at(noticed_s, self.router.on_worker_lost, loss.worker)
         if loss.back_s is not None:
             self.clock.at(max(loss.back_s, noticed_s), self._on_back, machine)
+
+    def _drain(self, worker: str) -> None:
+        machine = self.machines[worker]
+        if not machine.is_dead:
+            machine.drain()
+            self.router.on_drain()
 
     def _on_back(self, machine: PrefillMachine | DecodeMachine) -> None:
         self._up(machine.worker)

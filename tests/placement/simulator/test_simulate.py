@@ -170,6 +170,13 @@ def test_memory_that_is_short_makes_requests_wait_leave_and_come_back() -> None:
     assert outcome.counters["recomputed_tokens"] > 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_who_waits_for_the_last_report_gets_it(seed: int) -> None:
+    """Nothing else happens any more when it comes."""
+    _, outcome = play(cluster(workers("prefill"), workers("decode", num_pages=25)), requests(rate=10, seed=seed))
+    assert outcome.served + outcome.counters.get("rejected", 0) == 200  # whose output could never fit
+
+
 def test_stalled_handoffs_are_not_sent_around() -> None:
     """Decode workers that are all full draw no handoff from one another: each request moves a few times at most."""
     setup = cluster(workers("prefill", 4), workers("decode", 5, num_pages=30))
