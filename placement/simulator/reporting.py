@@ -90,7 +90,6 @@ class ReportInbox:
             del self._reporters[reporter]
         return taken
 
-
     def arrived_tick(self, now: float) -> int:
         """The last whose reports have arrived; by the same sum as when they are expected, or rounding loses the last."""
         tick = int(max(0.0, now - self.delay_s) / self.gap_s)
