@@ -33,7 +33,7 @@ from placement.plan import Slo
 from placement.replan.arrangements import Arrangement, SetRole
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
-from placement.replan.policy import Prices
+from placement.replan.policy import Prices, Terms
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from placement.simulator.cluster import Loss, SimCluster
 from placement.simulator.costs import costs_of
@@ -91,7 +91,9 @@ class Cluster:
         if policy == "distserve":
             weighed, self.profile = weigh_shifts(self._seen(at_s), SLO, self.profile, bounds)
         else:
-            weighed = weigh(self._seen(at_s), SLO, measured=self.met[-1], bounds=bounds, prices=PRICES)
+            seen = self._seen(at_s)
+            terms = Terms(wanted=SLO.attainment, measured=self.met[-1], seen_s=seen.seen_s, prices=PRICES)
+            weighed = weigh(seen, SLO, bounds, terms)
         decision = weighed.decision
         before, changes = self.arrangement, [move for move in decision.moves if isinstance(move, SetRole)]
         chunks = {move.worker: move.chunk_tokens for move in changes if move.chunk_tokens is not None}

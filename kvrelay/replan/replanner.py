@@ -25,7 +25,7 @@ from kvrelay.replan.journal import Change, Entry, Journal
 from kvrelay.replan.options import Asked
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
-from placement.replan.policy import Decision, Played
+from placement.replan.policy import Decision, Played, Terms
 from placement.replan.seen import Seen, SeenWorker, workload_of
 from worker.options import pool_of
 from worker.steps.costs import StepCosts
@@ -54,16 +54,21 @@ class Replanner:
     def look(self) -> Entry:
         """Once. Raises NotYet, SetupError for what is not simulated, KvrelayError where a router does not answer."""
         slo, seen = self._asked.slo, self._see()
-        measured = seen.attainment(slo.ttft_s, slo.tpot_s)
         now = time.monotonic()
+        terms = Terms(
+            wanted=slo.attainment,
+            measured=seen.attainment(slo.ttft_s, slo.tpot_s),
+            seen_s=seen.seen_s,
+            prices=self._carrier.prices(),
+            spare_s=0.0 if self._spare_since_s is None else now - self._spare_since_s,
+            undo=self._carrier.undo,
+        )
         bounds = self._bounds(now)
         if self._asked.policy == "distserve":
             weighed, self._profile = weigh_shifts(seen, slo, self._profile, bounds)
         else:
-            spare_s = 0.0 if self._spare_since_s is None else now - self._spare_since_s
-            undo, prices = self._carrier.undo, self._carrier.prices()
-            weighed = weigh(seen, slo, measured=measured, bounds=bounds, prices=prices, spare_s=spare_s, undo=undo)
-            self._note_spare(weighed.decision, bounds, now, is_enough=measured >= slo.attainment)
+            weighed = weigh(seen, slo, bounds, terms)
+            self._note_spare(weighed.decision, bounds, now, is_enough=terms.is_enough)
         moves = weighed.decision.moves
         changes = [Change(**asdict(move)) for move in moves]
         entry = Entry(
@@ -71,7 +76,7 @@ class Replanner:
             roles=seen.roles,
             requests=len(seen.ttft_s),
             rate=round(seen.rate, 3),
-            measured=round(measured, 4),
+            measured=round(terms.measured, 4),
             reason=weighed.decision.reason,
             mode="act" if self._asked.acts else "advise",
             tried=[_tried(played) for played in (weighed.present, *weighed.others)],
@@ -81,7 +86,7 @@ class Replanner:
             if self._asked.acts:
                 self._carrier.carry_out(moves, changes)
         finally:
-            if changes or (weighed.others and measured < slo.attainment):
+            if changes or (weighed.others and not terms.is_enough):
                 self._journal.add(entry)
         return entry
 

@@ -10,7 +10,7 @@ import numpy as np
 from placement.plan import Slo
 from placement.replan.arrangements import Arrangement, Move, grown, moves, nearby, resized, shrunk
 from placement.replan.distserve import Profile, decide_anew, profile_of
-from placement.replan.policy import Decision, Played, Prices, decide
+from placement.replan.policy import Decision, Played, Terms, decide
 from placement.replan.seen import Seen
 from placement.simulator.simulate import simulate
 
@@ -37,34 +37,15 @@ class Weighed:
     decision: Decision
 
 
-def weigh(
-    seen: Seen,
-    slo: Slo,
-    *,
-    measured: float,
-    bounds: Bounds,
-    prices: Prices,
-    spare_s: float = 0.0,
-    undo: Move | None = None,
-) -> Weighed:
-    """Play the arrangements near by, and decide. `measured`, `spare_s`, `undo`: see decide."""
+def weigh(seen: Seen, slo: Slo, bounds: Bounds, terms: Terms) -> Weighed:
+    """Play the arrangements near by, and decide."""
     seen, present = corrected(seen, slo)
     others: list[Played] = []
-    if max(measured, present.attainment) < slo.attainment:
+    if max(terms.measured, present.attainment) < terms.wanted:
         others = _others(seen, present, slo, bounds)
-    elif measured >= slo.attainment and bounds.may_shrink:
+    elif terms.is_enough and bounds.may_shrink:
         others = _all_played(seen, shrunk(seen.roles), slo, bounds)
-    decision = decide(
-        present,
-        others,
-        wanted=slo.attainment,
-        seen_s=seen.seen_s,
-        prices=prices,
-        measured=measured,
-        spare_s=spare_s,
-        undo=undo,
-    )
-    return Weighed(present=present, others=others, decision=decision)
+    return Weighed(present=present, others=others, decision=decide(present, others, terms))
 
 
 def weigh_shifts(seen: Seen, slo: Slo, since: Profile | None, bounds: Bounds) -> tuple[Weighed, Profile | None]:

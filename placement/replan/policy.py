@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -60,32 +60,38 @@ class Decision:
     is_spare: bool = False  # one worker less would do
 
 
-def decide(
-    present: Played,
-    others: Sequence[Played],
-    *,
-    wanted: float,
-    seen_s: float,
-    prices: Prices,
-    measured: float,
-    spare_s: float = 0.0,
-    undo: Move | None = None,
-) -> Decision:
-    """`wanted`: the share of requests that shall meet their targets. `seen_s`: for how long requests were seen;
-    `measured`: the share that met them. Where enough did, `others` are of fewer workers, and for `spare_s` each look
-    has found that one less would do. `undo`: what takes back that one has left."""
-    now = f"{measured:.0%} of the requests met their targets, {present.attainment:.0%} when played again"
-    if measured >= wanted:
-        return _with_fewer(present, others, wanted, prices, measured, spare_s, f"{now}: enough")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """`wanted`: the share of requests that shall meet their targets; `measured`: that met them, in `seen_s`. For
+    `spare_s` each look has found that one worker less would do. `undo`: what takes back that one has left."""
+
+    wanted: float
+    measured: float
+    seen_s: float
+    prices: Prices = field(default_factory=Prices)
+    spare_s: float = 0.0
+    undo: Move | None = None
+
+    @property
+    def is_enough(self) -> bool:
+        return self.measured >= self.wanted
+
+
+def decide(present: Played, others: Sequence[Played], terms: Terms) -> Decision:
+    """Where enough requests met their targets, `others` are of fewer workers."""
+    wanted = terms.wanted
+    now = f"{terms.measured:.0%} of the requests met their targets, {present.attainment:.0%} when played again"
+    if terms.is_enough:
+        return _with_fewer(present, others, terms, f"{now}: enough")
     if present.attainment >= wanted:
-        if undo is not None:
-            return Decision(moves=(undo,), reason=f"{now}: it was enough before a worker left")
+        if terms.undo is not None:
+            return Decision(moves=(terms.undo,), reason=f"{now}: it was enough before a worker left")
         return Decision(moves=(), reason=f"{now}: it is not for their roles that workers missed them")
     if not others:
         return Decision(moves=(), reason=f"{now}, and there is no other arrangement near by")
 
     def rank(other: Played) -> tuple[bool, int, float]:
-        worth = other.attainment - _price(present, other, seen_s, prices)
+        worth = other.attainment - _price(present, other, terms)
         is_enough = worth >= wanted
         dearer = TRUSTED if other.devices > present.devices else 0.0
         return is_enough, -other.devices if is_enough else 0, worth - dearer
@@ -93,7 +99,7 @@ def decide(
     def least(other: Played) -> float:
         """That it must gain."""
         better = other.met.astype(np.float64) - present.met
-        return _price(present, other, seen_s, prices) + SURE * _error(better) + TRUSTED
+        return _price(present, other, terms) + SURE * _error(better) + TRUSTED
 
     worth_it = [other for other in others if other.attainment - present.attainment > least(other)]
     best = max(worth_it or others, key=rank)
@@ -104,33 +110,24 @@ def decide(
     return Decision(moves=moves(present.arrangement.roles, best.arrangement) or (), reason=words)
 
 
-def _with_fewer(
-    present: Played,
-    others: Sequence[Played],
-    wanted: float,
-    prices: Prices,
-    measured: float,
-    spare_s: float,
-    now: str,
-) -> Decision:
+def _with_fewer(present: Played, others: Sequence[Played], terms: Terms, now: str) -> Decision:
     """One of these, if it would do, too, and has for long; by a simulation that is not fairer than life."""
-    enough = [other for other in others if other.attainment - SURE * _error(other.met) - TRUSTED >= wanted]
+    enough = [other for other in others if other.attainment - SURE * _error(other.met) - TRUSTED >= terms.wanted]
     best = max(enough, key=lambda other: (-other.devices, other.attainment), default=None)
-    if best is None or present.attainment - measured > TRUSTED:
+    if best is None or present.attainment - terms.measured > TRUSTED:
         return Decision(moves=(), reason=now)
     words = f"{now}, and with {best.arrangement} it would be {best.attainment:.0%}"
-    if spare_s < LONG * prices.start_s:
-        return Decision(moves=(), reason=f"{words}, for {spare_s:.0f} s so far", is_spare=True)
-    return Decision(
-        moves=moves(present.arrangement.roles, best.arrangement) or (), reason=f"{words}, for {spare_s:.0f} s"
-    )
+    words = f"{words}, for {terms.spare_s:.0f} s"
+    if terms.spare_s < LONG * terms.prices.start_s:
+        return Decision(moves=(), reason=f"{words} so far", is_spare=True)
+    return Decision(moves=moves(present.arrangement.roles, best.arrangement) or (), reason=words)
 
 
-def _price(present: Played, other: Played, seen_s: float, prices: Prices) -> float:
+def _price(present: Played, other: Played, terms: Terms) -> float:
     """Of the requests, those that would come while a worker does nothing, and be served by it; and of what more workers
     gain, what comes before they serve."""
     before, after = present.arrangement.roles, other.arrangement.roles
-    seen_s = max(seen_s, MIN_SEEN_S)
+    seen_s, prices = max(terms.seen_s, MIN_SEEN_S), terms.prices
     price = num_changes(before, after) * prices.change_s / seen_s / max(1, len(before) - 1)
     if len(after) > len(before):
         price += max(0.0, other.attainment - present.attainment) * min(1.0, prices.start_s / seen_s)

@@ -91,7 +91,7 @@ class ReportInbox:
         return taken
 
     def arrived_tick(self, now: float) -> int:
-        """The last whose reports have arrived; by the same sum as when they are expected, or rounding loses the last."""
+        """The last whose reports have arrived: by the sum by which they are expected, or rounding loses the last."""
         tick = int(max(0.0, now - self.delay_s) / self.gap_s)
         return tick + 1 if (tick + 1) * self.gap_s + self.delay_s <= now else tick
 

@@ -18,7 +18,7 @@ from placement.replan.arrangements import (
     resized,
     shrunk,
 )
-from placement.replan.policy import Decision, Played, Prices, decide
+from placement.replan.policy import Decision, Played, Terms, decide
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ def played(roles: Roles, share: float) -> Played:
 
 def decided(present: float, other: float, *, seen_s: float = 600.0, measured: float = 0.5) -> Decision:
     others = [played(THREE_AND_ONE, other)]
-    return decide(played(TWO_AND_TWO, present), others, wanted=0.9, seen_s=seen_s, prices=Prices(), measured=measured)
+    return decide(played(TWO_AND_TWO, present), others, Terms(wanted=0.9, seen_s=seen_s, measured=measured))
 
 
 def test_arrangements_near_by_compute_both_phases_and_change_the_last_ones() -> None:
@@ -71,7 +71,7 @@ def test_what_is_not_worth_it_is_left(present: float, other: float, seen_s: floa
 
 
 def test_where_enough_requests_meet_their_targets_all_stay() -> None:
-    decision = decide(played(TWO_AND_TWO, 0.95), [], wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.95)
+    decision = decide(played(TWO_AND_TWO, 0.95), [], Terms(wanted=0.9, seen_s=600.0, measured=0.95))
     assert (decision.moves, decision.reason.endswith("enough")) == ((), True)
     assert decided(0.95, 1.0, measured=0.5).moves == (), "what was measured may be of another time, or of chance"
 
@@ -92,12 +92,10 @@ def test_a_pool_shrinks_where_fewer_would_do_by_more_than_chance() -> None:
     ):
         others = [played(fewer[0], share), played(fewer[1], 0.5)]
         present = played(TWO_AND_TWO, 1.0)
-        decision = decide(
-            present, others, wanted=0.9, seen_s=100.0, prices=Prices(), measured=measured, spare_s=spare_s
-        )
+        decision = decide(present, others, Terms(wanted=0.9, seen_s=100.0, measured=measured, spare_s=spare_s))
         assert (decision.moves, decision.is_spare) == (expected, is_spare)
     undo = Scale(pool="prefill", replicas=2)
-    missed = decide(played(fewer[0], 0.99), [], wanted=0.9, seen_s=100.0, prices=Prices(), measured=0.6, undo=undo)
+    missed = decide(played(fewer[0], 0.99), [], Terms(wanted=0.9, seen_s=100.0, measured=0.6, undo=undo))
     assert missed.moves == (undo,)
 
 
@@ -108,14 +106,14 @@ def test_of_what_would_do_the_fewest_devices_are_taken() -> None:
     present = played(TWO_AND_TWO, 0.5)
 
     def moves_of(*others: Played, seen_s: float = 600.0) -> tuple[Move, ...]:
-        return decide(present, others, wanted=0.9, seen_s=seen_s, prices=Prices(), measured=0.5).moves
+        return decide(present, others, Terms(wanted=0.9, seen_s=seen_s, measured=0.5)).moves
 
     assert moves_of(played(THREE_AND_ONE, 0.95), played(more[-1], 1.0)) == (SetRole(worker="decode-1", role="prefill"),)
     came = (SetRole(worker="decode-2", role="decode"), SetRole(worker="decode-3", role="decode"))
     assert moves_of(played(THREE_AND_ONE, 0.6), played(more[-1], 1.0)) == (Scale(pool="decode", replicas=4), *came)
     assert moves_of(played(more[2], 1.0), played(more[3], 1.0))[0] == Scale(pool="decode", replicas=3)
     near = [played(THREE_AND_ONE, 0.91), played(more[2], 1.0)]
-    decision = decide(played(TWO_AND_TWO, 0.89), near, wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.5)
+    decision = decide(played(TWO_AND_TWO, 0.89), near, Terms(wanted=0.9, seen_s=600.0, measured=0.5))
     assert decision.moves[0] == Scale(pool="decode", replicas=3), "the other would do, but by no more than chance"
     assert moves_of(played(THREE_AND_ONE, 0.8), played(more[2], 0.82)) == (SetRole(worker="decode-1", role="prefill"),)
     gap = [
@@ -150,6 +148,6 @@ def test_a_phase_has_a_worker_at_every_moment() -> None:
     there is no such order."""
     roles = {"decode-0": "decode", "prefill-0": "prefill", "prefill-1": "prefill"}
     other = played(roles | {"prefill-1": "mixed", "decode-0": "mixed"}, 0.9)
-    decision = decide(played(roles, 0.2), [other], wanted=0.9, seen_s=600.0, prices=Prices(), measured=0.2)
+    decision = decide(played(roles, 0.2), [other], Terms(wanted=0.9, seen_s=600.0, measured=0.2))
     assert decision.moves == (SetRole(worker="prefill-1", role="mixed"), SetRole(worker="decode-0", role="mixed"))
     assert nearby({"prefill-0": "prefill", "decode-0": "decode"}, 2) == []

@@ -12,7 +12,7 @@ from engine.knobs import as_text
 from placement.plan import Slo
 from placement.replan.arrangements import Arrangement, SetRole, nearby
 from placement.replan.play import Bounds, corrected, play, weigh
-from placement.replan.policy import Prices, decide
+from placement.replan.policy import Terms, decide
 from placement.replan.seen import GAP_S, MOST_PLAYED, SPANS, Row, Seen, SeenWorker, workload_of
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
@@ -111,7 +111,7 @@ def test_the_phase_that_has_too_few_gets_another(prompt: int, output: int, rate:
     slo = SLO if wanted == "prefill" else Slo(ttft_s=2.0, tpot_s=0.03)
     present = play(cluster, Arrangement(roles=cluster.roles), slo)
     others = [play(cluster, near, slo) for near in nearby(cluster.roles, 1)]
-    decision = decide(present, others, wanted=0.9, seen_s=600.0, prices=Prices(), measured=present.attainment)
+    decision = decide(present, others, Terms(wanted=0.9, seen_s=600.0, measured=present.attainment))
     (move,) = decision.moves
     assert isinstance(move, SetRole), decision.reason
     assert (move.worker, move.role in (wanted, "mixed")) == (f"{few}-1", True), decision.reason
@@ -125,5 +125,7 @@ def test_chunks_follow_what_is_missed(has: int, prompt: int, output: int, rate: 
     """Small ones read prompts too slowly, large ones hold answers up; no worker need change its role for it."""
     both = worker("mixed-0", replace(WRITES, prompt_token_s=0.0003), chunk_tokens=str(has))
     cluster = replace(seen(both, prompt=prompt, output=output, rate=rate), tpot_s=np.full(300, 1e-3))
-    weighed = weigh(cluster, slo, measured=0.1, bounds=Bounds(most_changes=2), prices=Prices())
+    weighed = weigh(
+        cluster, slo, Bounds(most_changes=2), Terms(wanted=slo.attainment, measured=0.1, seen_s=cluster.seen_s)
+    )
     assert weighed.decision.moves == (SetRole(worker="mixed-0", role="mixed", chunk_tokens=wanted),)
