@@ -17,7 +17,7 @@ from kvrelay.replan.replanner import Replanner
 from placement.plan import Slo
 from placement.replan import play as plays
 from placement.replan.arrangements import SetRole
-from placement.replan.policy import Decision, Played
+from placement.replan.policy import Decision, Played, Terms
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import engine_with, random_prompt, router_with, state_of, transformers_tokens, worker_with
 
@@ -36,7 +36,7 @@ async def test_what_it_decides_comes_about_and_no_stream_notices(
 ) -> None:
     seen: list[tuple[Played, list[Played]]] = []
 
-    def decide(present: Played, others: list[Played], **_: float) -> Decision:
+    def decide(present: Played, others: list[Played], _: Terms) -> Decision:
         seen.append((present, others))
         moves = tuple(SetRole(worker=worker, role=role, chunk_tokens=chunks) for worker, role, chunks in CHANGES)
         return Decision(moves=moves, reason="a test wants it")
