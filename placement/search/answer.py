@@ -86,7 +86,7 @@ class PlanAnswer:
             relief=relief,
             headroom=headroom,
             rate=self.question.rate,
-            copies=self._placement_of(chosen.candidate).copies,
+            copies=self.placements[chosen.candidate].copies,
             error=self.search.error_of(chosen.candidate),
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),
@@ -100,7 +100,7 @@ class PlanAnswer:
         if not error:
             return chosen
         value = chosen.goodput.value
-        placement = self._placement_of(chosen.candidate)
+        placement = self.placements[chosen.candidate]
         searches = [
             replace(
                 goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor),
@@ -138,9 +138,11 @@ class PlanAnswer:
         if candidate.kind != "two pools":
             return "none", as_it_is
         binding: Pool = binding_pool(knee.point, knee.missed_ttft, knee.missed_tpot)
-        if self._placement_of(candidate).copies > 1:
+        placement = self.placements[candidate]
+        if placement.copies > 1:
             return binding, as_it_is
         variants = {role: with_one_more(candidate, role) for role in ("prefill", "decode")}
+        self.placements |= {variant: replace(placement, candidate=variant) for variant in variants.values()}
         estimates = self._estimates([(variant, knee.point.rate, 0.0) for variant in variants.values()], CURVE)
         relief = {role: at.point.attainment.value for role, at in zip(variants, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
@@ -151,7 +153,7 @@ class PlanAnswer:
         """Of each candidate at a rate, with the latency model wrong by so much."""
         jobs = []
         for candidate, rate, error in wanted:
-            placement = self._placement_of(candidate)
+            placement = self.placements[candidate]
             jobs.append(
                 EstimateJob(
                     system=system_of(placement, self.problem.offer_of, self.problem.targets.common),
@@ -168,18 +170,6 @@ class PlanAnswer:
         for estimate in estimates:
             self.search.log.count(estimate)
         return estimates
-
-    def _placement_of(self, candidate: Candidate) -> Placement:
-        """How it was tried; with one worker more, how its like was."""
-        if candidate in self.placements:
-            return self.placements[candidate]
-        degrees = [pool.degrees for pool in candidate.pools]
-        like = next(
-            placement
-            for tried, placement in self.placements.items()
-            if [pool.degrees for pool in tried.pools] == degrees
-        )
-        return replace(like, candidate=candidate)
 
     # in words
 

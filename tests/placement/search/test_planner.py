@@ -53,6 +53,14 @@ def test_the_pool_that_binds_is_the_one_whose_worker_more_helps(four_gpus: Plan)
     assert set(four_gpus.phase_goodput) == {"prefill", "decode"}
 
 
+@pytest.mark.parametrize(("num_gpus", "slope_s"), [(4, 0.0001), (6, 0.0004)])
+def test_the_pool_that_binds_is_found_where_pairs_were_tried_too(num_gpus: int, slope_s: float) -> None:
+    """On several nodes. What is chosen has one worker more of each phase in turn, and pairs are not copied for it."""
+    catalog = ToyCatalog(largest=1, gpus_per_node=2, latency={"slope_s": slope_s})
+    found = planned(num_gpus=num_gpus, catalog=catalog)
+    assert found.binding == "prefill"
+
+
 def test_the_best_is_first_and_every_curve_falls(four_gpus: Plan) -> None:
     assert four_gpus.tried[0] == four_gpus.chosen
     assert [one.goodput.value for one in four_gpus.tried] == sorted(
