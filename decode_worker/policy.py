@@ -386,6 +386,9 @@ class DecodePolicy:
         request = self._requests.get(request_id)
         return request is not None and request.stage in (_Stage.QUEUED, _Stage.RESERVED)
 
+    def has_pages(self, request_id: str) -> bool:
+        return bool(self._requests[request_id].pages)
+
     def pages_of(self, request_id: str) -> Sequence[int]:
         return self._requests[request_id].pages
 

@@ -101,6 +101,10 @@ class Dispatcher(ABC):
     def on_handoff_failed(self, attempt: Attempt) -> None: ...
 
     @abstractmethod
+    def on_no_room(self, attempt: Attempt) -> None:
+        """It has waited for pages for too long."""
+
+    @abstractmethod
     def on_handed_off(self, attempt: Attempt) -> None: ...
 
     @abstractmethod

@@ -87,6 +87,7 @@ class SimCluster:
     report_gap_s: float = 0.02  # a worker reports what changed, but not more often than this
     layer_groups: int = 8  # in which KV leaves while a step is computed
     handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
+    queued_reservation_s: float = 30.0  # that KV waits for pages of a decode worker; then it is sent again
     noticed_s: float = 0.15  # from a worker's death until the router knows
     losses: tuple[Loss, ...] = ()
     drains: tuple[Drain, ...] = ()
@@ -105,8 +106,9 @@ class SimCluster:
         for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):
             if not getattr(self, key) >= 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
-        if not self.report_gap_s:
-            raise SetupError("report_gap_s is 0; give seconds above 0")
+        for key in ("report_gap_s", "queued_reservation_s"):
+            if not getattr(self, key) > 0:
+                raise SetupError(f"{key} is {getattr(self, key):g}; give seconds above 0")
         if self.layer_groups < 1:
             raise SetupError(f"layer_groups is {self.layer_groups}; give 1 or more")
         struck = [("loss", loss.worker) for loss in self.losses] + [("drain", drain.worker) for drain in self.drains]

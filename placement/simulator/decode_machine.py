@@ -124,10 +124,18 @@ class DecodeMachine(Decoder):
         elif isinstance(answer, Queued):
             router.ledger.counters["stalled"] += 1
             router.clock.at(now + 2 * router.message_s, router.on_stalled, attempt)
+            router.clock.at(now + router.cluster.queued_reservation_s, self._stop_waiting, attempt)
         else:
             del self._attempts[attempt.id]
             router.clock.at(now + 2 * router.message_s, router.on_handoff_failed, attempt)
         self.reporter.mark(now)
+
+    def _stop_waiting(self, attempt: Attempt) -> None:
+        """Its KV holds pages at its prefill worker that others could use."""
+        is_here = self._attempts.get(attempt.id) is attempt and attempt.decode is self and not self.is_dead
+        if is_here and not (attempt.is_gone or self.policy.has_pages(attempt.id)):
+            self.cancel(attempt)
+            self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_no_room, attempt)
 
     def _grant(self, attempt: Attempt, granted: Granted) -> None:
         assert attempt.prefill is not None

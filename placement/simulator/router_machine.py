@@ -143,6 +143,10 @@ class RouterMachine(Dispatcher):
     def _retry(self, attempt: Attempt, retry: Retry) -> None:
         """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
         self._drop(attempt)
+        if not attempt.left:  # its last token was on its way
+            self.ledger.on_first_token(attempt.index, self.clock.now)
+            self.ledger.on_finished(attempt.index, self.clock.now)
+            return
         if isinstance(retry, GiveUp):
             self.ledger.counters["failed"] += 1
             return
@@ -238,6 +242,19 @@ class RouterMachine(Dispatcher):
         if attempt.prefill is not None:
             self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
         self._retry(attempt, self.policy.on_failed(attempt.id, "no decode worker could ever hold it", self.clock.now))
+
+    def on_no_room(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return
+        assert attempt.prefill is not None
+        assert attempt.decode is not None
+        self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
+        reason, worker, peer = "no pages for too long", attempt.prefill.name, attempt.decode.name
+        self._retry(
+            attempt,
+            self.policy.on_failed(attempt.id, reason, self.clock.now, worker=worker, cause="room", peer=peer),
+        )
+        self._pump()
 
     def on_stalled(self, attempt: Attempt) -> None:
         if not attempt.is_gone and not attempt.granted:
