@@ -106,6 +106,10 @@ class SimCluster:
         for key in ("message_s", "report_gap_s", "noticed_s", "handoff_s"):
             if not getattr(self, key) >= 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds, 0 or more")
+        if self.noticed_s < self.message_s:
+            raise SetupError(
+                f"noticed_s is {self.noticed_s:g}, and a message takes {self.message_s:g}; give as much or more"
+            )
         for key in ("report_gap_s", "queued_reservation_s"):
             if not getattr(self, key) > 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds above 0")

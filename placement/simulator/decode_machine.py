@@ -43,12 +43,12 @@ class DecodeMachine(Decoder):
             worker.latency,
             interrupt=self._interrupt,
             pause=self._pause,
-            resume=self._joined,
             left=self._on_left,
         )
         self.is_draining = False
         self._attempts: dict[str, Attempt] = {}
         self._coming: dict[str, Attempt] = {}  # from other decode machines
+        self._paused: dict[str, Attempt] = {}  # that have run, and are not computed for a while
         self._changes = 0  # of who is here, when _ids was made
         self._ids: frozenset[str] = frozenset()
         self._steps = 0  # ended, but for those of the run under way
@@ -95,7 +95,9 @@ class DecodeMachine(Decoder):
         return self._count > 0
 
     def made_now(self, attempt: Attempt) -> int:
-        self._advance_to(self.router.clock.now)
+        if not self.is_dead:
+            self.reporter.touch(self.router.clock.now)
+            self._advance_to(self.router.clock.now)
         return attempt.max_new - attempt.left + self.made_by(attempt)
 
     def made_by(self, attempt: Attempt) -> int:
@@ -184,6 +186,7 @@ class DecodeMachine(Decoder):
         self._advance_to(now)
         if self._coming.pop(attempt.id, None) is None:
             del self._attempts[attempt.id]
+            self._paused.pop(attempt.id, None)
             attempt.joined_step = -1
         self.policy.on_cancelled(attempt.id)
         self.moves.drop(attempt)
@@ -245,6 +248,9 @@ class DecodeMachine(Decoder):
             self.moves.on_lost(name)
 
     def _pause(self, attempt: Attempt) -> None:
+        if attempt.joined_step < 0:
+            return
+        self._paused[attempt.id] = attempt
         attempt.left -= self.made_by(attempt)
         attempt.joined_step = -1
         self._ends = [end for end in self._ends if end[3] is not attempt]
@@ -260,6 +266,7 @@ class DecodeMachine(Decoder):
     def _on_left(self, attempt: Attempt) -> None:
         self.reporter.touch(self.router.clock.now)
         del self._attempts[attempt.id]
+        self._paused.pop(attempt.id, None)
         self._on_pages()
         self.reporter.mark(self.router.clock.now)
 
@@ -289,7 +296,20 @@ class DecodeMachine(Decoder):
             attempt = self._attempts[request_id]
             self._joined(attempt)
             self.router.ledger.enter(attempt.index, DECODE, self.router.clock.now)
+        if self._paused or not self.moves.is_idle:
+            self._note_gaps({request.request_id for request in schedule.requests})
         return schedule.joined
+
+    def _note_gaps(self, computed: set[str]) -> None:
+        """While requests move, some are computed again that were not, and some not: those that move stand still, and
+        where no page is left nobody makes room for others by leaving."""
+        for attempt in list(self._paused.values()):
+            if attempt.id in computed:
+                del self._paused[attempt.id]
+                self._joined(attempt)
+        for attempt in self._attempts.values():
+            if attempt.joined_step >= 0 and attempt.id not in computed and not self.moves.is_still(attempt):
+                self._pause(attempt)
 
     def _plan_run(self, joined: tuple[str, ...]) -> None:
         """Steps that decode, as many as pass before anything changes."""
@@ -397,6 +417,7 @@ class DecodeMachine(Decoder):
             attempt = heappop(self._ends)[3]
             if attempt.joined_step >= 0:
                 del self._attempts[attempt.id]
+                assert self.policy.computed_len_of(attempt.id) == attempt.num_tokens + attempt.max_new - 1
                 self.policy.on_cancelled(attempt.id)
                 self.moves.drop(attempt)
                 attempt.left = 0
@@ -405,6 +426,7 @@ class DecodeMachine(Decoder):
         self._grant_queued()
 
     def _preempt(self, attempt: Attempt) -> None:
+        self._paused.pop(attempt.id, None)
         attempt.left -= self.made_by(attempt)
         attempt.joined_step = -1
         self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_preempted, attempt)

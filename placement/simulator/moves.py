@@ -5,7 +5,8 @@ computing them meanwhile.
                                       \\--> none, or the other is lost: it goes on here
 
 It decides nothing of its own. What it leaves out: moves to one target take turns there, and send what has filled in
-rounds; here one copy follows another on the link, and what came meanwhile goes at the end.
+rounds; here one copy follows another on the link, and what came meanwhile goes at the end. And that a request stands
+still for a second at most: over a link so slow that this matters, requests that move wait longer here than in life.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Move:
 
 class Moves:
     """`interrupt`: let the step under way be the last before on_step_end. `pause`: the request is computed no more,
-    between two steps; `resume`: it is, from the next one on. `left`: it has gone, and so have its pages."""
+    between two steps. `left`: it has gone, and so have its pages."""
 
     def __init__(
         self,
@@ -47,7 +48,6 @@ class Moves:
         *,
         interrupt: Callable[[], None],
         pause: Callable[[Attempt], None],
-        resume: Callable[[Attempt], None],
         left: Callable[[Attempt], None],
     ) -> None:
         self.router = router
@@ -55,16 +55,18 @@ class Moves:
         self.latency = latency
         self._interrupt = interrupt
         self._pause = pause
-        self._resume = resume
         self._left = left
         self._asked: list[Move] = []
         self._moves: dict[str, Move] = {}  # under way
-        self._failed: list[Attempt] = []  # which stood still
         self._egress_free_s = 0.0  # when the link has passed all that is booked
 
     def begin(self, attempt: Attempt, target: Decoder) -> None:
         self._asked.append(Move(self, attempt, target))
         self._interrupt()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._moves
 
     @property
     def most_steps(self) -> int:
@@ -73,10 +75,6 @@ class Moves:
 
     def on_step_end(self) -> None:
         """Nothing is in flight."""
-        failed, self._failed = self._failed, []
-        for attempt in failed:
-            if self.policy.may_move(attempt.id):  # else it is over by now
-                self._resume(attempt)
         asked, self._asked = self._asked, []
         for move in asked:
             self._reserve(move)
@@ -140,13 +138,15 @@ class Moves:
             return
         self.policy.on_move_failed(move.attempt.id)
         self._close(move, has_left=False)
-        if move.is_still:
-            self._failed.append(move.attempt)
         self._tell_failed(move)
         self._interrupt()
 
     def on_lost(self, name: str) -> None:
         """That worker."""
+        lost = [move for move in self._asked if move.target.name == name]
+        self._asked = [move for move in self._asked if move.target.name != name]
+        for move in lost:
+            self._tell_failed(move)
         for move in [move for move in self._moves.values() if move.target.name == name]:
             self.on_failed(move)
 

@@ -66,8 +66,9 @@ class PrefillMachine(Prefiller):
 
     def drain(self) -> None:
         """From now on it takes nothing new."""
+        self.reporter.touch(self.router.clock.now)
         self.is_draining = True
-        self.report_anew(self.router.clock.now)
+        self.reporter.mark(self.router.clock.now)
 
     @property
     def is_running(self) -> bool:

@@ -1,9 +1,9 @@
 """RouterMachine is cluster/router/driver.py on the virtual clock: it carries out what a RouterPolicy decides.
 
 It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
-the policy says, and tells the policy what workers say. Which requests should move it asks when one comes, and not with
-every report. What it leaves out: clients that cancel, other routers, and the end of waiting for a role that has no
-worker: requests wait until one is back.
+the policy says, and tells the policy what workers say. Which requests should move it asks when one comes or has
+moved, and not with every report. What it leaves out: clients that cancel, other routers, and the end of waiting for a
+role that has no worker: requests wait until one is back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from cluster.router.accounts import FRESH, Past, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Retry, Unavailable
+from cluster.router.moving import RETRY_S
 from cluster.router.policy import RouterPolicy
 from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.clock import VirtualClock
@@ -143,10 +144,6 @@ class RouterMachine(Dispatcher):
     def _retry(self, attempt: Attempt, retry: Retry) -> None:
         """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
         self._drop(attempt)
-        if not attempt.left:  # its last token was on its way
-            self.ledger.on_first_token(attempt.index, self.clock.now)
-            self.ledger.on_finished(attempt.index, self.clock.now)
-            return
         if isinstance(retry, GiveUp):
             self.ledger.counters["failed"] += 1
             return
@@ -235,6 +232,8 @@ class RouterMachine(Dispatcher):
             attempt.moving_to = None
             self.ledger.counters["moves_failed"] += 1
             self.policy.on_move_failed(attempt.id, self.clock.now, "room")
+            if self.cluster.drains:
+                self.clock.at(self.clock.now + RETRY_S, self._on_drain_told, 0)
 
     def on_handoff_failed(self, attempt: Attempt) -> None:
         if attempt.is_gone:

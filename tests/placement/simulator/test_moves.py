@@ -110,14 +110,32 @@ def test_passing_over_steps_changes_nothing_while_requests_move(role: str) -> No
     assert many.counters == single.counters
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_is_made_once_where_pages_are_short(seed: int) -> None:
+    """Who moves is not preempted, so that others must wait; who was to run next may move, too, and come to stand still.
+    A machine asserts the length of each request that ends."""
+    slow = Plain(wire_s_per_token=5e-4)
+    small = [*workers("prefill", 2), *workers("decode", 3, latency=slow, num_pages=(26, 40, 80)[seed % 3])]
+    drains = (Drain(worker="decode-0", at_s=1.0 + seed / 10),)
+    losses = (Loss(worker="decode-1", at_s=2.0 + seed / 10, back_s=7.0),)
+    setup = cluster(small, drains=drains, losses=losses, report_gap_s=(0.005, 0.2)[seed % 2])
+    _, outcome = play(setup, requests(80, rate=15, seed=seed))
+    assert outcome.served + outcome.counters.get("rejected", 0) == 80
+
+
 @pytest.mark.parametrize("lost", ["decode-0", "decode-1", "prefill-0"])
 def test_nothing_is_lost_where_a_worker_dies_during_moves(lost: str) -> None:
     """At every moment of a copy that takes long."""
     slow = (*workers("prefill", 2), *workers("decode", 3, latency=Plain(wire_s_per_token=2e-4)))
     for i in range(60):
         losses = (Loss(worker=lost, at_s=5.0 + i * 0.011, back_s=7.0),)
-        setup = replace(drained(losses=losses, noticed_s=0.01 * (i % 7)), workers=slow)
+        setup = replace(drained(losses=losses, noticed_s=0.01 + 0.02 * (i % 7)), workers=slow)
         _, outcome = play(setup, requests(60, rate=10))
         assert outcome.served == 60, losses
+    for at_s in (4.888125, 5.028125):  # the order to move has come, and its step not ended
+        losses = (Loss(worker="decode-1", at_s=at_s, back_s=7.0),)
+        setup = cluster(workers("prefill", 2), workers("decode", 2), losses=losses)
+        drains = (Drain(worker="decode-0", at_s=5.0),)
+        assert play(replace(setup, drains=drains), requests(60, rate=10))[1].served == 60
     with pytest.raises(SetupError, match="a drain names decode-9; the workers are"):
         drained("decode-9")

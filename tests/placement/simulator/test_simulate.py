@@ -185,14 +185,6 @@ def test_workers_that_wait_for_each_others_pages_give_way_in_the_end() -> None:
         assert outcome.served + sum(outcome.counters.get(key, 0) for key in ("rejected", "failed")) == 80
 
 
-def test_what_was_made_when_a_worker_dies_is_there_though_it_was_not_told_yet() -> None:
-    for at_s in np.arange(2.0, 4.0, 0.01):
-        losses = (Loss(worker="decode-0", at_s=at_s), Loss(worker="prefill-0", at_s=at_s + 0.5))
-        setup = cluster(workers("prefill", 2), workers("decode", 2), losses=losses, noticed_s=0.0, message_s=0.005)
-        _, outcome = play(setup, requests(60, rate=15))
-        assert outcome.served == 60
-
-
 def test_stalled_handoffs_are_not_sent_around() -> None:
     """Decode workers that are all full draw no handoff from one another: each request moves a few times at most."""
     setup = cluster(workers("prefill", 4), workers("decode", 5, num_pages=30))
