@@ -10,11 +10,11 @@ from typing import Any
 
 from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import find_goodput
-from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
+from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
 from placement.search.clusters import JOINT
 from placement.search.placements import Placement, goodput_problem, system_of
-from placement.search.problem import PlanSearch, WorkerGoodput
+from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_one_more
 from placement.workload.arrivals import fit_arrivals
 
@@ -117,19 +117,23 @@ class PlanAnswer:
     def _with_curves(self, tried: Sequence[Goodput]) -> list[Goodput]:
         """A few more points for each, so that its curve can be drawn from an idle cluster to an overloaded one."""
         shown = tried[:CURVES]
-        wanted = [(goodput.candidate, share * goodput.goodput.value, 0.0) for goodput in shown for share in CURVE_AT]
+        wanted = [
+            (self.placements[goodput.candidate], share * goodput.goodput.value, 0.0)
+            for goodput in shown
+            for share in CURVE_AT
+        ]
         estimates = iter(self._estimates(wanted, CURVE))
         curves = [[*goodput.curve, *(next(estimates).point for _ in CURVE_AT)] for goodput in shown]
         curves += [list(goodput.curve) for goodput in tried[CURVES:]]
         return [replace(goodput, curve=_falling(curve)) for goodput, curve in zip(tried, curves, strict=True)]
 
     def _at_rate_and_knee(self, chosen: Goodput, rate: float) -> tuple[Estimate, Estimate]:
-        candidate, value = chosen.candidate, chosen.goodput.value
-        wanted = [(candidate, rate, self.search.error_of(candidate)), (candidate, BEYOND[0] * value, 0.0)]
+        placement, value = self.placements[chosen.candidate], chosen.goodput.value
+        wanted = [(placement, rate, self.search.error_of(chosen.candidate)), (placement, BEYOND[0] * value, 0.0)]
         at_rate, knee = self._estimates(wanted, FINAL)
         for factor in BEYOND[1:]:
             if knee.keeps_slo:  # what binds shows only where something is late
-                (knee,) = self._estimates([(candidate, factor * value, 0.0)], FINAL)
+                (knee,) = self._estimates([(placement, factor * value, 0.0)], FINAL)
         return at_rate, knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
@@ -141,19 +145,18 @@ class PlanAnswer:
         placement = self.placements[candidate]
         if placement.copies > 1:
             return binding, as_it_is
-        variants = {role: with_one_more(candidate, role) for role in ("prefill", "decode")}
-        self.placements |= {variant: replace(placement, candidate=variant) for variant in variants.values()}
-        estimates = self._estimates([(variant, knee.point.rate, 0.0) for variant in variants.values()], CURVE)
-        relief = {role: at.point.attainment.value for role, at in zip(variants, estimates, strict=True)}
+        roles: tuple[PhaseRole, ...] = ("prefill", "decode")
+        variants = [replace(placement, candidate=with_one_more(candidate, role)) for role in roles]
+        estimates = self._estimates([(variant, knee.point.rate, 0.0) for variant in variants], CURVE)
+        relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
         return binding, as_it_is | relief
 
-    def _estimates(self, wanted: Sequence[tuple[Candidate, float, float]], effort: Effort) -> list[Estimate]:
-        """Of each candidate at a rate, with the latency model wrong by so much."""
+    def _estimates(self, wanted: Sequence[tuple[Placement, float, float]], effort: Effort) -> list[Estimate]:
+        """Of each placement at a rate, with the latency model wrong by so much."""
         jobs = []
-        for candidate, rate, error in wanted:
-            placement = self.placements[candidate]
+        for placement, rate, error in wanted:
             jobs.append(
                 EstimateJob(
                     system=system_of(placement, self.problem.offer_of, self.problem.targets.common),

@@ -77,7 +77,7 @@ class ReportInbox:
         taken: list[tuple[str, Report]] = []
         if tick == self._taken_tick and now < self._next_reports_s:
             return taken
-        self._taken_tick = tick if tick * gap_s + self.delay_s <= now else -1  # rounding: they arrive right after now
+        self._taken_tick = tick
         self._next_reports_s = (tick + 1) * gap_s + self.delay_s
         quiet = []
         for reporter in self._reporters:
@@ -91,8 +91,10 @@ class ReportInbox:
         return taken
 
     def arrived_tick(self, now: float) -> int:
-        """The last whose reports have arrived: by the sum by which they are expected, or rounding loses the last."""
+        """The last whose reports have arrived: by the sum by which they are expected, not as rounding has it."""
         tick = int(max(0.0, now - self.delay_s) / self.gap_s)
+        while tick and tick * self.gap_s + self.delay_s > now:
+            tick -= 1
         return tick + 1 if (tick + 1) * self.gap_s + self.delay_s <= now else tick
 
 

@@ -23,14 +23,14 @@ from mixed_worker.policy import MixedPolicy
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.costs import costs_of
-from placement.simulator.decode_machine import DecodeMachine
-from placement.simulator.host import Host
 from placement.simulator.ledger import Ledger
-from placement.simulator.mixed_machine import MixedMachine
+from placement.simulator.machines.decode import DecodeMachine
+from placement.simulator.machines.host import Host
+from placement.simulator.machines.mixed import MixedMachine
+from placement.simulator.machines.prefill import PrefillMachine
+from placement.simulator.machines.router import OnAssigned, RouterMachine
 from placement.simulator.outcome import Outcome
 from placement.simulator.pages import CountedPool
-from placement.simulator.prefill_machine import PrefillMachine
-from placement.simulator.router_machine import OnAssigned, RouterMachine
 from placement.workload.requests import Workload
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy

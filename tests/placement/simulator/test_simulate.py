@@ -14,7 +14,7 @@ from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
-from placement.simulator.mixed_machine import MixedMachine
+from placement.simulator.machines.mixed import MixedMachine
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload

@@ -1,8 +1,7 @@
 """DecodeMachine is decode_worker/driver.py on the virtual clock: it carries out what a DecodePolicy decides.
 
 It decides nothing of its own. Between two events that matter to the batch (somebody is ready, somebody ends, pages run
-short) all steps are one DecodeRun: one event at its end, and `advance` whenever the policy is to be looked at in
-between. So a request costs the same however many tokens it makes.
+short) all steps are one run of DecodeSteps. So a request costs the same however many tokens it makes.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from heapq import heapify, heappop, heappush
 from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from decode_worker.policy import DecodePolicy
-from decode_worker.run import DecodeRun
 from kv_transfer.lease import MOVE_ROOM_TOKENS, Granted, Queued
-from placement.latency.base import DecodeLine, decode_run_s, steps_within
-from placement.simulator.attempt import Attempt, Decoder, Dispatcher
+from placement.latency.base import DecodeLine, decode_run_s
 from placement.simulator.cluster import SimWorker
-from placement.simulator.host import Host
 from placement.simulator.ledger import DECODE, DECODE_QUEUE
-from placement.simulator.moves import Move, Moves
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Move
+from placement.simulator.machines.host import Host
+from placement.simulator.machines.moves import Moves
+from placement.simulator.machines.steps import DecodeSteps
 from placement.simulator.reporting import Reporter
 from worker.steps.costs import StepCosts
 
@@ -31,7 +30,7 @@ class DecodeMachine(Decoder):
         self.router = router
         self.worker = worker
         self.policy = policy
-        self._run = DecodeRun(self.policy)
+        self.steps = DecodeSteps(router.clock, policy, self._on_end)
         self.reporter = Reporter(worker.name, self, router.inbox)
         self.is_dead = False
         self.host = host  # that it shares with prefill workers
@@ -51,20 +50,12 @@ class DecodeMachine(Decoder):
         self._paused: dict[str, Attempt] = {}  # that have run, and are not computed for a while
         self._changes = 0  # of who is here, when _ids was made
         self._ids: frozenset[str] = frozenset()
-        self._steps = 0  # ended, but for those of the run under way
         self._ends: list[tuple[int, int, int, Attempt]] = []  # the step with which each running request ends
-        # the run under way
-        self._count = 0  # requests in it; 0: idle
-        self._planned = 0  # steps
-        self._advanced = 0  # of which the policy knows
-        self._begun_s = 0.0
-        self._line = DecodeLine(1.0, 0.0)
-        self._version = 0
         if host is not None:
             host.join_decode(worker.name, self.change_pace)
 
     def report(self, made_s: float) -> Report:
-        self._advance_to(made_s)
+        self.steps.advance_to(made_s)
         policy = self.policy
         return Report(
             made_s=made_s,
@@ -92,17 +83,17 @@ class DecodeMachine(Decoder):
     @property
     def is_running(self) -> bool:
         """A step is under way."""
-        return self._count > 0
+        return self.steps.count > 0
 
     def made_now(self, attempt: Attempt) -> int:
         if not self.is_dead:
             self.reporter.touch(self.router.clock.now)
-            self._advance_to(self.router.clock.now)
+            self.steps.advance_to(self.router.clock.now)
         return attempt.max_new - attempt.left + self.made_by(attempt)
 
     def made_by(self, attempt: Attempt) -> int:
         """Tokens made since it has joined, as far as the policy knows."""
-        return 0 if attempt.joined_step < 0 else self._steps + self._advanced - attempt.joined_step
+        return 0 if attempt.joined_step < 0 else self.steps.made - attempt.joined_step
 
     # what prefill workers bring
 
@@ -111,7 +102,7 @@ class DecodeMachine(Decoder):
             return
         router, now = self.router, self.router.clock.now
         self.reporter.touch(now)
-        self._advance_to(now)
+        self.steps.advance_to(now)
         answer = self.policy.reserve(
             attempt.id,
             num_tokens=attempt.num_tokens,
@@ -122,7 +113,7 @@ class DecodeMachine(Decoder):
         self._attempts[attempt.id] = attempt
         if isinstance(answer, Granted):
             self._grant(attempt, answer)
-            self._mind_pages()
+            self.steps.end_before_pages()
         elif isinstance(answer, Queued):
             router.ledger.counters["stalled"] += 1
             router.clock.at(now + 2 * router.message_s, router.on_stalled, attempt)
@@ -175,15 +166,15 @@ class DecodeMachine(Decoder):
         """Somebody may be ready for the batch."""
         if not self.is_running:
             self._start()
-        elif self._count < self.policy.options.max_batch_size:
-            self._cut_short()
+        elif self.steps.count < self.policy.options.max_batch_size:
+            self.steps.cut_short()
 
     def cancel(self, attempt: Attempt) -> None:
         if self.is_dead or not (self._attempts.get(attempt.id) is attempt or attempt.id in self._coming):
             return
         now = self.router.clock.now
         self.reporter.touch(now)
-        self._advance_to(now)
+        self.steps.advance_to(now)
         if self._coming.pop(attempt.id, None) is None:
             del self._attempts[attempt.id]
             self._paused.pop(attempt.id, None)
@@ -197,7 +188,7 @@ class DecodeMachine(Decoder):
         """Some are free that were not."""
         self._grant_queued()
         if self.is_running:
-            self._cut_short()
+            self.steps.cut_short()
         else:
             self._start()
 
@@ -214,7 +205,7 @@ class DecodeMachine(Decoder):
             return
         router, now = self.router, self.router.clock.now
         self.reporter.touch(now)
-        self._advance_to(now)
+        self.steps.advance_to(now)
         answer = self.policy.reserve(
             attempt.id,
             num_tokens=move.reserved,
@@ -226,7 +217,7 @@ class DecodeMachine(Decoder):
             self._coming[attempt.id] = attempt
             cached_tokens = answer.cached_pages * self.policy.pool.page_size
             router.clock.at(now + router.message_s, move.source.on_granted, (move, cached_tokens))
-            self._mind_pages()
+            self.steps.end_before_pages()
         else:
             router.clock.at(now + router.message_s, move.source.on_failed, move)
         self.reporter.mark(now)
@@ -258,7 +249,7 @@ class DecodeMachine(Decoder):
 
     def _interrupt(self) -> None:
         if self.is_running:
-            self._cut_short()
+            self.steps.cut_short()
         else:
             self.moves.on_step_end()
             self._start()
@@ -271,27 +262,27 @@ class DecodeMachine(Decoder):
         self.reporter.mark(self.router.clock.now)
 
     def _joined(self, attempt: Attempt) -> None:
-        attempt.joined_step = self._steps
-        heappush(self._ends, (self._steps + attempt.left, attempt.index, attempt.number, attempt))
+        attempt.joined_step = self.steps.made
+        heappush(self._ends, (self.steps.made + attempt.left, attempt.index, attempt.number, attempt))
 
     # the run
 
     def _start(self) -> None:
         joined = self._begin_run()
-        if self._count:
+        if self.steps.count:
             self._plan_run(joined)
         self._tell_host()
 
     def _begin_run(self) -> tuple[str, ...]:
         """Settle who decodes from now on, perhaps nobody. Returns those who do so for the first time."""
-        schedule = self._run.begin()
+        schedule = self.steps.run.begin()
         for request_id in schedule.preempted:
             self._preempt(self._attempts.pop(request_id))
         if schedule.preempted:
             self._grant_queued()
-        self._count = len(schedule.requests)
-        if not self._count:
-            self._run.end()
+        self.steps.count = len(schedule.requests)
+        if not self.steps.count:
+            self.steps.run.end()
         for request_id in schedule.joined:
             attempt = self._attempts[request_id]
             self._joined(attempt)
@@ -313,56 +304,44 @@ class DecodeMachine(Decoder):
 
     def _plan_run(self, joined: tuple[str, ...]) -> None:
         """Steps that decode, as many as pass before anything changes."""
-        worker, count, context_tokens = self.worker, self._count, self._run.context_tokens
+        worker, count, context_tokens = self.worker, self.steps.count, self.steps.run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
         self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
         alone_s = line.step_s * stages + worker.step_overhead_s
-        self._line = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
-        planned = min(self._next_end() - self._steps, 1 + self._run.steps_ahead, self.moves.most_steps)
+        planned = min(self._next_end() - self.steps.made, 1 + self.steps.run.steps_ahead, self.moves.most_steps)
         if line.until_tokens < context_tokens + planned * count:
             planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
-        self._begin_steps(planned, joined)
+        paced = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
+        self._begin_steps(paced, planned, joined)
 
-    def _begin_steps(self, planned: int, joined: tuple[str, ...]) -> None:
+    def _begin_steps(self, line: DecodeLine, planned: int, joined: tuple[str, ...]) -> None:
         now = self.router.clock.now
         for request_id in joined:
             attempt = self._attempts[request_id]
             if attempt.past.deaths:
                 steps = FORGIVEN_AFTER_TOKENS if attempt.past.is_retried else 1
-                tokens_s = now + decode_run_s(self._line, self._count, steps)
+                tokens_s = now + decode_run_s(line, self.steps.count, steps)
                 self.router.clock.at(tokens_s + self.router.message_s, partial(self.router.on_decoded, steps), attempt)
-        self._begun_s = now
-        self._advanced = 0
-        self._plan(planned)
+        self.steps.begin(line, planned)
 
     def _tell_host(self) -> None:
         if self.host is not None:
-            self.host.tell_decode(self.name, self._count)
+            self.host.tell_decode(self.name, self.steps.count)
 
     def change_pace(self) -> None:
-        """What else runs on the host has changed: cut the run here. The steps that have ended are behind it, the one
-        under way keeps its share of work done, and what is left goes on at the new pace."""
+        """What else runs on the host has changed."""
         assert self.host is not None
-        if not self._count or self.is_dead:
+        if not self.steps.count or self.is_dead:
             return
-        pace = self.host.decode_factor(self._count)
+        pace = self.host.decode_factor(self.steps.count)
         if pace == self._pace:
             return
-        now, line, ratio = self.router.clock.now, self._line, pace / self._pace
+        now = self.router.clock.now
         self.reporter.touch(now)
-        self._advance_to(now)
-        ended = self._advanced
-        step_s = line.step_s + line.per_token_s * self._count * ended  # of the one under way
-        done_s = now - self._begun_s - decode_run_s(line, self._count, ended)
-        begun_s = now - min(done_s, step_s) * ratio
-        self.router.ledger.busy_s[self.worker.role] += begun_s - self._begun_s
-        self._line = DecodeLine(step_s * ratio, line.per_token_s * ratio)
+        self.steps.advance_to(now)
+        self.router.ledger.busy_s[self.worker.role] += self.steps.change_pace(pace / self._pace)
         self._pace = pace
-        self._begun_s = begun_s
-        self._steps += ended
-        self._advanced = 0
-        self._plan(self._planned - ended)
         self.reporter.mark(now)
 
     def _next_end(self) -> int:
@@ -370,35 +349,8 @@ class DecodeMachine(Decoder):
             heappop(self._ends)  # it has left
         return self._ends[0][0]
 
-    def _plan(self, steps: int) -> None:
-        self._planned = steps
-        self._version += 1
-        end_s = self._begun_s + decode_run_s(self._line, self._count, steps)
-        self.router.clock.at(end_s, self._on_end, self._version)
-
-    def _advance_to(self, time_s: float) -> None:
-        """Let the policy know of the steps that have ended by then; the run's last is left to _on_end."""
-        if self._count and self._planned - 1 > self._advanced:
-            ended = steps_within(self._line, self._count, time_s - self._begun_s, self._planned - 1)
-            if ended > self._advanced:
-                self._run.advance(ended - self._advanced)
-                self._advanced = ended
-
-    def _cut_short(self) -> None:
-        """Somebody waits for the batch: the step under way is the run's last."""
-        if self._planned - 1 > self._advanced:
-            ended = steps_within(self._line, self._count, self.router.clock.now - self._begun_s, self._planned - 1)
-            if ended + 1 < self._planned:
-                self._plan(ended + 1)
-
-    def _mind_pages(self) -> None:
-        """Pages went to somebody else: the run may have to end before they are short."""
-        ahead = self._run.steps_ahead if self._count else 0
-        if self._count and self._planned - 1 - self._advanced > ahead:
-            self._plan(self._advanced + 1 + ahead)
-
-    def _on_end(self, version: int) -> None:
-        if version != self._version or self.is_dead:
+    def _on_end(self) -> None:
+        if self.is_dead:
             return
         now = self.router.clock.now
         self.reporter.touch(now)
@@ -408,12 +360,9 @@ class DecodeMachine(Decoder):
 
     def _end_run(self) -> None:
         router, now = self.router, self.router.clock.now
-        self._run.advance(self._planned - 1 - self._advanced)
-        self._run.end()
-        self._steps += self._planned
-        self._count = self._advanced = 0
-        router.ledger.busy_s[self.worker.role] += now - self._begun_s
-        while self._ends and self._ends[0][0] <= self._steps:
+        self.steps.end()
+        router.ledger.busy_s[self.worker.role] += now - self.steps.begun_s
+        while self._ends and self._ends[0][0] <= self.steps.made:
             attempt = heappop(self._ends)[3]
             if attempt.joined_step >= 0:
                 del self._attempts[attempt.id]
@@ -433,7 +382,7 @@ class DecodeMachine(Decoder):
 
     def lose(self) -> None:
         """It dies now. What it had made is known to the router; the rest is made elsewhere."""
-        self._advance_to(self.router.clock.now)
+        self.steps.advance_to(self.router.clock.now)
         for attempt in self._attempts.values():
             if not self.moves.is_still(attempt):
                 attempt.left -= self.made_by(attempt)

@@ -1,13 +1,13 @@
 """Attempt is one try at serving one request, handed from the router to a prefill worker to a decode worker.
 
 Three parties pass it on, and each is known to the others by what it may be told here: Dispatcher is the router,
-Prefiller and Decoder are workers. What they are told arrives as late as a message takes; the teller sees to that.
+Prefiller and Decoder are workers, and a Mover is that of a decode worker which hands requests to another (a Move). What
+they are told arrives as late as a message takes; the teller sees to that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from cluster.router.accounts import Past
 from engine.pages.pool import PageHash
@@ -15,9 +15,6 @@ from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster
 from placement.simulator.ledger import Ledger
 from placement.simulator.reporting import ReportInbox
-
-if TYPE_CHECKING:
-    from placement.simulator.moves import Move
 
 
 class Attempt:
@@ -149,6 +146,37 @@ class Prefiller(ABC):
     @abstractmethod
     def report_anew(self, now: float) -> None:
         """Though nothing has changed: the router waits for it."""
+
+
+class Mover(ABC):
+    @abstractmethod
+    def on_granted(self, grant: tuple[Move, int]) -> None:
+        """The other has pages for it, and so many of its tokens already."""
+
+    @abstractmethod
+    def on_receipt(self, move: Move) -> None:
+        """It runs there now."""
+
+    @abstractmethod
+    def on_failed(self, move: Move) -> None:
+        """No pages there, or nobody."""
+
+
+class Move:
+    """`reserved`: tokens that it asked pages for; `more`: what has come since, when it stands still. After `is_over`
+    nothing that happens to it counts any more."""
+
+    __slots__ = ("attempt", "is_copied", "is_over", "is_still", "more", "reserved", "source", "target")
+
+    def __init__(self, source: Mover, attempt: Attempt, target: Decoder) -> None:
+        self.source = source
+        self.attempt = attempt
+        self.target = target
+        self.reserved = 0
+        self.more = 0
+        self.is_copied = False
+        self.is_still = False
+        self.is_over = False
 
 
 class Decoder(ABC):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from cluster.router.accounts import Report
 from engine.pages.news import PageNews
-from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.cluster import SimWorker
-from placement.simulator.host import Host
 from placement.simulator.ledger import HANDOFF, PREFILL
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Prefiller
+from placement.simulator.machines.host import Host
 from placement.simulator.reporting import Reporter
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
 from worker.steps.costs import StepCosts

@@ -15,10 +15,10 @@ from cluster.router.accounts import FRESH, Past, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Retry, Unavailable
 from cluster.router.moving import RETRY_S
 from cluster.router.policy import RouterPolicy
-from placement.simulator.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster
 from placement.simulator.ledger import PREFILL_QUEUE, ROUTE, Ledger
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.pages import block_hashes
 from placement.simulator.reporting import ReportInbox
 from placement.workload.requests import Workload

@@ -11,10 +11,10 @@ from dataclasses import replace
 from cluster.router.accounts import Report
 from mixed_worker.policy import MixedPolicy
 from placement.latency.base import DecodeLine
-from placement.simulator.attempt import Attempt, Dispatcher
 from placement.simulator.cluster import SimWorker
-from placement.simulator.decode_machine import DecodeMachine
-from placement.simulator.prefill_machine import PrefillMachine
+from placement.simulator.machines.attempt import Attempt, Dispatcher
+from placement.simulator.machines.decode import DecodeMachine
+from placement.simulator.machines.prefill import PrefillMachine
 from prefill_worker.policy import PrefillBatch
 from worker.steps.costs import share_after
 
@@ -30,14 +30,14 @@ class MixedMachine(DecodeMachine):
     def report(self, made_s: float) -> Report:
         tokens = self.both.prefill.waiting_tokens
         told = super().report(made_s)
-        last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self._advanced)
+        last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self.steps.advanced)
         pages = self.prompts.page_news()
         return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share, pages=pages)
 
     @property
     def is_running(self) -> bool:
         """A step is under way."""
-        return self._count > 0 or self._batch is not None
+        return self.steps.count > 0 or self._batch is not None
 
     def adopt(self, attempt: Attempt) -> None:
         """Its prompt is read here, and it stays."""
@@ -49,7 +49,7 @@ class MixedMachine(DecodeMachine):
     def on_prompts_changed(self) -> None:
         """A prompt has come, or one that has gone has left its pages to others."""
         if self.is_running:
-            self._cut_short()
+            self.steps.cut_short()
         else:
             self._start()
         self.reporter.mark(self.router.clock.now)
@@ -57,26 +57,26 @@ class MixedMachine(DecodeMachine):
     def _start(self) -> None:
         self._grant_queued()
         joined = self._begin_run()
-        self._batch = self.both.prefill.next_batch(self.both.prompt_tokens(self._count))
+        self._batch = self.both.prefill.next_batch(self.both.prompt_tokens(self.steps.count))
         if self._batch is not None:
             self._plan_step(self._batch, joined)
-        elif self._count:
+        elif self.steps.count:
             self._plan_run(joined)
 
     def _plan_step(self, batch: PrefillBatch, joined: tuple[str, ...]) -> None:
         """One step with chunks of prompts."""
-        latency, count = self.worker.latency, self._count
+        latency, count = self.worker.latency, self.steps.count
         chunks = [(chunk.length, chunk.start) for chunk in batch.chunks]
-        step_s = latency.mixed_s(chunks, count, self._run.context_tokens) if count else latency.prefill_s(chunks)
-        self._line = DecodeLine(step_s * latency.stages + self.worker.step_overhead_s, 0.0)
-        self.prompts.note_begun(batch, self.router.clock.now + self._line.step_s)
-        self._begin_steps(1, joined)
+        step_s = latency.mixed_s(chunks, count, self.steps.run.context_tokens) if count else latency.prefill_s(chunks)
+        step_s = step_s * latency.stages + self.worker.step_overhead_s
+        self.prompts.note_begun(batch, self.router.clock.now + step_s)
+        self._begin_steps(DecodeLine(step_s, 0.0), 1, joined)
 
     def _end_run(self) -> None:
         batch, self._batch = self._batch, None
-        if self._count:
+        if self.steps.count:
             prompt_tokens = sum([chunk.length for chunk in batch.chunks]) if batch is not None else 0
-            self._prompt_share = share_after(self._prompt_share, prompt_tokens, self._planned)
+            self._prompt_share = share_after(self._prompt_share, prompt_tokens, self.steps.planned)
         super()._end_run()
         if batch is not None:
             self.prompts.note_done(batch)

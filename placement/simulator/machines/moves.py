@@ -16,27 +16,10 @@ from collections.abc import Callable
 from decode_worker.policy import NEVER, DecodePolicy
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 from placement.latency.base import LatencyModel
-from placement.simulator.attempt import Attempt, Decoder, Dispatcher
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Move, Mover
 
 
-class Move:
-    """`reserved`: tokens that it asked pages for; `more`: what has come since, when it stands still. After `is_over`
-    nothing that happens to it counts any more."""
-
-    __slots__ = ("attempt", "is_copied", "is_over", "is_still", "more", "reserved", "source", "target")
-
-    def __init__(self, source: Moves, attempt: Attempt, target: Decoder) -> None:
-        self.source = source
-        self.attempt = attempt
-        self.target = target
-        self.reserved = 0
-        self.more = 0
-        self.is_copied = False
-        self.is_still = False
-        self.is_over = False
-
-
-class Moves:
+class Moves(Mover):
     """`interrupt`: let the step under way be the last before on_step_end. `pause`: the request is computed no more,
     between two steps. `left`: it has gone, and so have its pages."""
 
@@ -99,7 +82,6 @@ class Moves:
         router.clock.at(router.clock.now + router.message_s, move.target.make_room, move)
 
     def on_granted(self, grant: tuple[Move, int]) -> None:
-        """The other has pages for it, and so many of its tokens already."""
         move, cached_tokens = grant
         if not move.is_over:
             self.router.clock.at(self._sent_s(move, max(0, move.reserved - cached_tokens)), self._on_copied, move)
@@ -127,13 +109,11 @@ class Moves:
         return start_s + wire_s
 
     def on_receipt(self, move: Move) -> None:
-        """It runs there now."""
         if not move.is_over:
             self._close(move, has_left=True)
             self._left(move.attempt)
 
     def on_failed(self, move: Move) -> None:
-        """No pages there, or nobody."""
         if move.is_over:
             return
         self.policy.on_move_failed(move.attempt.id)
