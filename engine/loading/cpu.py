@@ -19,7 +19,7 @@ from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
 from engine.types import ModelInfo
-from engine.weights import linear
+from engine.weights import linear, panels
 from engine.weights.config import ServedConfig
 
 logger = logging.getLogger(__name__)
@@ -71,4 +71,5 @@ def _pack(module: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtyp
         count = fuse(module, probe.layer_of, CpuKernels())
         logger.info("%d modules of %s run fused", count, type(module).__name__)
     linear.pack_linears(module)
+    logger.info("products: %s", "our own panels" if panels.can_multiply(2, dtype) else "oneDNN")
     return max(linear.MIN_ROWS, linear.row_multiple(module))
