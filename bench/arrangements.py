@@ -1,10 +1,11 @@
 """Which arrangement of workers serves most on this machine: one pool for each phase, workers of both, or a hybrid.
 
-    python -m bench.arrangements [--quick] [--rates 1,2,3,4,6] [--repeats 3] [NAMES...]
+    python -m bench.arrangements [--quick] [--rates 1,2,3,4,6] [--repeats 3] [--peers openvino,vllm] [NAMES...]
 
 The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7M parameters in bf16, prompts of 128 to
 384 and outputs of 32 to 96 tokens, Poisson arrivals). In each repeat each arrangement is started, played at every rate
-with the same requests, and stopped; the next repeat begins with another one. The table shows medians over repeats: the
+with the same requests, and stopped; the next repeat begins with another one. With --peers other servers take their
+turns among them, on both cores (bench.peers installs them, once). The table shows medians over repeats: the
 share of requests within TTFT 500 ms and TPOT 50 ms, and from the rates that were played how many requests a second are
 served within them. Kept in bench/results/arrangements.json. Exit code 1 when a request failed.
 """
@@ -20,6 +21,8 @@ from rich.table import Table
 
 from bench.common import about, demo_model, save
 from bench.e2e import QUICK_SECONDS, SECONDS, Run, cluster, console, median_of, play, problems_of, spec
+from bench.peers import rates as peer_rates
+from bench.peers.install import PEERS
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
@@ -48,6 +51,9 @@ def measure(names: Sequence[str], rates: Sequence[float], repeats: int, seconds:
     for repeat in range(repeats):
         for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
             console.print(f"[bold]{name}")
+            if name in PEERS:
+                runs[name] += peer_rates.play(name, rates, seconds, 100 * repeat)
+                continue
             with cluster(spec(demo_model("125m")) | arrangements()[name]) as served:
                 runs[name] += [play(served, rate, seconds, 100 * repeat + i) for i, rate in enumerate(rates)]
     return runs
@@ -87,14 +93,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="of each; default 3")
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PEERS)}")
     parser.add_argument("names", nargs="*", help="of the arrangements; all when none is given")
     args = parser.parse_args()
     rates = args.rates or ((1.0, 3.0) if args.quick else RATES)
     repeats = args.repeats or (1 if args.quick else 3)
     if unknown := set(args.names) - arrangements().keys():
         parser.error(f"{min(unknown)!r} is no arrangement; give some of {', '.join(map(repr, arrangements()))}")
+    if unknown := set(args.peers) - PEERS.keys():
+        parser.error(f"--peers has {min(unknown)!r}; give some of {', '.join(PEERS)}")
     head = about()
-    names = args.names or list(arrangements())
+    names = [*(args.names or arrangements()), *args.peers]
     runs = measure(names, rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
     rows = {
         name: [median_of([one for one in of_name if one["asked_per_s"] == rate]) for rate in rates]
@@ -105,7 +114,13 @@ def main() -> int:
         held = {name: goodput(of_name) for name, of_name in rows.items()}
         path = save("arrangements", {**head, "goodput": held, "rows": rows, "runs": runs})
         console.print(f"written to {os.path.relpath(path)}")
-    problems = [f"{name}, {text}" for name, of_name in runs.items() for one in of_name for text in problems_of(one)]
+    problems = [
+        f"{name}, {text}"
+        for name, of_name in runs.items()
+        if name not in PEERS
+        for one in of_name
+        for text in problems_of(one)
+    ]
     for problem in problems:
         console.print(f"[red]{problem}")
     return 1 if problems else 0

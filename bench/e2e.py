@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import REPO, CpuWatch, about, demo_model, other_cores, save, wait_quiet
-from bench.peers import NOTE, PEERS
+from bench.peers.earlier import NOTE, PEERS
 from kvrelay.bench.metrics import METRICS, Outcome, summarise
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
@@ -133,9 +133,8 @@ def _kill_after(process: subprocess.Popen[str], timeout_s: float) -> threading.T
     return timer
 
 
-async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
-    """One run at one rate; the CPU is watched from the first request, after the warm-ups, to the last end."""
-    options = WorkloadOptions(
+def load_of(rate: float, seconds: float, seed: int) -> WorkloadOptions:
+    return WorkloadOptions(
         num_prompts=max(LEAST_REQUESTS, round(rate * seconds)),
         request_rate=rate,
         random_input_len=256,
@@ -143,6 +142,11 @@ async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> 
         random_range_ratio=0.5,
         seed=seed,
     )
+
+
+async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
+    """One run at one rate; the CPU is watched from the first request, after the warm-ups, to the last end."""
+    options = load_of(rate, seconds, seed)
     cpu = CpuWatch(served.parts)
     used: dict[str, Any] = {}
 
@@ -153,8 +157,11 @@ async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> 
         used.update(cpu.end())
 
     _, outcomes, duration_s = await run(served.endpoint, options, PlayOptions(num_warmups=WARMUPS), watch=watch)
-    summary = summarise(outcomes, duration_s, SLOS_S, tuple(METRICS), PERCENTILES)
-    return {"asked_per_s": rate, "seed": seed, **summary, **used}
+    return {"asked_per_s": rate, "seed": seed, **summary_of(outcomes, duration_s), **used}
+
+
+def summary_of(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+    return summarise(outcomes, duration_s, SLOS_S, tuple(METRICS), PERCENTILES)
 
 
 def problems_of(result: Run) -> list[str]:
@@ -269,8 +276,13 @@ def _fewest_quiet(runs: Sequence[Run], rates: Sequence[float], wanted: int) -> f
 
 def play(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
     """`seed`: another one each time, so that no prompt is in a prefix cache."""
+    return noted(lambda: asyncio.run(play_rate(served, rate, seconds, seed)))
+
+
+def noted(run_once: Callable[[], Run]) -> Run:
+    """How busy the machine was before, too; printed."""
     before = {"busy_cores_before": round(other_cores(1.0), 3), "load_average_before": os.getloadavg()[0]}
-    result = {**before, **asyncio.run(play_rate(served, rate, seconds, seed))}
+    result = {**before, **run_once()}
     _say(result)
     return result
 

@@ -22,7 +22,7 @@ SHOWN_TOKENS = (2048, 32 * 1024, 32 * 576)  # of the roofline's steps
 
 sys.path.insert(0, str(ROOT))
 
-from bench.peers import PEERS  # noqa: E402  (plain data: no torch)
+from bench.peers.earlier import PEERS  # noqa: E402  (plain data: no torch)
 
 
 def main() -> None:

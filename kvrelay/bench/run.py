@@ -35,12 +35,12 @@ def _check(playing: PlayOptions) -> None:
         raise WorkloadError(f"--timeout is {playing.timeout_s:g}; give seconds above 0")
 
 
-def _warmups(timed: TimedShapes, count: int) -> TimedShapes:
+def warmups(timed: TimedShapes, count: int) -> TimedShapes:
     """Shapes of the first ones, all due at once."""
     return [(timed[i % len(timed)][0], 0.0) for i in range(count)]
 
 
-def _planned(
+def planned(
     options: WorkloadOptions, playing: PlayOptions, model: ServedModel, timed: TimedShapes, stream: int
 ) -> list[Planned]:
     """Requests with prompts of their own for each `stream`."""
@@ -84,9 +84,9 @@ async def run(
     async with AsyncClient(endpoint, token=access.token, tls=access.tls) as client:
         model = await client.model_info()
         check_lengths([shape for shape, _ in timed], model.max_model_len)
-        requests = _planned(options, playing, model, timed, 2)
+        requests = planned(options, playing, model, timed, 2)
         send = partial(play, client, max_concurrency=playing.max_concurrency, timeout_s=playing.timeout_s)
-        await send(_planned(options, playing, model, _warmups(timed, playing.num_warmups), 3))
+        await send(planned(options, playing, model, warmups(timed, playing.num_warmups), 3))
         with watch(len(requests)) as on_end:
             outcomes, duration_s = await send(requests, on_end=on_end)
     return model, outcomes, duration_s

@@ -1,0 +1,36 @@
+"""What a peer's process and bench.peers.run say to each other: a line of JSON each way for each run.
+
+    peer     {"ready_s": 12.3}
+    driver   {"requests": [[at_s, [token ids], tokens to make], ...]}
+    peer     {"began_s": perf_counter of the start, "token_times_s": [[each request's], ...]}, also by perf_counter
+
+Imported by programs that run in the peer's own environment: nothing but the standard library. What the peer's libraries
+print goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Lines:
+    def __init__(self) -> None:
+        self._began_s = time.perf_counter()
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def ready(self) -> None:
+        self._say({"ready_s": time.perf_counter() - self._began_s})
+
+    def asked(self) -> list[list[Any]] | None:
+        """What to play next; None: that was all."""
+        line = sys.stdin.readline()
+        return json.loads(line)["requests"] if line else None
+
+    def played(self, began_s: float, token_times_s: list[list[float]]) -> None:
+        self._say({"began_s": began_s, "token_times_s": token_times_s})
+
+    def _say(self, said: dict[str, Any]) -> None:
+        print(json.dumps(said), file=self._out, flush=True)
