@@ -12,7 +12,7 @@ from bench.common import CpuWatch, demo_model
 from bench.e2e import WARMUPS, Run, console, load_of, noted, summary_of
 from bench.peers.serve import Server, server
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
-from kvrelay.bench.run import planned, warmups
+from kvrelay.bench.run import drawn
 from kvrelay.bench.workload import timed_shapes
 from kvrelay.client.types import ServedModel
 
@@ -26,11 +26,11 @@ def play(name: str, rates: Sequence[float], seconds: float, first_seed: int) -> 
 
 
 def _play_rate(peer: Server, model: ServedModel, rate: float, load: WorkloadOptions) -> Run:
-    shapes, playing = timed_shapes(load), PlayOptions()
-    peer.play(planned(load, playing, model, warmups(shapes, WARMUPS), 3))
+    warmups, requests = drawn(load, PlayOptions(num_warmups=WARMUPS), model, timed_shapes(load))
+    peer.play(warmups)
     cpu = CpuWatch(peer.parts)
     cpu.begin()
-    outcomes, duration_s = peer.play(planned(load, playing, model, shapes, 2))
+    outcomes, duration_s = peer.play(requests)
     return {"asked_per_s": rate, "seed": load.seed, **summary_of(outcomes, duration_s), **cpu.end()}
 
 

@@ -30,7 +30,7 @@ class Server:
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
         self._process = process
-        self.ready_s: float = self._heard()["ready_s"]
+        self._heard()  # that it is ready
 
     def play(self, requests: list[Planned]) -> tuple[list[Outcome], float]:
         """As kvrelay.bench.load.play: what became of each, in seconds since the start, and seconds to the last end."""

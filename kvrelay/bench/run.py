@@ -35,12 +35,12 @@ def _check(playing: PlayOptions) -> None:
         raise WorkloadError(f"--timeout is {playing.timeout_s:g}; give seconds above 0")
 
 
-def warmups(timed: TimedShapes, count: int) -> TimedShapes:
+def _warmups(timed: TimedShapes, count: int) -> TimedShapes:
     """Shapes of the first ones, all due at once."""
     return [(timed[i % len(timed)][0], 0.0) for i in range(count)]
 
 
-def planned(
+def _planned(
     options: WorkloadOptions, playing: PlayOptions, model: ServedModel, timed: TimedShapes, stream: int
 ) -> list[Planned]:
     """Requests with prompts of their own for each `stream`."""
@@ -66,6 +66,14 @@ def planned(
     ]
 
 
+def drawn(
+    options: WorkloadOptions, playing: PlayOptions, model: ServedModel, timed: TimedShapes
+) -> tuple[list[Planned], list[Planned]]:
+    """The warm-ups, and the requests, which have other prompts."""
+    first = _warmups(timed, playing.num_warmups)
+    return _planned(options, playing, model, first, 3), _planned(options, playing, model, timed, 2)
+
+
 async def run(
     endpoint: str,
     options: WorkloadOptions,
@@ -84,9 +92,9 @@ async def run(
     async with AsyncClient(endpoint, token=access.token, tls=access.tls) as client:
         model = await client.model_info()
         check_lengths([shape for shape, _ in timed], model.max_model_len)
-        requests = planned(options, playing, model, timed, 2)
+        warmups, requests = drawn(options, playing, model, timed)
         send = partial(play, client, max_concurrency=playing.max_concurrency, timeout_s=playing.timeout_s)
-        await send(planned(options, playing, model, warmups(timed, playing.num_warmups), 3))
+        await send(warmups)
         with watch(len(requests)) as on_end:
             outcomes, duration_s = await send(requests, on_end=on_end)
     return model, outcomes, duration_s

@@ -1,6 +1,6 @@
-"""What a peer's process and bench.peers.run say to each other: a line of JSON each way for each run.
+"""What a peer's process and bench.peers.serve say to each other: a line of JSON each way for each run.
 
-    peer     {"ready_s": 12.3}
+    peer     {}                                        it is ready
     driver   {"requests": [[at_s, [token ids], tokens to make], ...]}
     peer     {"began_s": perf_counter of the start, "token_times_s": [[each request's], ...]}, also by perf_counter
 
@@ -11,18 +11,16 @@ print goes to stderr.
 import json
 import os
 import sys
-import time
 from typing import Any
 
 
 class Lines:
     def __init__(self) -> None:
-        self._began_s = time.perf_counter()
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def ready(self) -> None:
-        self._say({"ready_s": time.perf_counter() - self._began_s})
+        self._say({})
 
     def asked(self) -> list[list[Any]] | None:
         """What to play next; None: that was all."""

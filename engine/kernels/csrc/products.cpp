@@ -26,7 +26,7 @@ struct Product {
     int64_t rows, in, out;
 };
 
-// `sums`: [rows][WIDE], of the parts before; null where the first part is the last, too.
+// `sums`: [ROWS][WIDE], of the parts before; the first part reads none, and the last writes none.
 template <int ROWS>
 inline void add_part(const Product& product, int64_t row, int64_t panel, int64_t begin, int64_t end, float* sums) {
     const int64_t pairs = product.in / 2, column = panel * WIDE;

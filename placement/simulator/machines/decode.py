@@ -87,9 +87,15 @@ class DecodeMachine(Decoder):
 
     def made_now(self, attempt: Attempt) -> int:
         if not self.is_dead:
-            self.reporter.touch(self.router.clock.now)
-            self.steps.advance_to(self.router.clock.now)
+            self._caught_up()
         return attempt.max_new - attempt.left + self.made_by(attempt)
+
+    def _caught_up(self) -> float:
+        """Now, when the report before is drawn up and the policy knows of the steps that have ended."""
+        now = self.router.clock.now
+        self.reporter.touch(now)
+        self.steps.advance_to(now)
+        return now
 
     def made_by(self, attempt: Attempt) -> int:
         """Tokens made since it has joined, as far as the policy knows."""
@@ -100,9 +106,7 @@ class DecodeMachine(Decoder):
     def reserve(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead or attempt.decode is not self:
             return
-        router, now = self.router, self.router.clock.now
-        self.reporter.touch(now)
-        self.steps.advance_to(now)
+        router, now = self.router, self._caught_up()
         answer = self.policy.reserve(
             attempt.id,
             num_tokens=attempt.num_tokens,
@@ -172,9 +176,7 @@ class DecodeMachine(Decoder):
     def cancel(self, attempt: Attempt) -> None:
         if self.is_dead or not (self._attempts.get(attempt.id) is attempt or attempt.id in self._coming):
             return
-        now = self.router.clock.now
-        self.reporter.touch(now)
-        self.steps.advance_to(now)
+        now = self._caught_up()
         if self._coming.pop(attempt.id, None) is None:
             del self._attempts[attempt.id]
             self._paused.pop(attempt.id, None)
@@ -203,9 +205,7 @@ class DecodeMachine(Decoder):
         attempt = move.attempt
         if attempt.is_gone or move.is_over or self.is_dead:
             return
-        router, now = self.router, self.router.clock.now
-        self.reporter.touch(now)
-        self.steps.advance_to(now)
+        router, now = self.router, self._caught_up()
         answer = self.policy.reserve(
             attempt.id,
             num_tokens=move.reserved,
@@ -337,9 +337,7 @@ class DecodeMachine(Decoder):
         pace = self.host.decode_factor(self.steps.count)
         if pace == self._pace:
             return
-        now = self.router.clock.now
-        self.reporter.touch(now)
-        self.steps.advance_to(now)
+        now = self._caught_up()
         self.router.ledger.busy_s[self.worker.role] += self.steps.change_pace(pace / self._pace)
         self._pace = pace
         self.reporter.mark(now)
