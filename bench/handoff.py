@@ -247,6 +247,7 @@ class FreeHost:
     """Grants every page, always: the bench hands over one request at a time."""
 
     num_pages: int
+    reads_prompts = False
 
     def reserve(self, request: Any, room_tokens: int) -> Any:
         from kv_transfer.lease import Granted
@@ -254,6 +255,9 @@ class FreeHost:
         return Granted(tuple(range(-(-len(request.prompt_ids) // PAGE_SIZE))))
 
     def on_committed(self, request: Any, token_ids: Any, receipt: Any) -> None:
+        pass
+
+    def on_committed_unread(self, request: Any, num_tokens: int, receipt: Any) -> None:
         pass
 
     def on_lease_released(self, request: Any, reason: str) -> None:

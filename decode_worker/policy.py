@@ -22,6 +22,9 @@ pages, and ends as all others do.
 Requests that move to another worker are computed on meanwhile, and hold their pages until the handoff is closed: they
 are not preempted. `on_move_stops` ends their steps, so that the last page can follow; without a receipt they go on.
 
+A prompt that another worker has read in part comes like any other; what is unread is read here (`on_unread`), in the
+pages that were reserved for all of it.
+
 Prompts beside. Where prompts are computed in the same pages, each counts from its first chunk on as a request that was
 admitted, and whoever asked for pages first, prompt or reservation of one priority, has them first. One that stays is
 *adopted* when it is computed, pages and all; one that leaves is gone then.
@@ -226,6 +229,22 @@ class DecodePolicy:
         request.hashes = list(hashes[: request.prompt_len // self.pool.page_size])
         request.published_pages = len(request.hashes)
         self._on_complete(request)
+
+    def on_unread(self, request_id: str, num_read: int) -> tuple[list[int], list[PageHash], int]:
+        """Of a reserved request the KV of `num_read` tokens stands in its pages; the rest is computed here, as of a
+        prompt that has begun. Returns its pages, which are whose who computes it, their hashes, and how many tokens
+        have KV: those that were cached, too, but for the last, whose logits are wanted."""
+        request = self._requests[request_id]
+        assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        page_size, pages = self.pool.page_size, request.pages
+        cached_len = request.published_pages * page_size
+        if cached_len == request.prompt_len:  # the last page is shared, and computed again
+            cached_len = num_read = cached_len - page_size
+            if self.pool.available:
+                self.pool.release(pages[-1:])
+                pages[-1:] = self.pool.allocate(1)
+        request.stage, request.pages, request.published_pages = _Stage.READING, [], 0
+        return pages, request.hashes, max(num_read, cached_len)
 
     def on_gone(self, request_id: str) -> None:
         """The prompt is not here any more; it was adopted before, or is not wanted."""

@@ -39,6 +39,18 @@ class HeldAnswer(HeldRequest):
     hashed_pages: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadPrompt:
+    """A request of which `computed_len` tokens have their KV in `pages`. `num_read`: of them, by another worker."""
+
+    request: HeldAnswer
+    pages: Sequence[int]
+    hashes: Sequence[PageHash]
+    computed_len: int
+    num_read: int
+    receipt: HandoffReceipt
+
+
 class Reservations:
     """A ReservationHost (kv_transfer.decode_side.leases)."""
 
@@ -49,6 +61,7 @@ class Reservations:
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self.requests: dict[str, HeldAnswer] = {}
         self.on_forgotten: Callable[[str], None] | None = None  # told each request that is over
+        self.on_unread: Callable[[UnreadPrompt], None] | None = None  # reads them on; None: nobody does
         self.handoffs = HandoffServicer(
             self,
             memory=host.engine.memory,
@@ -106,6 +119,25 @@ class Reservations:
         held.tokens += token_ids
         self._policy.on_committed(held.id, len(token_ids) - 1)
         self._tell_ready(held, receipt)
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.on_unread is not None
+
+    def on_committed_unread(self, request: pb.RequestState, num_tokens: int, receipt: HandoffReceipt) -> None:
+        assert self.on_unread is not None, f"{self._name} reads no prompts"
+        held = self.requests.pop(request.request_id)
+        pages, hashes, computed_len = self._policy.on_unread(held.id, num_tokens)
+        self.on_unread(
+            UnreadPrompt(
+                request=held,
+                pages=pages,
+                hashes=hashes,
+                computed_len=computed_len,
+                num_read=num_tokens,
+                receipt=receipt,
+            )
+        )
 
     def keep(self, request: HeldRequest, token_id: int, hashes: Sequence[PageHash]) -> HandoffReceipt:
         """A prompt that was computed in this worker's pages is its own from now on: nothing moves."""

@@ -3,6 +3,7 @@
     router --submit--> PrefillRole --first token--> it stays: DecodeRole.adopt --> tokens to the router
                                           \\--> it leaves: handed off, as by any prefill worker
     prefill workers --reserve, segments, commit--> DecodeRole, as of any decode worker
+                                                        \\--> not read to its end: PrefillRole reads on
 
 What each does for its requests is its own; here a step is put together and taken apart.
 """
@@ -16,11 +17,13 @@ from typing import Any
 
 from decode_worker.driver import DecodeRole
 from decode_worker.policy import DecodeBatch
+from decode_worker.reservations import UnreadPrompt
 from engine.types import SampledToken, Step
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from mixed_worker.policy import MixedPolicy
 from prefill_worker.driver import PrefillRole, PreparedBatch
+from prefill_worker.handoffs import HeldPrompt
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import RoleHost
@@ -35,10 +38,12 @@ class MixedBatch:
 
 class MixedRole:
     def __init__(self, host: RoleHost) -> None:
+        self._host = host
         self.policy = MixedPolicy(host.pool, host.options.policy, name=host.options.name)
         peers = Peers(host)
         self._decode = DecodeRole(host, self.policy.decode, peers)
         self._prefill = PrefillRole(host, lambda *_: self.policy.prefill, beside=self._decode, peers=peers)
+        self._decode.reservations.on_unread = self._read_on
         prompts: Any = self._prefill.requests
         answers: Any = self._decode.requests
         self.requests: Mapping[str, HeldRequest] = ChainMap(prompts, answers)
@@ -57,7 +62,10 @@ class MixedRole:
         self._prefill.on_submit(link, submit)
 
     def on_move(self, move: pb.Move) -> None:
-        self._decode.on_move(move)
+        if move.unread:
+            self._prefill.on_move(move)
+        else:
+            self._decode.on_move(move)
 
     def on_begin(self, request_id: str) -> None:
         self._decode.on_begin(request_id)
@@ -107,6 +115,19 @@ class MixedRole:
         prompts = self._prefill.step_of(batch.prefill)
         chunks = [*answers, *prompts.chunks]
         return Step(chunks=chunks, on_layer=prompts.on_layer, on_layer_of=prompts.on_layer_of)
+
+    def _read_on(self, unread: UnreadPrompt) -> None:
+        """A prompt has come that another worker has read in part."""
+        answer, streams = unread.request, self._host.streams
+        link = streams.link(answer.state.router_id)
+        assert link is not None, f"{answer.id} is of a router that is lost"
+        prompt = HeldPrompt(
+            state=answer.state, link=link, params=answer.params, tokens=answer.tokens, decode=self._host.address
+        )
+        self._prefill.take_over(prompt, unread.pages, unread.hashes, unread.computed_len, num_read=unread.num_read)
+        moved, name, num_read = pb.EVENT_KIND_MOVED, self._host.options.name, unread.computed_len
+        link.event(answer.state, moved, receipt=unread.receipt, decode_worker=name, cached_tokens=num_read)
+        streams.flush()
 
     def on_step(self, batch: MixedBatch, tokens: Sequence[SampledToken]) -> None:
         prompts = {chunk.request_id for chunk in batch.prefill.plan.chunks} if batch.prefill else set()

@@ -22,6 +22,7 @@ from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan
+from prefill_worker.passing import Passing
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import token_output
 from worker.peers.peers import Peers, Undelivered
@@ -70,6 +71,7 @@ class PrefillRole:
         self._eos_token_ids = host.engine.info.eos_token_ids
         self.policy = make_policy(host.pool, host.options.policy)
         self.handoffs = Handoffs(host, self.policy, peers or Peers(host))
+        self.passing = Passing(host, self.policy, self.handoffs, on_passed=self._end, on_doubt=self._end_undelivered)
         self.requests: dict[str, HeldPrompt] = {}
 
     @property
@@ -100,7 +102,9 @@ class PrefillRole:
         """It holds none."""
 
     def on_move(self, move: pb.Move) -> None:
-        log.warning("%s reads prompts; move of %s is for its decode worker", self._name, move.request_id)
+        request = self.requests.get(move.request_id)
+        if request is not None:  # else its end is on its way to the router
+            self.passing.begin(request, move.decode)
 
     def on_cancel(self, request_id: str, reason: str) -> None:
         request = self.requests.get(request_id)
@@ -164,6 +168,30 @@ class PrefillRole:
         self.policy.add(request.id, len(request.tokens), hashes, request.state.priority)
         self._host.wake()
 
+    def take_over(
+        self,
+        request: HeldPrompt,
+        pages: Sequence[int],
+        hashes: Sequence[PageHash],
+        computed_len: int,
+        *,
+        num_read: int,
+    ) -> None:
+        """Read on, and let stay, what another worker has read `num_read` tokens of. KV is here of `computed_len`."""
+        request.stays = True
+        self.requests[request.id] = request
+        self.policy.take_over(
+            request.id,
+            len(request.tokens),
+            hashes,
+            pages,
+            computed_len,
+            has_begun=num_read > 0,
+            priority=request.state.priority,
+        )
+        self._host.counters["prompts_taken_over"] += 1
+        self._host.wake()
+
     # Steps
 
     def next_batch(self, most_tokens: int | None = None) -> PreparedBatch | None:
@@ -216,6 +244,7 @@ class PrefillRole:
         self.policy.on_batch_done(batch.plan)
         for chunk in batch.plan.chunks:
             self._forget_if_gone(chunk.request_id)
+        self.passing.on_step()
 
     def _on_token(self, token: SampledToken, computed_ns: int) -> None:
         if token.error:
@@ -270,13 +299,21 @@ class PrefillRole:
         if request.is_cancelled:
             return
         if isinstance(outcome, Undelivered):
-            self._tell_undelivered(request, outcome)
-            request.is_cancelled = True
-            await self._let_go(request, outcome.reason)
+            self._end_undelivered(request, outcome)
         else:
-            self.handoffs.close(request)
-            self._finish(request)
+            self._end(request)
         self._host.streams.flush()
+
+    def _end(self, request: HeldPrompt) -> None:
+        """Another worker has it."""
+        self.handoffs.close(request)
+        self._finish(request)
+
+    def _end_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
+        """Another worker has it not, or that is not known."""
+        self._tell_undelivered(request, failure)
+        request.is_cancelled = True
+        self.handoffs.spawn(self._let_go(request, failure.reason))
 
     async def _cancel(self, request: HeldPrompt, reason: str) -> None:
         await self._let_go(request, reason)

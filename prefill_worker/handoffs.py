@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.pages.pool import pages_for
 from engine.types import OnLayer
@@ -42,6 +43,7 @@ class HeldPrompt(HeldRequest):
     is_stalled: bool = False
     is_committing: bool = False
     moving_to: pb.WorkerAddress | None = None
+    is_passing: bool = False  # to another worker, which reads the rest
     stays: bool = False  # it is decoded here
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
 
@@ -90,13 +92,23 @@ class Handoffs:
 
     def reassign(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
         """Move a stalled handoff to another decode worker."""
-        if request.is_cancelled or not request.is_stalled:
+        if request.is_cancelled or request.is_passing or not request.is_stalled:
             return
         if request.handoff is not None and request.handoff.is_granted:
             return  # pages came meanwhile; moved now, it might run on both workers. The first one tells the router
         request.moving_to = decode
         if request.is_committing and request.handoff is not None:  # its commit ends, and looks at moving_to
             self.spawn(request.handoff.abort("reassigned"))
+
+    async def open_elsewhere(self, request: HeldPrompt, decode: pb.WorkerAddress) -> Handoff:
+        """Another decode worker has it from now on; a handoff there, given up where it has no pages now. Raises
+        HandoffError."""
+        await self.abort(request, f"{decode.name} reads it on")
+        request.decode, request.stays, request.is_stalled, request.sent_pages = decode, False, False, 0
+        pair = await self.peers.pair(decode)
+        if request.is_cancelled:
+            raise HandoffDenied("cancelled", retryable=False)
+        return self._reserve(request, pair, lambda reason: self.spawn(self.abort(request, reason)))
 
     async def hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> HandoffReceipt | Undelivered:
         """Commit, elsewhere if another worker is named meanwhile."""
@@ -141,8 +153,10 @@ class Handoffs:
         handoff = self._reserve(request, pair)
         handoff.pages_ready(0, list(self._policy.pages_of(request.id)))
 
-    def _reserve(self, request: HeldPrompt, pair: PrefillPair) -> Handoff:
-        handoff = pair.reserve(request.state, on_stalled=lambda reason: self._on_stalled(request, reason))
+    def _reserve(
+        self, request: HeldPrompt, pair: PrefillPair, on_stalled: Callable[[str], None] | None = None
+    ) -> Handoff:
+        handoff = pair.reserve(request.state, on_stalled=on_stalled or partial(self._on_stalled, request))
         request.handoff = handoff
         self._policy.on_handoff_opened(request.id)
         return handoff

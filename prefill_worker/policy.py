@@ -6,6 +6,8 @@ calls `next_batch`, carries it out and reports what happened. `next_batch` is le
     add --> [waiting] --pages--> [running: chunks] --last chunk--> [handing off] --receipt--> gone
                  \\___________________\\______________________________\\--- on_cancelled ----> gone, as soon as no batch
                                                                        and no handoff reads its pages any more
+    on_passing: nothing more of it is computed here; it is handed to another worker as it is, or goes on after all
+    take_over:  one that another worker has read in part, with its pages
 
 Order. Who has begun goes on; then by priority, lower numbers first; of one priority first come, first served by tokens.
 But a *short* prompt (at most `short_prompt_tokens` left) may pass *long* ones, of no lower number: while a long prompt
@@ -68,6 +70,8 @@ class _Request:
     computed_len: int = 0
     scheduled_len: int = 0
     published_pages: int = 0
+    has_begun: bool = False
+    is_passing: bool = False  # to a worker that reads the rest
     is_handoff_open: bool = False
     is_over: bool = False  # cancelled, or finished at prefill, or handed off: pages go as soon as nobody reads them
 
@@ -109,6 +113,35 @@ class PrefillPolicy:
         request = _Request(request_id=request_id, num_tokens=num_tokens, hashes=hashes, priority=priority)
         self._requests = in_turn(self._requests, request)
         self._waiting = in_turn(self._waiting, request)
+
+    def take_over(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hashes: Sequence[PageHash],
+        pages: Sequence[int],
+        computed_len: int,
+        *,
+        has_begun: bool,
+        priority: int = 0,
+    ) -> None:
+        """A prompt in these pages, which are its own from now on: `computed_len` tokens of it have their KV there, by
+        another worker's reading, if it `has_begun`, or by the cache."""
+        assert request_id not in self._requests, f"{request_id} is here already"
+        request = _Request(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            hashes=hashes,
+            priority=priority,
+            pages=list(pages),
+            cached_len=computed_len,
+            computed_len=computed_len,
+            scheduled_len=computed_len,
+            has_begun=has_begun,
+        )
+        self._requests = in_turn(self._requests, request)
+        self._running[request_id] = request
+        self._publish(request)
 
     def next_batch(self, most_tokens: int | None = None) -> PrefillBatch | None:
         """What to compute next, at most max_batch_tokens, and `most_tokens`; None when nothing can run."""
@@ -155,6 +188,33 @@ class PrefillPolicy:
         self.pool.withdraw(request.pages)
         self.on_finished(request_id)
 
+    # prompts that are passed on, to be read elsewhere
+
+    def may_pass(self, request_id: str) -> bool:
+        """Some of it is left to compute."""
+        request = self._requests.get(request_id)
+        return request is not None and request.left > 0 and not (request.is_over or request.is_passing)
+
+    def on_passing(self, request_id: str) -> None:
+        """No more of it is scheduled."""
+        self._requests[request_id].is_passing = True
+        self._waiting.pop(request_id, None)
+        self._running.pop(request_id, None)
+
+    def stands_still(self, request_id: str) -> bool:
+        """Nothing of it is computed now. One that is gone stands still."""
+        request = self._requests.get(request_id)
+        return request is None or not request.is_in_flight
+
+    def on_passing_failed(self, request_id: str) -> None:
+        """It is read on here."""
+        request = self._requests[request_id]
+        request.is_passing = False
+        if request.has_begun:
+            self._running[request_id] = request
+        else:
+            self._waiting = in_turn(self._waiting, request)
+
     def on_handoff_opened(self, request_id: str) -> None:
         """From now on the handoff may read the request's pages, until on_handoff_closed."""
         self._requests[request_id].is_handoff_open = True
@@ -187,6 +247,9 @@ class PrefillPolicy:
     def hashes_of(self, request_id: str) -> Sequence[PageHash]:
         return self._requests[request_id].hashes
 
+    def computed_len_of(self, request_id: str) -> int:
+        return self._requests[request_id].computed_len
+
     def cached_len_of(self, request_id: str) -> int:
         return self._requests[request_id].cached_len
 
@@ -216,7 +279,7 @@ class PrefillPolicy:
     def _queue(self) -> list[_Request]:
         """Requests with something left to schedule, in the order in which they go: those that have begun hold pages,
         here and where they will be decoded, and are not made to wait for a lower number."""
-        queue = [r for r in self._requests.values() if r.left and not r.is_over]
+        queue = [r for r in self._requests.values() if r.left and not (r.is_over or r.is_passing)]
         if queue and queue[0].priority != queue[-1].priority:
             queue.sort(key=_has_not_begun)
         return queue
@@ -274,7 +337,7 @@ class PrefillPolicy:
             self._running[request.request_id] = request
         else:
             self._running.pop(request.request_id, None)
-        is_first = start == request.cached_len
+        is_first, request.has_begun = not request.has_begun, True
         return ChunkPlan(
             request_id=request.request_id, start=start, length=length, is_first=is_first, is_last=not request.left
         )

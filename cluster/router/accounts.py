@@ -115,6 +115,7 @@ class RoutedRequest:
     has_first_token: bool = False
     is_handed_off: bool = False
     is_held: bool = False  # its decode worker computes nothing of it until it is told to begin
+    is_passing: bool = False  # its decode worker is asked to read what is unread of it
     moving_to: str = ""  # another decode worker, which takes its KV while it is computed
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to
     rests_until_s: float = 0.0  # before which it does not move

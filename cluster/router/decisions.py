@@ -67,9 +67,11 @@ Retry = Resend | GiveUp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Have the request's decode worker hand it to this one, which has so many pages for it, while it goes on."""
+    """Have the worker that computes the request hand it to this one, which has so many pages for it. Where it is
+    decoded it goes on meanwhile; a prompt is read on there."""
 
     request_id: str
+    source: str
     to: str
     pages: int
     reason: str

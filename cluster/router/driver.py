@@ -263,7 +263,7 @@ class Router:
         self._note_readiness()
         if decodes:
             self._dispatcher.move_stalled()
-            self._moves.on_report(link.name)
+        self._moves.on_report(link.name)
         self._dispatcher.pump()
 
     def _troubles(self, report: pb.WorkerReport, now: float) -> tuple[PeerTrouble, ...]:
@@ -372,11 +372,15 @@ class Router:
                 if not live.has_moved:
                     self._on_handed_off(live, link.name)
             case pb.EVENT_KIND_HANDED_OFF if not live.has_moved:
-                if event.HasField("receipt"):
+                if event.HasField("receipt") and not live.has_passed:
                     live.receipt = event.receipt
                 self._on_handed_off(live, event.decode_worker or live.decode)
+            case pb.EVENT_KIND_MOVED if not live.is_handed_off:
+                self._on_passed(live, event)
             case pb.EVENT_KIND_MOVED:
                 self._on_moved(live, link.name, event.decode_worker)
+            case pb.EVENT_KIND_MOVE_FAILED if link.name == live.prefill and not live.is_handed_off:
+                self._moves.on_passing_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_MOVE_FAILED:
                 self._moves.on_failed(live, link.name, event.peer, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_DECODE_STARTED:
@@ -394,6 +398,11 @@ class Router:
             self._on_moved(live, link.name, link.name)
         else:  # it was told that it has not moved, or our cancel overtakes it
             link.cancel(live.wire_id, f"it runs at {live.decode}")
+
+    def _on_passed(self, live: LiveRequest, event: pb.RequestEvent) -> None:
+        if (retry := self._moves.on_passed(live, event.decode_worker, event)) is not None:
+            self._dispatcher.cancel_at_workers(live, retry.reason)
+            self._dispatcher.retry(live, retry)
 
     def _on_moved(self, live: LiveRequest, source: str, to: str) -> None:
         if (retry := self._moves.on_moved(live, source, to)) is not None:

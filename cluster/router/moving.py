@@ -76,7 +76,7 @@ class Moving:
             return None
         if not source.report.draining and found.free_pages - pages <= found.batch:
             return None  # it would be short of pages itself
-        return found, Move(request_id=shape.id, to=found.view.name, pages=pages, reason=reason)
+        return found, Move(request_id=shape.id, source=request.decode, to=found.view.name, pages=pages, reason=reason)
 
 
 def _priority(request: RoutedRequest) -> int:

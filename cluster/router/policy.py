@@ -262,7 +262,7 @@ class RouterPolicy:
     def reassign(self, request_id: str, stalled: str, now: float) -> str | None:
         """Another decode worker that has pages now, to which the request then belongs; None if there is none."""
         request = self._requests.get(request_id)
-        if request is None or request.decode != stalled or request.is_handed_off:
+        if request is None or request.decode != stalled or request.is_handed_off or request.is_passing:
             return None
         better = self._workers.placing.elsewhere(request, now)
         if better is None:
@@ -311,6 +311,45 @@ class RouterPolicy:
         if cause == "request":
             request.refused_by |= {request.moving_to}
         self._workers.on_stays(request, now + (RETRY_S if cause == "room" else REST_S))
+
+    def unread(self, worker: str, now: float) -> list[str]:
+        """Of the prompts that were sent there, those that should be read on elsewhere: `pass_on` them."""
+        return self._workers.passing.leaving(worker, now)
+
+    def pass_on(self, request_id: str, now: float) -> Move | None:
+        """To the worker that reads and decodes this prompt, which is its decode worker from now on; None: there is
+        none, or it may stay."""
+        request = self._requests[request_id]
+        target = self._workers.passing.choose(request, now)
+        if target is None:
+            return None
+        if target.view.name != request.decode:
+            self._workers.move(request, target, now)
+        request.is_passing = True
+        reason = f"{request.prefill} is stopping"
+        return Move(
+            request_id=request_id, source=request.prefill, to=request.decode, pages=request.pages, reason=reason
+        )
+
+    def on_passed(self, request_id: str, to: str, num_read: int, now: float) -> Retry | None:
+        """That worker has what is computed of it, `num_read` tokens, and reads on. Returns what becomes of it if the
+        worker is lost by now."""
+        request = self._requests.get(request_id)
+        if request is None or request.prefill == to or request.has_first_token:
+            return None
+        account = self._workers.prefill.accounts.get(to)
+        if account is None or request.decode != to:
+            self._forget(request_id)
+            return retry_lost(request_id, request.past, f"{to} was lost after it had taken the prompt", now)
+        self._workers.pass_on(request, account, num_read, now)
+        return None
+
+    def on_passing_failed(self, request_id: str, now: float, cause: Cause = "") -> None:
+        """It is read on where it was."""
+        request = self._requests.get(request_id)
+        if request is not None and request.is_passing:
+            request.is_passing = False
+            request.rests_until_s = now + (RETRY_S if cause == "room" else REST_S)
 
     def on_submitted(self, request_id: str, seq: int) -> None:
         """It was sent to its prefill worker as that stream's Submit number `seq`."""

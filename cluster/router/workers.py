@@ -15,6 +15,7 @@ from cluster.router.health.health import LATE_LOOP_S, Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.moving import REST_S, Moving
 from cluster.router.options import RouterOptions
+from cluster.router.passing import Passing
 from cluster.router.placing import Placed, Placing
 from worker.roles import kind_of
 
@@ -32,6 +33,7 @@ class Workers:
         self.placing = Placing(self.prefill, self.decode, self.health, options)
         chosen = bool(options.slo_ttft_ms or options.slo_tpot_ms) or options.placement != "predicted"
         self.moving = Moving(self.decode, self.health, may_balance=not chosen)
+        self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options
 
@@ -173,6 +175,17 @@ class Workers:
         self.prefill.note(request.moving_to)
         self.decode.stay(request)
         request.rests_until_s = rests_until_s
+
+    def pass_on(self, request: RoutedRequest, to: PrefillAccount, num_read: int, now: float) -> None:
+        """It is read by another worker from now on, but for `num_read` tokens."""
+        self.health.on_over(request)
+        self.prefill.drop(request)
+        source, request.prefill = request.prefill, to.view.name
+        request.seq, request.is_seen, request.is_passing = 0, False, False
+        request.work = max(0, request.shape.prompt_len - num_read)
+        self.prefill.add(to, request)
+        self.health.on_placed(request, now)
+        self.health.on_pair_works(source, request.prefill)
 
     def release(self, request: RoutedRequest) -> None:
         """It is over."""

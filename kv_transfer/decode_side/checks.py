@@ -38,11 +38,13 @@ def check_announce(peer: str, announce: worker_pb2.Announce, incoming: IncomingK
 
 
 def check_commit(peer: str, commit: worker_pb2.Commit, reservation: Reservation, vocab_size: int) -> None:
-    incoming, num_more = reservation.incoming, len(commit.more_token_ids)
+    incoming, num_more, num_unread = reservation.incoming, len(commit.more_token_ids), commit.unread_tokens
     num_segments = len(incoming.segments) if incoming is not None else 0
-    if (commit.segments, commit.num_tokens) != (num_segments, reservation.num_tokens + num_more):
+    wanted = (num_segments, reservation.num_tokens + num_more)
+    if (commit.segments, commit.num_tokens + num_unread) != wanted or (num_more and num_unread):
         ours = f"{num_segments} segments and was reserved for {reservation.num_tokens} tokens"
         new = f", {num_more} of them new" if num_more else ""
+        new += f", with {num_unread} unread" if num_unread else ""
         theirs = f"{commit.segments} segments and {commit.num_tokens} tokens{new}"
         raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
     if num_more > reservation.most_more:

@@ -55,6 +55,11 @@ class LeaseKeeper:
     # --- for the host ---
 
     @property
+    def reads_prompts(self) -> bool:
+        """The host goes on with what is not read to its end."""
+        return self._host.reads_prompts
+
+    @property
     def leased_pages(self) -> int:
         """Pages under a lease, those that wait for a fence or are quarantined counted."""
         return self._table.leased_pages
@@ -137,7 +142,10 @@ class LeaseKeeper:
         """All has arrived: the pages pass to the request."""
         self._table.commit(reservation.key)
         self._drop(reservation)
-        self._host.on_committed(reservation.request, [*commit.more_token_ids, commit.token_id], receipt)
+        if commit.unread_tokens:
+            self._host.on_committed_unread(reservation.request, commit.num_tokens, receipt)
+        else:
+            self._host.on_committed(reservation.request, [*commit.more_token_ids, commit.token_id], receipt)
 
     def on_stopped(self, reservation: Reservation, reason: str) -> None:
         """The peer writes no more: it answers our end, or gives up itself."""

@@ -243,6 +243,9 @@ class DecodePair:
             self._counters["receipts_bad"] += 1
             self.write(receipt=incoming.reject(commit.lease_id))
             return
+        if commit.unread_tokens and not self._leases.reads_prompts:
+            self.write(receipt=incoming.refuse(commit.lease_id, "it reads no prompts"))
+            return
         self._counters["receipts_good"] += 1
         # The peer's clock counts on one host only.
         exposed_s = max(0.0, (time.monotonic_ns() - commit.computed_ns) / 1e9) if self._same_host else 0.0

@@ -22,6 +22,10 @@ Attempt = tuple[str, int]  # (request id, number of the attempt)
 class ReservationHost(Protocol):
     """Who owns the pages: the decode worker's driver. Called in the event loop."""
 
+    @property
+    def reads_prompts(self) -> bool:
+        """It computes what is unread of a request when its KV is committed."""
+
     def reserve(self, request: worker_pb2.RequestState, room_tokens: int) -> Granted | Queued | Denied:
         """`room_tokens`: see Reserve; above 0 it is never Queued."""
 
@@ -33,6 +37,12 @@ class ReservationHost(Protocol):
     ) -> None:
         """The pages belong to the running request now. `token_ids` follow those of the reservation; the KV of the last
         is not there."""
+
+    def on_committed_unread(
+        self, request: worker_pb2.RequestState, num_tokens: int, receipt: generate_pb2.HandoffReceipt
+    ) -> None:
+        """Likewise; but only of the first `num_tokens` of the reservation's is the KV there, and the rest is computed
+        here. Asked of those that read prompts."""
 
     def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:
         """The reservation is over: its pages, if it had any, are nobody's and go back to the pool."""
@@ -131,7 +141,7 @@ class IncomingKv:
 
     @property
     def num_sent_pages(self) -> int:
-        return self._num_pages - self.granted.cached_pages
+        return max(0, self._num_pages - self.granted.cached_pages)
 
     def accept(self, lease_id: int) -> worker_pb2.Receipt:
         return worker_pb2.Receipt(lease_id=lease_id, ok=True, pages=self.num_sent_pages, bytes=self._num_bytes)
@@ -150,6 +160,11 @@ class IncomingKv:
             bytes=self._num_bytes,
             reason=f"{missing} of {self._num_pages} pages are not whole: {why}",
         )
+
+    def refuse(self, lease_id: int, reason: str) -> worker_pb2.Receipt:
+        """What was committed is whole, and cannot be used."""
+        self.commit = None
+        return worker_pb2.Receipt(lease_id=lease_id, reason=reason)
 
     def _stands(self, number: int) -> bool:
         """Whether the segment's cells are whole, by a later segment."""

@@ -113,13 +113,19 @@ class Handoff:
             raise self._error
 
     async def commit(
-        self, *, token_id: int, num_tokens: int, computed_ns: int, more_token_ids: Sequence[int] = ()
+        self,
+        *,
+        num_tokens: int,
+        computed_ns: int,
+        token_id: int = 0,
+        more_token_ids: Sequence[int] = (),
+        unread_tokens: int = 0,
     ) -> generate_pb2.HandoffReceipt:
         """Wait until all segments stand in the peer's pages and it has said so; segments that it calls bad go again.
 
         `num_tokens`: whose KV it is, `more_token_ids` counted, which came after the reservation. `computed_ns`:
-        time.monotonic_ns() when the last layer was computed. Raises HandoffDenied (the lease ended), HandoffLost,
-        HandoffFailed.
+        time.monotonic_ns() when the last layer was computed. `unread_tokens`: so many of the reservation's are left to
+        the peer, and there is no token. Raises HandoffDenied (the lease ended), HandoffLost, HandoffFailed.
         """
         grant = await self.granted()
         commit = worker_pb2.Commit(
@@ -128,6 +134,7 @@ class Handoff:
             num_tokens=num_tokens,
             computed_ns=computed_ns,
             more_token_ids=more_token_ids,
+            unread_tokens=unread_tokens,
         )
         for resends_left in range(self._terms.options.max_resends, -1, -1):
             receipt = await self._commit_once(commit)

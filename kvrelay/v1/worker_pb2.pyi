@@ -143,12 +143,14 @@ class Reassign(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class Move(_message.Message):
-    __slots__ = ("request_id", "decode")
+    __slots__ = ("request_id", "decode", "unread")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: WorkerAddress
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
+    unread: bool
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ..., unread: _Optional[bool] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("undo",)
@@ -429,20 +431,22 @@ class Announce(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., segment: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., page_begin: _Optional[int] = ..., page_end: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., checksum_off: _Optional[bool] = ..., resend: _Optional[bool] = ..., transfer_seq: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease_id", "segments", "token_id", "num_tokens", "computed_ns", "more_token_ids")
+    __slots__ = ("lease_id", "segments", "token_id", "num_tokens", "computed_ns", "more_token_ids", "unread_tokens")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_NS_FIELD_NUMBER: _ClassVar[int]
     MORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     segments: int
     token_id: int
     num_tokens: int
     computed_ns: int
     more_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_id: _Optional[int] = ..., segments: _Optional[int] = ..., token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., computed_ns: _Optional[int] = ..., more_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    unread_tokens: int
+    def __init__(self, lease_id: _Optional[int] = ..., segments: _Optional[int] = ..., token_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., computed_ns: _Optional[int] = ..., more_token_ids: _Optional[_Iterable[int]] = ..., unread_tokens: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("lease_id", "reason")

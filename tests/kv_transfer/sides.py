@@ -74,6 +74,8 @@ class PageHost:
     free: set[int] = field(default_factory=set)
     held: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     committed: dict[str, tuple[list[int], generate_pb2.HandoffReceipt]] = field(default_factory=dict)
+    unread: dict[str, tuple[int, generate_pb2.HandoffReceipt]] = field(default_factory=dict)  # how much was read
+    reads_prompts: bool = False
     released: list[tuple[str, int, str]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     on_freed: Callable[[], None] | None = None
@@ -97,6 +99,12 @@ class PageHost:
         self, request: worker_pb2.RequestState, token_ids: Sequence[int], receipt: generate_pb2.HandoffReceipt
     ) -> None:
         self.committed[request.request_id] = (list(token_ids), receipt)
+        self.changed.set()
+
+    def on_committed_unread(
+        self, request: worker_pb2.RequestState, num_tokens: int, receipt: generate_pb2.HandoffReceipt
+    ) -> None:
+        self.unread[request.request_id] = (num_tokens, receipt)
         self.changed.set()
 
     def on_lease_released(self, request: worker_pb2.RequestState, reason: str) -> None:

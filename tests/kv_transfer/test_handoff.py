@@ -106,6 +106,30 @@ async def test_what_grows_while_it_moves(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_is_read_in_part_is_handed_over_to_one_that_reads(transport: str) -> None:
+    """Two pages and a token of five pages."""
+    chosen = options(transport)
+    async with decode_side(chosen) as decode:
+        peer = await connect(decode, chosen, random_memory(50, seed=1))
+        read, num_tokens = 2 * PAGE_SIZE + 1, 5 * PAGE_SIZE
+        for reads in (False, True):
+            decode.host.reads_prompts, before = reads, snapshot(decode.memory)
+            handoff = peer.reserve(request(f"a{reads}", num_tokens), on_stalled=no_stall)
+            handoff.pages_ready(0, [7, 3, 5])
+            committed = handoff.commit(num_tokens=read, computed_ns=0, unread_tokens=num_tokens - read)
+            if not reads:
+                with pytest.raises(HandoffFailed, match="decode-0: it reads no prompts"):
+                    await committed
+                await decode.host.until(lambda: not decode.host.held)
+                continue
+            assert (await committed).pages == 3
+        dst, layers = decode.host.held["aTrue", 1], range(peer.memory.layout.num_layers)
+        assert_pages_moved(before, peer.memory, decode.memory, layers, [7, 3, 5], list(dst[:3]))
+        assert (decode.host.unread["aTrue"][0], decode.host.committed) == (read, {})
+        await peer.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_damaged_segment_is_caught_and_sent_again(transport: str) -> None:
     chosen = options(transport)
     async with decode_side(chosen) as decode:

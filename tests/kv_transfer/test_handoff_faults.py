@@ -200,6 +200,14 @@ ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # laye
             {"commit": {"lease_id": 1, "num_tokens": 9, "more_token_ids": [1]}},
             "1 new tokens to lease 1, which has room for 0",
         ),
+        (
+            {"commit": {"lease_id": 1, "num_tokens": 5, "unread_tokens": 4}},
+            "5 tokens, with 4 unread to lease 1, which has 0 segments and was reserved for 8",
+        ),
+        (
+            {"commit": {"lease_id": 1, "num_tokens": 5, "unread_tokens": 4, "more_token_ids": [1]}},
+            "1 of them new, with 4 unread to lease 1",
+        ),
     ],
 )
 async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(

@@ -57,6 +57,16 @@ class Worker:
         self.left[name] -= 1
         self.policy.decode.on_committed(name)
 
+    def pass_on(self, name: str, num_read: int) -> None:
+        """Its KV comes, of so many tokens: the rest is read here."""
+        self.granted.remove(name)
+        policy = self.policy
+        num_tokens = policy.decode._requests[name].prompt_len
+        pages, hashes, computed = policy.decode.on_unread(name, num_read)
+        assert num_read <= computed < num_tokens or computed == num_tokens - PAGE
+        policy.prefill.take_over(name, num_tokens, hashes, pages, computed, has_begun=num_read > 0)
+        self.staying.add(name)
+
     def cancel(self, name: str) -> None:
         if self.policy.prefill.holds(name):
             self.policy.prefill.on_cancelled(name)
@@ -153,6 +163,38 @@ def test_a_prefix_is_shared_by_what_was_read_and_what_was_written() -> None:
     assert lengths(worker.step()[1]) == [1]
 
 
+@pytest.mark.parametrize("num_read", [0, 5, 8])
+def test_what_another_worker_has_read_in_part_is_read_on_in_the_pages_that_it_came_in(num_read: int) -> None:
+    worker = Worker()
+    worker.reserve("a", 11, 4)
+    worker.pass_on("a", num_read)
+    assert lengths(worker.step()[1]) == [11 - num_read]
+    answers, _ = worker.step()
+    assert [entry.position for entry in answers.entries] == [11]
+    assert worker.policy.pool.usage.held == 3
+    while worker.left:
+        worker.step()
+    assert worker.policy.pool.usage.held == 0
+
+
+def test_of_what_is_all_cached_here_the_last_page_is_read_again_in_a_page_of_its_own() -> None:
+    worker = Worker()
+    policy, hashes = worker.policy, page_hashes(range(8), PAGE)
+    kept = policy.pool.allocate(2)
+    for page, page_hash in zip(kept, hashes, strict=True):
+        policy.pool.publish(page, page_hash)
+    granted = policy.decode.reserve("a", num_tokens=8, max_new_tokens=4, hashes=hashes)
+    assert isinstance(granted, Granted)
+    assert list(granted.pages) == kept
+    pages, _, computed = policy.decode.on_unread("a", 6)
+    assert (pages[0], pages[1] in kept, computed) == (kept[0], False, 4)
+    policy.prefill.take_over("a", 8, hashes, pages, computed, has_begun=True)
+    policy.check_invariants()
+    batch = policy.prefill.next_batch()
+    assert batch is not None
+    assert [(chunk.start, chunk.length, chunk.is_first) for chunk in batch.chunks] == [(4, 4, False)]
+
+
 def test_a_reservation_that_came_first_has_pages_first() -> None:
     worker = Worker(num_pages=4, watermark=0.0)
     worker.reserve("a", 12, 4)
@@ -199,7 +241,10 @@ def test_whatever_comes_all_ends_and_every_page_comes_back(seed: int, admission:
         elif kind < 0.8:
             worker.reserve(f"r{number}", length, new_tokens, priority)
         for name in [name for name in worker.granted if rng.random() < 0.5]:
-            worker.commit(name)
+            if rng.random() < 0.3:
+                worker.pass_on(name, rng.randrange(worker.policy.decode._requests[name].prompt_len))
+            else:
+                worker.commit(name)
         if worker.left and rng.random() < 0.2:
             worker.cancel(rng.choice(sorted(worker.left)))
         worker.step()

@@ -51,6 +51,27 @@ def test_a_long_prompt_is_cut_and_its_last_chunk_says_so() -> None:
     ]
 
 
+def test_a_prompt_that_is_passed_on_is_read_no_further_unless_that_fails() -> None:
+    policy = make()
+    policy.add("long", 150, [])
+    policy.add("waits", 40, [])
+    batch = policy.next_batch()
+    assert batch is not None
+    for name in ("long", "waits"):
+        assert policy.may_pass(name)
+        policy.on_passing(name)
+        assert not policy.may_pass(name)
+    assert policy.next_batch() is None
+    assert (policy.stands_still("long"), policy.stands_still("waits")) == (False, True)
+    policy.on_batch_done(batch)
+    assert (policy.stands_still("long"), policy.computed_len_of("long")) == (True, 64)
+    policy.on_passing_failed("waits")
+    policy.on_passing_failed("long")
+    policy.check_invariants()
+    assert [shares(run(policy)) for _ in range(2)] == [{"long": 64}, {"long": 22, "waits": 40}]
+    assert not policy.may_pass("long"), "nothing of it is left"
+
+
 def test_what_is_being_computed_is_still_to_compute() -> None:
     """A router that took a worker for idle while it computes a prompt's last chunk would send it the next one."""
     policy = make()

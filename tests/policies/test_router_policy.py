@@ -530,18 +530,81 @@ def test_what_has_moved_to_a_worker_that_is_lost_is_sent_again() -> None:
     policy.check_invariants()
 
 
+# prompts that are passed on
+
+
+def read_by(policy: RouterPolicy, prefill: str, *ids: str) -> None:
+    """Sent there, with no first token yet; and it stops."""
+    for seq, each in enumerate(ids, 1):
+        assert assigned(policy.assign(shape(each, 64, 20), 0.0)).prefill == prefill
+        policy.on_submitted(each, seq)
+    policy.on_report(prefill, Report(made_s=1.0, last_submit_seq=len(ids), available_pages=50, draining=True), 1.0)
+
+
+def test_prompts_leave_a_worker_that_stops_for_one_that_reads_and_decodes() -> None:
+    policy = cluster("p0", "d0", "m0")
+    policy.on_report("m0", Report(made_s=0.0, available_pages=100, waiting_tokens=900), 0.0)
+    read_by(policy, "p0", "a", "b")
+    assert {policy._requests[each].decode for each in "ab"} == {"d0", "m0"}
+    assert policy.unread("p0", 1.0) == ["a", "b"]
+    moves = [policy.pass_on(each, 1.0) for each in "ab"]
+    assert [(move.source, move.to, move.reason) for move in moves if move] == [("p0", "m0", "p0 is stopping")] * 2
+    assert policy.unread("p0", 1.1) == [], "both are on their way"
+    policy.check_invariants()
+    assert policy.on_passed("a", "m0", 48, 1.2) is None
+    assert (policy._requests["a"].prefill, policy._requests["a"].work) == ("m0", 16)
+    policy.on_passing_failed("b", 1.2, "room")
+    assert (policy.unread("p0", 1.3), policy.unread("p0", 1.8)) == ([], ["b"])
+    policy.check_invariants()
+    assert lost(policy, "p0") == ["b"]
+    policy.on_first_token("a", 2.0)
+    assert policy.on_handed_off("a", "m0", 2.0) is None
+    assert lost(policy, "m0") == ["a"]
+    policy.check_invariants()
+
+
+def test_prompts_stay_where_nobody_else_could_read_them() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_report("p1", Report(made_s=0.0, waiting_tokens=900), 0.0)
+    read_by(policy, "p0", "a")
+    assert policy.unread("p0", 1.0) == []
+
+
+def test_one_that_may_have_killed_a_worker_is_not_passed_on() -> None:
+    policy = cluster("p0", "m0")
+    policy.on_report("m0", Report(made_s=0.0, available_pages=100, waiting_tokens=900), 0.0)
+    policy.assign(shape("a", deaths=("p9/x",), died_in="prefill"), 0.0)
+    policy.on_submitted("a", 1)
+    policy.on_report("p0", Report(made_s=1.0, last_submit_seq=1, draining=True), 1.0)
+    assert policy.unread("p0", 1.0) == []
+
+
+def test_a_prompt_taken_by_a_worker_that_is_lost_is_sent_again() -> None:
+    policy = cluster("p0", "m0", "m1")
+    for name in ("m0", "m1"):
+        policy.on_report(name, Report(made_s=0.0, available_pages=100, waiting_tokens=900), 0.0)
+    read_by(policy, "p0", "a")
+    move = policy.pass_on("a", 1.0)
+    assert move is not None
+    assert lost(policy, move.to) == ["a"]
+    policy.check_invariants()
+    assert policy.on_passed("a", move.to, 16, 1.2) is None
+
+
 # everything at once
 
 
+@pytest.mark.parametrize("names", [("p0", "p1", "d0", "d1"), ("p0", "m0", "d0", "m1")])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
+def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[str, ...]) -> None:
     rng = random.Random(seed)
     options = RouterOptions(max_backlog_tokens=200, max_queued_requests=8, max_queued_tokens=600)
-    policy = cluster("p0", "p1", "d0", "d1", pages=20, options=options)
-    up = {"p0", "p1", "d0", "d1"}
+    policy = cluster(*names, pages=20, options=options)
+    up = set(names)
     known: set[str] = set()
     prompts = [[rng.randrange(50) for _ in range(rng.randrange(1, 200))] for _ in range(6)]
-    seqs = dict.fromkeys(("p0", "p1"), 0)
+    seqs = dict.fromkeys(names, 0)
+    decode = [name for name in names if name[0] != "p"]
 
     def submit(choice: Assigned) -> None:
         assert {choice.prefill, choice.decode} <= up
@@ -551,22 +614,31 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
     for step in range(600):
         now = step / 10
         sent = sorted(i for i in known if policy._requests[i].prefill)
-        match rng.randrange(17):
+        match rng.randrange(19):
+            case 17:
+                for each in policy.unread(rng.choice(names), now):
+                    policy.pass_on(each, now)
+            case 18 if passing := [i for i in sorted(known) if policy._requests[i].is_passing]:
+                name = rng.choice(passing)
+                if rng.random() < 0.5:
+                    policy.on_passing_failed(name, now, rng.choice(CAUSES))
+                elif policy.on_passed(name, rng.choice(decode), rng.randrange(300), now) is not None:
+                    known.discard(name)
             case 14 | 15:
                 for each in known:
-                    policy.on_left(each, rng.choice(("d0", "d1")))
-                for each in policy.leaving(rng.choice(("d0", "d1")), now):
+                    policy.on_left(each, rng.choice(decode))
+                for each in policy.leaving(rng.choice(decode), now):
                     policy.move(each, rng.randrange(1, 300), now)
             case 16 if moving := [i for i in sorted(known) if policy._requests[i].moving_to]:
                 name = rng.choice(moving)
                 if rng.random() < 0.5:
                     policy.on_move_failed(name, now, rng.choice(CAUSES))
-                elif policy.on_moved(name, rng.choice(("d0", "d1")), now, has_left=rng.random() < 0.5) is not None:
+                elif policy.on_moved(name, rng.choice(decode), now, has_left=rng.random() < 0.5) is not None:
                     known.discard(name)
             case 12 if sent:
                 policy.on_decoded(rng.choice(sent), rng.choice((1, 64)))
             case 13:
-                name = rng.choice(("p0", "p1", "d0", "d1"))
+                name = rng.choice(names)
                 rng.choice((policy.on_heard, policy.on_stepped, partial(policy.on_silent, silent_s=1.0)))(name)
             case 0 | 1 | 2 | 3:
                 prompt = rng.choice(prompts)
@@ -589,7 +661,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
             case 4 | 5 if sent:
                 policy.on_first_token(rng.choice(sent), now)
             case 6 if sent:
-                retry = policy.on_handed_off(rng.choice(sent), rng.choice(("d0", "d1")), now)
+                retry = policy.on_handed_off(rng.choice(sent), rng.choice(decode), now)
                 if retry is not None:
                     known.discard(retry.request_id)
             case 7 if known:
@@ -607,20 +679,20 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int) -> None:
                         policy.on_failed(name, "it failed", now, worker=worker, cause=cause, peer=at.decode)
                 known.discard(name)
             case 8 if known:
-                policy.reassign(rng.choice(sorted(known)), rng.choice(("d0", "d1")), now)
+                policy.reassign(rng.choice(sorted(known)), rng.choice(decode), now)
             case 9:
-                name = rng.choice(("p0", "p1", "d0", "d1"))
+                name = rng.choice(names)
                 if name in up:
                     known -= set(lost(policy, name))
                     up.discard(name)
                 else:
                     seqs[name] = 0
-                    role = "prefill" if name.startswith("p") else "decode"
+                    role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
                     view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)
                     known -= {given_up.request_id for given_up in policy.on_worker_up(view, now)}
                     up.add(name)
             case _:
-                name = rng.choice(("p0", "p1", "d0", "d1"))
+                name = rng.choice(names)
                 report = Report(
                     made_s=now - rng.random(),
                     last_submit_seq=rng.randint(0, seqs.get(name, 0)),

@@ -167,8 +167,8 @@ class WorkerLink:
     def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
         self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
 
-    def move(self, request_id: str, decode: pb.WorkerAddress) -> None:
-        self._put(pb.RouterMessage(move=pb.Move(request_id=request_id, decode=decode)))
+    def move(self, request_id: str, decode: pb.WorkerAddress, *, unread: bool) -> None:
+        self._put(pb.RouterMessage(move=pb.Move(request_id=request_id, decode=decode, unread=unread)))
 
     def drain(self, *, undo: bool) -> None:
         self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))

@@ -1,8 +1,8 @@
 """LiveMoves carries out the moves that RouterPolicy decides: a running request goes to another decode worker, and its
-tokens go on.
+tokens go on; a prompt to another worker that reads the rest of it.
 
     a report -> policy.leaving, move -> Move to its decode worker -> MOVED, or READY there: it belongs to that one
-                                                                 \\-> MOVE_FAILED: it goes on where it was
+                policy.unread, pass_on -> to its prefill worker   \\-> MOVE_FAILED: it goes on where it was
 
 For a while both may run it, where a receipt was lost. Both compute the same tokens, which are delivered once by their
 index; whichever the router does not count on is cancelled when it speaks.
@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster.router.decisions import Cause, Retry
+from cluster.router.decisions import Cause, Move, Retry
 from cluster.router.links.links import WorkerLinks
 from cluster.router.live.requests import LiveRequest
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.policy import RouterPolicy
+from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,36 @@ class LiveMoves:
             move = None if live is None else self._policy.move(wire_id, live.num_tokens, now)
             if live is None or move is None:
                 continue
-            log.info("%s moves from %s to %s: %s", wire_id, live.decode, move.to, move.reason)
             live.moving_to = move.to
-            self._links[live.decode].move(wire_id, self._links[move.to].address)
+            self._ask(move, unread=False)
+        for wire_id in self._policy.unread(worker, now):
+            live = self._get(wire_id)
+            move = None if live is None else self._policy.pass_on(wire_id, now)
+            if live is None or move is None:
+                continue
+            live.decode = move.to
+            self._ask(move, unread=True)
+
+    def _ask(self, move: Move, *, unread: bool) -> None:
+        log.info("%s moves from %s to %s: %s", move.request_id, move.source, move.to, move.reason)
+        self._links[move.source].move(move.request_id, self._links[move.to].address, unread=unread)
+
+    def on_passed(self, live: LiveRequest, to: str, event: pb.RequestEvent) -> Retry | None:
+        """Likewise of a prompt, which that worker reads on."""
+        if live.prefill == to:  # it has said so before
+            return None
+        self._metrics.counts["moved"] += 1
+        live.prefill, live.has_passed = to, True
+        live.num_moves += 1
+        if event.HasField("receipt"):
+            live.receipt = event.receipt
+        return self._policy.on_passed(live.wire_id, to, event.cached_tokens, self._clock())
+
+    def on_passing_failed(self, live: LiveRequest, source: str, reason: str, cause: Cause) -> None:
+        """The worker reads on."""
+        self._metrics.counts["moves_failed"] += 1
+        log.info("%s stays at %s: %s", live.wire_id, source, reason)
+        self._policy.on_passing_failed(live.wire_id, self._clock(), cause)
 
     def on_moved(self, live: LiveRequest, source: str, to: str) -> Retry | None:
         """That worker has it, as it says itself or `source` does. Returns what becomes of it if it is lost by now."""

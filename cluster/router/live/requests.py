@@ -98,6 +98,7 @@ class LiveRequest:
         self.is_handed_off = False
         self.moving_to = ""  # another decode worker, which takes it while it is decoded
         self.has_moved = False  # in this attempt
+        self.has_passed = False  # likewise, before it was read to its end
         self.num_moves = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -146,7 +147,7 @@ class LiveRequest:
         self.attempt += 1
         self.past = past
         self.prefill = self.decode = self.moving_to = ""
-        self.has_first_token = self.is_handed_off = self.has_moved = False
+        self.has_first_token = self.is_handed_off = self.has_moved = self.has_passed = False
         self.num_decoded = 0
         self.receipt = None
         self._early.clear()
