@@ -5,11 +5,13 @@ Torch-free: libraries read their thread counts when they are imported, so these 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 THREAD_KEYS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OUR_PACKAGES = ("engine.",)
 
@@ -18,8 +20,21 @@ def set_thread_counts(threads: int) -> None:
     """For libraries that read their thread count when they are imported: call before torch is."""
     for key in THREAD_KEYS:
         os.environ[key] = str(threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core,
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but for a moment: sleep and waking are dearer than most waits
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def end_team() -> None:
+    """Let go the OpenMP threads of the thread that calls: another one computes from now on, with threads of its own.
+
+    libgomp counts those of all, and where they are more than the cores no thread waits for a moment before it sleeps
+    (GOMP_SPINCOUNT), though most of them never run again. Nothing where the OpenMP library is another one.
+    """
+    for path in {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}:
+        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+        if pause is not None:
+            pause(OMP_PAUSE_SOFT)
 
 
 def pin_process(cpus: Iterable[int]) -> None:

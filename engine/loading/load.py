@@ -27,6 +27,7 @@ from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.parallel.leader import StartedRanks
 from engine.pending import Steps
+from engine.process import end_team
 from engine.types import ModelInfo
 from engine.weights import loader
 from engine.weights.config import served_config
@@ -51,7 +52,8 @@ def silent(stage: str, fraction: float) -> None:
 
 
 def load(options: EngineOptions, progress: Progress = silent, platform: Platform | None = None) -> LoadedModel:
-    """`progress` is called with a stage ("weights", "kernels", "parity check", "ready") and a fraction 0 .. 1.
+    """`progress` is called with a stage ("weights", "kernels", "parity check", "ready") and a fraction 0 .. 1. The
+    thread that loads need not be the one that computes: no threads of its own are left.
 
     Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
     """
@@ -61,7 +63,9 @@ def load(options: EngineOptions, progress: Progress = silent, platform: Platform
     if platform is None:
         platform = platform_on(devices.resolve(options.device))
     with torch.inference_mode(), devices.current(platform.device):
-        return _load(options, platform, progress)
+        loaded = _load(options, platform, progress)
+    end_team()
+    return loaded
 
 
 def platform_on(device: torch.device) -> Platform:

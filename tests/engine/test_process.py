@@ -1,0 +1,48 @@
+"""What is said to the threads of libraries before and after a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.process import set_thread_counts
+
+TEAMS = """
+import threading
+from pathlib import Path
+from engine.process import end_team, set_thread_counts
+
+set_thread_counts(2)
+import torch
+
+def compute():
+    torch.ones(4_000_000).add_(1)
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+before = threads()
+compute()
+assert threads() == before + 1, "a team of two"
+end_team()
+assert threads() == before, "it has gone"
+other = threading.Thread(target=compute)
+other.start()
+other.join()
+compute()
+assert threads() == before + 1, "and comes again where it is wanted"
+"""
+
+
+def test_the_team_of_who_has_loaded_is_let_go() -> None:
+    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_what_the_environment_says_of_waiting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"GOMP_SPINCOUNT": "7"})
+    set_thread_counts(3)
+    assert (os.environ["GOMP_SPINCOUNT"], os.environ["OMP_NUM_THREADS"]) == ("7", "3")
