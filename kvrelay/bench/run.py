@@ -57,6 +57,7 @@ def _planned(
                     "temperature": playing.temperature,
                     "ignore_eos": playing.ignore_eos,
                     "seed": options.seed + index,
+                    "priority": shape.priority,
                 },
             ),
             at_s=at_s,

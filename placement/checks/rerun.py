@@ -97,6 +97,7 @@ def rerun(router: Recording, workers: Sequence[Recording], *, message_s: float =
             tuple(known.setdefault(page["bytes"], len(known)) for page in shape["page_hashes"]) for shape in shapes
         ],
         block_len=workers[0].page_size,
+        priority=np.array([shape.get("priority", 0) for shape in shapes], dtype=np.int64),
     )
     cluster = SimCluster(
         workers=tuple(_worker(recording) for recording in workers),

@@ -35,6 +35,7 @@ class Workload:
     block_len: int = MOONCAKE_BLOCK_TOKENS
     class_of: Ints = field(default_factory=lambda: NO_INTS)  # into class_names; empty: all are of one class
     class_names: tuple[str, ...] = ()
+    priority: Ints = field(default_factory=lambda: NO_INTS)  # lower goes first; empty: all have 0
     name: str = "requests"
 
     def __post_init__(self) -> None:
@@ -43,8 +44,9 @@ class Workload:
             raise WorkloadError(f"{self.name} has no requests; give at least one")
         if len(self.prompt_len) != count or len(self.output_len) != count or len(self.blocks) not in (0, count):
             raise WorkloadError(f"{self.name}: {count} arrivals need as many prompt and output lengths")
-        if len(self.class_of) not in (0, count):
-            raise WorkloadError(f"{self.name}: {count} arrivals need as many classes, or none")
+        for key, column in (("classes", self.class_of), ("priorities", self.priority)):
+            if len(column) not in (0, count):
+                raise WorkloadError(f"{self.name}: {count} arrivals need as many {key}, or none")
         if len(self.class_of) and not 0 <= self.class_of.min() <= self.class_of.max() < len(self.class_names):
             raise WorkloadError(f"{self.name}: a request has class {self.class_of.max()}; name it in class_names")
         for key, lengths in (("prompt", self.prompt_len), ("output", self.output_len)):
@@ -90,6 +92,7 @@ class Workload:
             output_len=self.output_len[:count],
             blocks=self.blocks[:count],
             class_of=self.class_of[:count],
+            priority=self.priority[:count],
         )
 
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
@@ -102,12 +105,14 @@ class Workload:
             output_len=self.output_len[rows],
             class_of=self.class_of[rows] if len(self.class_of) else NO_INTS,
             class_names=self.class_names,
+            priority=self.priority[rows] if len(self.priority) else NO_INTS,
             name=f"{count} requests after {self.name}",
         )
 
 
 def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
     has_blocks = any(shape.blocks for shape in shapes)
+    has_priorities = any(shape.priority for shape in shapes)
     names = tuple(sorted({shape.kind for shape in shapes} - {""}))
     if names and not all(shape.kind for shape in shapes):
         raise WorkloadError(f"{name}: some requests have no class; give each one or take the column out")
@@ -119,6 +124,7 @@ def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
         block_len=shapes[0].block_len if shapes else MOONCAKE_BLOCK_TOKENS,
         class_of=np.array([names.index(shape.kind) for shape in shapes], dtype=np.int64) if names else NO_INTS,
         class_names=names,
+        priority=np.array([shape.priority for shape in shapes], dtype=np.int64) if has_priorities else NO_INTS,
         name=name,
     )
 

@@ -5,8 +5,8 @@ seconds since the first request, lengths are tokens. The load generator (kvrelay
 it.
 
 Traces: CSV (Azure's TIMESTAMP,ContextTokens,GeneratedTokens, or other names for the same, see COLUMNS, and a class of
-requests if it has that column) and Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids: one
-for each run of 512 prompt tokens; equal ids mean equal tokens).
+requests and their priority if it has those columns) and Mooncake's JSON lines (timestamp in ms, input_length,
+output_length, hash_ids: one for each run of 512 prompt tokens; equal ids mean equal tokens; and priority, if given).
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from typing import Any
 import numpy as np
 
 MOONCAKE_BLOCK_TOKENS = 512
+MOST_PRIORITY = 2**31 - 1  # that a request can carry
+WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
     "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at"),
     "prompt": ("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
     "output": ("GeneratedTokens", "output_tokens", "output_len", "token_size", "output_length", "num_decode_tokens"),
     "class": ("class", "request_class", "request_type"),
+    "priority": ("priority",),
 }
 
 
@@ -47,6 +50,7 @@ class Shape:
     blocks: tuple[int, ...] = ()
     block_len: int = MOONCAKE_BLOCK_TOKENS
     kind: str = ""  # its class, of those with targets of their own
+    priority: int = 0  # lower goes first
 
 
 def arrivals_s(num: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
@@ -96,6 +100,7 @@ def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
             output_len=_length(where, row, columns["output"]),
             at_s=at_s,
             kind=_value(where, row, columns["class"], str, "a class on each line") if "class" in columns else "",
+            priority=_priority(where, row, columns["priority"]) if "priority" in columns else 0,
         )
 
 
@@ -144,6 +149,7 @@ def _mooncake_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
             blocks=tuple(
                 _value(where, {"hash_ids": h}, "hash_ids", _whole, "whole numbers") for h in _hashes(where, row)
             ),
+            priority=_priority(where, row, "priority") if "priority" in row else 0,
         )
 
 
@@ -166,6 +172,13 @@ def _whole(given: Any) -> int:
     if number != float(given):
         raise ValueError
     return number
+
+
+def _priority(where: str, row: dict[str, Any], key: str) -> int:
+    priority: int = _value(where, row, key, _whole, WHOLE_PRIORITY)
+    if abs(priority) > MOST_PRIORITY:
+        raise WorkloadError(f"{where}: {key} is {priority}; give {WHOLE_PRIORITY}")
+    return priority
 
 
 def _length(where: str, row: dict[str, Any], key: str) -> int:

@@ -68,6 +68,7 @@ class Traffic:
             block_len=self.source.block_len,
             class_of=self.source.class_of[rows] if len(self.source.class_of) else NO_INTS,
             class_names=self.source.class_names,
+            priority=self.source.priority[rows] if len(self.source.priority) else NO_INTS,
             name=f"{count} requests after {self.source.name}",
         )
 

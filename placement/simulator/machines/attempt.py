@@ -37,6 +37,7 @@ class Attempt:
         "number",
         "past",
         "prefill",
+        "priority",
         "segments",
         "seq",
         "skip_tokens",
@@ -52,6 +53,7 @@ class Attempt:
         left: int,
         hashes: list[PageHash],
         past: Past,
+        priority: int = 0,
     ) -> None:
         self.index = index  # of the request
         self.number = number  # of the attempt, from 1
@@ -61,6 +63,7 @@ class Attempt:
         self.left = left  # tokens still to make
         self.hashes = hashes
         self.past = past  # what the attempts before have met
+        self.priority = priority  # lower goes first
         self.prefill: Prefiller | None = None
         self.decode: Decoder | None = None
         self.moving_to: Decoder | None = None  # which takes its KV while it is computed

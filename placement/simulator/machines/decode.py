@@ -113,6 +113,7 @@ class DecodeMachine(Decoder):
             max_new_tokens=attempt.max_new,
             hashes=attempt.hashes,
             is_held=attempt.is_held,
+            priority=attempt.priority,
         )
         self._attempts[attempt.id] = attempt
         if isinstance(answer, Granted):
@@ -212,6 +213,7 @@ class DecodeMachine(Decoder):
             max_new_tokens=attempt.num_tokens + attempt.max_new - move.reserved,
             hashes=attempt.hashes,
             room=MOVE_ROOM_TOKENS,
+            priority=attempt.priority,
         )
         if isinstance(answer, Granted):
             self._coming[attempt.id] = attempt

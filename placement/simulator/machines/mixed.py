@@ -100,7 +100,13 @@ class PromptSide(PrefillMachine):
         router, machine = self.router, self.machine
         self.reporter.touch(router.clock.now)
         max_len = attempt.num_tokens + (attempt.left - 1 if attempt.decode is machine else 0)
-        if machine.policy.expect(attempt.id, num_tokens=attempt.num_tokens, max_len=max_len, is_held=attempt.is_held):
+        if machine.policy.expect(
+            attempt.id,
+            num_tokens=attempt.num_tokens,
+            max_len=max_len,
+            is_held=attempt.is_held,
+            priority=attempt.priority,
+        ):
             self.last_seq = attempt.seq
             router.clock.at(router.clock.now + router.message_s, router.on_handoff_failed, attempt)
         else:

@@ -80,7 +80,7 @@ class PrefillMachine(Prefiller):
         self.reporter.touch(self.router.clock.now)
         self.last_seq = attempt.seq
         self._attempts[attempt.id] = attempt
-        self.policy.add(attempt.id, attempt.num_tokens, attempt.hashes)
+        self.policy.add(attempt.id, attempt.num_tokens, attempt.hashes, attempt.priority)
         if not self.is_busy:
             self._start()
 

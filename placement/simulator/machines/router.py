@@ -50,6 +50,7 @@ class RouterMachine(Dispatcher):
         self._workload = workload
         self._prompt_len: list[int] = workload.prompt_len.tolist()
         self._output_len: list[int] = workload.output_len.tolist()
+        self._priority: list[int] = workload.priority.tolist()
         self._page_size = cluster.workers[0].page_size
         self._next_arrival_s = math.inf
         self._attempts: dict[str, Attempt] = {}  # under way
@@ -88,7 +89,8 @@ class RouterMachine(Dispatcher):
             hashes = block_hashes(
                 self._workload.blocks[index], self._workload.block_len, self._prompt_len[index], self._page_size
             )
-        attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, past)
+        priority = self._priority[index] if self._priority else 0
+        attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, past, priority)
         self._attempts[attempt.id] = attempt
         return attempt
 
@@ -100,6 +102,7 @@ class RouterMachine(Dispatcher):
             max_tokens=attempt.left,
             page_hashes=attempt.hashes,
             past=attempt.past,
+            priority=attempt.priority,
         )
         decision = self.policy.assign(shape, self.clock.now, is_resent=attempt.number > 1)
         if isinstance(decision, Assigned):
@@ -269,7 +272,10 @@ class RouterMachine(Dispatcher):
         if len(self.decodes) < 2:
             return
         most = self.policy.most_free_pages
-        for attempt in list(self._stalled.values()):
+        waiting = list(self._stalled.values())
+        if self._priority:
+            waiting.sort(key=_priority)
+        for attempt in waiting:
             if attempt.granted:
                 del self._stalled[attempt.id]
             elif attempt.num_tokens < most * self._page_size:
@@ -332,3 +338,7 @@ class RouterMachine(Dispatcher):
         for attempt in parked:
             self._route(attempt)
         self._pump()
+
+
+def _priority(attempt: Attempt) -> int:
+    return attempt.priority

@@ -65,9 +65,27 @@ def test_any_csv_with_arrivals_lengths_and_classes(tmp_path: Path) -> None:
     assert workload.first(2).class_of.tolist() == [0, 1]
 
 
+def test_priorities_are_a_column_and_stay_with_their_requests(tmp_path: Path) -> None:
+    text = "arrival_s,prompt_len,output_len,priority\n" + "".join(f"{i},{i + 1},1,{i % 3 - 1}\n" for i in range(9))
+    workload = from_trace(csv(tmp_path, text))
+    assert workload.priority.tolist() == [-1, 0, 1] * 3
+    drawn = Traffic(source=workload).draw(1.0, 200, seed=1)
+    for made in (workload.first(5), workload.to_rate(3.0), workload.resampled(50, 1.0, seed=2), drawn):
+        assert made.priority.tolist() == [(length - 1) % 3 - 1 for length in made.prompt_len]
+    assert not len(Traffic(source=lognormal()).draw(1.0, 5, seed=1).priority)
+    rows = tmp_path / "trace.jsonl"
+    rows.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 1, "priority": -4}\n'
+        '{"timestamp": 1, "input_length": 5, "output_length": 1}\n'
+    )
+    assert from_trace(rows).priority.tolist() == [-4, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("arrival_s,prompt_len,output_len,priority\n0,1,4,high\n", ":2: priority is 'high'; give a whole number"),
+        ("arrival_s,prompt_len,output_len,priority\n0,1,4,9e9\n", ":2: priority is '9e9'; give a whole number"),
         ("arrival_s,prompt_tokens\n1,2\n", "no column GeneratedTokens"),
         ("arrival_s,prompt_len,output_len\n0,0,4\n", ":2: prompt_len is 0"),
         ("arrival_s,prompt_len,output_len\n5,1,4\n3,1,4\n", ":3: arrival_s is 2 s before"),
