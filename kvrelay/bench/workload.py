@@ -67,8 +67,9 @@ def timed_shapes(options: WorkloadOptions) -> list[tuple[Shape, float]]:
 
 
 def timed_workload(options: WorkloadOptions) -> Workload:
-    """The same as the simulator takes it."""
-    return from_shapes([replace(shape, at_s=at_s) for shape, at_s in timed_shapes(options)], options.name)
+    """The same as the simulator takes it. Clients that are played stay to the end."""
+    shapes = [replace(shape, at_s=at_s, cancel_after_s=math.inf) for shape, at_s in timed_shapes(options)]
+    return from_shapes(shapes, options.name)
 
 
 def _check(options: WorkloadOptions) -> None:

@@ -24,7 +24,7 @@ from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint
 from placement.simulator.outcome import Outcome
 from placement.simulator.systems import System
-from placement.workload.requests import Floats
+from placement.workload.requests import Floats, Ints
 from placement.workload.traffic import Traffic
 
 TRUSTED_CORRELATION = 0.4
@@ -116,7 +116,8 @@ class _Look:
         self.system = system
         self.outcome = outcome
         self.e2e_s = _mean(outcome.e2e_s)
-        self.kept = slice(0, len(outcome)) if is_whole else self._window()
+        self.window = slice(0, len(outcome)) if is_whole else self._window()
+        self.kept = self._judged(targets)
         ttft, tpot = targets.met(outcome)
         self.ttft, self.tpot = ttft[self.kept], tpot[self.kept]
         self.correlation = 0.0
@@ -128,9 +129,22 @@ class _Look:
     def _window(self) -> slice:
         outcome, at = self.outcome, self.outcome.workload.arrival_s
         first = int(np.searchsorted(at, at[0] + min(self.e2e_s, float(at[-1] - at[0]) / 4)))
-        start = max(first, mser(outcome.ttft_s), mser(outcome.tpot_s))
+        start = max(first, mser(self._known(outcome.ttft_s)), mser(self._known(outcome.tpot_s)))
         end = int(np.searchsorted(at, at[-1] - min(1.5 * self.e2e_s, float(at[-1] - at[0]) / 4)))
         return slice(start, max(end, start + 1))
+
+    def _known(self, values: Floats) -> Floats:
+        """The mean where a client left, so that it is no sign of a beginning."""
+        cancelled_s = self.outcome.cancelled_s
+        if not len(cancelled_s):
+            return values
+        return np.where(np.isnan(values) & ~np.isnan(cancelled_s), _mean(values), values)
+
+    def _judged(self, targets: Targets) -> Ints:
+        """Of the window; all of it where every client left in time."""
+        rows = np.arange(len(self.outcome))[self.window]
+        judged = rows[targets.judged(self.outcome)[rows]]
+        return judged if len(judged) else rows
 
     def _share(self, met: Floats) -> Interval:
         share, correlation = share_interval(met)
@@ -151,11 +165,11 @@ class _Look:
 
     def _in_system(self) -> Floats:
         """How many requests were there, at even times between the first arrival and the last."""
-        at = self.outcome.workload.arrival_s
+        at, ended_s = self.outcome.workload.arrival_s, self.outcome.ended_s
         times = np.linspace(at[0], at[-1], 65)[1:]
-        finish_s = np.sort(self.outcome.finish_s[np.isfinite(self.outcome.finish_s)])
-        served_at = np.sort(at[np.isfinite(self.outcome.finish_s)])
-        counts: Floats = (np.searchsorted(served_at, times) - np.searchsorted(finish_s, times)).astype(np.float64)
+        end_s = np.sort(ended_s[np.isfinite(ended_s)])
+        came_at = np.sort(at[np.isfinite(ended_s)])
+        counts: Floats = (np.searchsorted(came_at, times) - np.searchsorted(end_s, times)).astype(np.float64)
         return counts
 
     def is_enough(self, effort: Effort) -> bool:
@@ -168,7 +182,8 @@ class _Look:
         return self.attainment.high - self.attainment.low <= 2 * effort.half_width
 
     def _is_short(self) -> bool:
-        return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or len(self.ttft) < 0.4 * len(self.outcome)
+        counted = self.window.stop - self.window.start
+        return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or counted < 0.4 * len(self.outcome)
 
     def wanted(self, effort: Effort) -> int:
         """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from placement.plan import RequestClass, Slo
-from placement.simulator.outcome import Outcome, percentiles
+from placement.simulator.outcome import Bools, Outcome, percentiles
 from placement.workload.requests import Floats, Workload
 
 
@@ -62,6 +62,10 @@ class Targets:
         with np.errstate(invalid="ignore"):
             return (outcome.ttft_s <= ttft_s).astype(np.float64), (outcome.tpot_s <= tpot_s).astype(np.float64)
 
+    def judged(self, outcome: Outcome) -> Bools:
+        """Which requests count."""
+        return outcome.is_judged(self.limits_s(outcome.workload)[0])
+
     def groups(self, workload: Workload) -> Mapping[str, tuple[Floats, float]]:
         """For each class: 1 for its requests, and the share of them that must meet both."""
         if not self.classes:
@@ -85,10 +89,10 @@ class Targets:
     def judge(self, outcome: Outcome) -> Judgement:
         """Ratios at the percentile that is to be attained."""
         slo = self.slo
-        share = (100 * slo.attainment,)
+        share, judged = (100 * slo.attainment,), self.judged(outcome)
         ratios = {
-            "ttft": percentiles(outcome.ttft_s, share)[0] / slo.ttft_s,
-            "tpot": percentiles(outcome.tpot_s, share)[0] / slo.tpot_s,
+            "ttft": percentiles(outcome.ttft_s[judged], share)[0] / slo.ttft_s,
+            "tpot": percentiles(outcome.tpot_s[judged], share)[0] / slo.tpot_s,
         }
         attainment = outcome.attainment(slo.ttft_s, slo.tpot_s)
         return Judgement(is_met=attainment >= slo.attainment, attainment=attainment, ratios=ratios)

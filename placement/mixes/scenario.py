@@ -75,11 +75,12 @@ def simulate_point(job: tuple[Scenario, LoadPoint]) -> PointResult:
     scenario, point = job
     workload = scenario.load.at(point.rate, point.seed)
     outcome = scenario.rules.system(point.mix, workload).play(workload)
+    stayed = outcome.is_judged()
     return PointResult(
         judgement=scenario.targets.judge(outcome),
-        ttft_s=_at_percentiles(outcome.ttft_s),
-        tpot_s=_at_percentiles(outcome.tpot_s),
-        e2e_s=_at_percentiles(outcome.e2e_s),
+        ttft_s=_at_percentiles(outcome.ttft_s[stayed]),
+        tpot_s=_at_percentiles(outcome.tpot_s[stayed]),
+        e2e_s=_at_percentiles(outcome.e2e_s[stayed]),
         phases_s={name: float(np.nanmean(spent)) for name, spent in outcome.phases.items()},
         busy=_busy(outcome, point.mix),
         num_requests=len(outcome),

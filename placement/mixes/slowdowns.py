@@ -61,13 +61,15 @@ class SlowdownTargets:
     def judge(self, outcome: Outcome) -> Judgement:
         """Ratios by the percentile that is limited, as tbt_p90. Attainment: share of requests whose every slowdown is
         within the P90 limit."""
-        limited = {name: values for name, values in slowdowns(outcome, self.reference).items() if name in self.limits}
+        stayed = outcome.is_judged()
+        every = slowdowns(outcome, self.reference)
+        limited = {name: values[stayed] for name, values in every.items() if name in self.limits}
         ratios = {
             f"{name}_p{share}": value / limit
             for name, values in limited.items()
             for share, value, limit in zip(SHARES, percentiles(values), self.limits[name], strict=True)
         }
-        within = np.isfinite(outcome.finish_s)
+        within = np.isfinite(outcome.finish_s[stayed])
         with np.errstate(invalid="ignore"):
             for name, values in limited.items():
                 within &= values < self.limits[name][1]

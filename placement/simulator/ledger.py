@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.router.live.timeline import PHASES
 from placement.simulator.outcome import Outcome
-from placement.workload.requests import Workload
+from placement.workload.requests import NO_FLOATS, Floats, Workload
 
 ROUTE, PREFILL_QUEUE, PREFILL, HANDOFF, DECODE_QUEUE, DECODE = range(len(PHASES))
 
@@ -29,6 +29,8 @@ class Ledger:
         self._phase = [ROUTE] * count
         self._since: list[float] = workload.arrival_s.tolist()
         self._spent = [[0.0] * count for _ in PHASES]
+        self._cancelled: dict[int, float] = {}  # when
+        self._spent_by_then: dict[int, list[float]] = {}
 
     def enter(self, index: int, phase: int, now: float) -> None:
         self._spent[self._phase[index]][index] += now - self._since[index]
@@ -43,7 +45,17 @@ class Ledger:
         self.enter(index, self._phase[index], now)
         self.finish[index] = now
 
+    def on_cancelled(self, index: int, now: float) -> None:
+        """What workers do to it until they have heard of that is nobody's phase."""
+        self.enter(index, self._phase[index], now)
+        self.counters["cancelled"] += 1
+        self._cancelled[index] = now
+        self._spent_by_then[index] = [spent[index] for spent in self._spent]
+
     def outcome(self) -> Outcome:
+        for index, spent_by_then in self._spent_by_then.items():
+            for spent, seconds in zip(self._spent, spent_by_then, strict=True):
+                spent[index] = seconds
         return Outcome(
             workload=self.workload,
             first_token_s=np.array(self.first_token),
@@ -51,4 +63,12 @@ class Ledger:
             phases={name: np.array(spent) for name, spent in zip(PHASES, self._spent, strict=True)},
             counters=dict(self.counters),
             busy_s={name: spent for name, spent in self.busy_s.items() if spent},
+            cancelled_s=self._cancelled_s(),
         )
+
+    def _cancelled_s(self) -> Floats:
+        if not self._cancelled:
+            return NO_FLOATS
+        cancelled_s = np.full(len(self.workload), math.nan)
+        cancelled_s[list(self._cancelled)] = list(self._cancelled.values())
+        return cancelled_s

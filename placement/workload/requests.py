@@ -21,12 +21,14 @@ from placement.workload.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadErro
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 NO_INTS: Ints = np.zeros(0, dtype=np.int64)
+NO_FLOATS: Floats = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
     """One row for each request, in the order they come. `blocks[i]` names the runs of `block_len` tokens with which
-    prompt i begins; equal names mean equal tokens, so that a prefix cache can hit. Empty: no two prompts share any."""
+    prompt i begins; equal names mean equal tokens, so that a prefix cache can hit. Empty: no two prompts share any.
+    Published systems (placement/papers) know neither priorities nor clients that leave."""
 
     arrival_s: Floats
     prompt_len: Ints
@@ -36,6 +38,9 @@ class Workload:
     class_of: Ints = field(default_factory=lambda: NO_INTS)  # into class_names; empty: all are of one class
     class_names: tuple[str, ...] = ()
     priority: Ints = field(default_factory=lambda: NO_INTS)  # lower goes first; empty: all have 0
+    cancel_after_s: Floats = field(
+        default_factory=lambda: NO_FLOATS
+    )  # its client leaves then; inf: stays; empty: all do
     name: str = "requests"
 
     def __post_init__(self) -> None:
@@ -44,9 +49,14 @@ class Workload:
             raise WorkloadError(f"{self.name} has no requests; give at least one")
         if len(self.prompt_len) != count or len(self.output_len) != count or len(self.blocks) not in (0, count):
             raise WorkloadError(f"{self.name}: {count} arrivals need as many prompt and output lengths")
-        for key, column in (("classes", self.class_of), ("priorities", self.priority)):
-            if len(column) not in (0, count):
+        sizes = (("classes", len(self.class_of)), ("priorities", len(self.priority)))
+        for key, size in (*sizes, ("times of cancels", len(self.cancel_after_s))):
+            if size not in (0, count):
                 raise WorkloadError(f"{self.name}: {count} arrivals need as many {key}, or none")
+        if not (self.cancel_after_s >= 0).all():
+            raise WorkloadError(
+                f"{self.name}: a client leaves before its request comes; give seconds, 0 or more, or inf"
+            )
         if len(self.class_of) and not 0 <= self.class_of.min() <= self.class_of.max() < len(self.class_names):
             raise WorkloadError(f"{self.name}: a request has class {self.class_of.max()}; name it in class_names")
         for key, lengths in (("prompt", self.prompt_len), ("output", self.output_len)):
@@ -93,6 +103,7 @@ class Workload:
             blocks=self.blocks[:count],
             class_of=self.class_of[:count],
             priority=self.priority[:count],
+            cancel_after_s=self.cancel_after_s[:count],
         )
 
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
@@ -106,6 +117,7 @@ class Workload:
             class_of=self.class_of[rows] if len(self.class_of) else NO_INTS,
             class_names=self.class_names,
             priority=self.priority[rows] if len(self.priority) else NO_INTS,
+            cancel_after_s=self.cancel_after_s[rows] if len(self.cancel_after_s) else NO_FLOATS,
             name=f"{count} requests after {self.name}",
         )
 
@@ -113,6 +125,7 @@ class Workload:
 def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
     has_blocks = any(shape.blocks for shape in shapes)
     has_priorities = any(shape.priority for shape in shapes)
+    has_cancels = any(shape.cancel_after_s < np.inf for shape in shapes)
     names = tuple(sorted({shape.kind for shape in shapes} - {""}))
     if names and not all(shape.kind for shape in shapes):
         raise WorkloadError(f"{name}: some requests have no class; give each one or take the column out")
@@ -125,6 +138,7 @@ def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
         class_of=np.array([names.index(shape.kind) for shape in shapes], dtype=np.int64) if names else NO_INTS,
         class_names=names,
         priority=np.array([shape.priority for shape in shapes], dtype=np.int64) if has_priorities else NO_INTS,
+        cancel_after_s=np.array([shape.cancel_after_s for shape in shapes]) if has_cancels else NO_FLOATS,
         name=name,
     )
 

@@ -5,8 +5,9 @@ seconds since the first request, lengths are tokens. The load generator (kvrelay
 it.
 
 Traces: CSV (Azure's TIMESTAMP,ContextTokens,GeneratedTokens, or other names for the same, see COLUMNS, and a class of
-requests and their priority if it has those columns) and Mooncake's JSON lines (timestamp in ms, input_length,
-output_length, hash_ids: one for each run of 512 prompt tokens; equal ids mean equal tokens; and priority, if given).
+requests, their priority and when their clients leave if it has those columns) and Mooncake's JSON lines (timestamp in
+ms, input_length, output_length, hash_ids: one for each run of 512 prompt tokens; equal ids mean equal tokens; and
+priority and cancel_after_s, if given).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ COLUMNS = {  # of a CSV: what it may call them, in any case of letters
     "output": ("GeneratedTokens", "output_tokens", "output_len", "token_size", "output_length", "num_decode_tokens"),
     "class": ("class", "request_class", "request_type"),
     "priority": ("priority",),
+    "cancel": ("cancel_after_s",),
 }
 
 
@@ -51,6 +53,7 @@ class Shape:
     block_len: int = MOONCAKE_BLOCK_TOKENS
     kind: str = ""  # its class, of those with targets of their own
     priority: int = 0  # lower goes first
+    cancel_after_s: float = math.inf  # its client leaves so long after it came
 
 
 def arrivals_s(num: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
@@ -101,6 +104,7 @@ def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
             at_s=at_s,
             kind=_value(where, row, columns["class"], str, "a class on each line") if "class" in columns else "",
             priority=_priority(where, row, columns["priority"]) if "priority" in columns else 0,
+            cancel_after_s=_cancel(where, row, columns["cancel"]) if "cancel" in columns else math.inf,
         )
 
 
@@ -150,6 +154,7 @@ def _mooncake_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
                 _value(where, {"hash_ids": h}, "hash_ids", _whole, "whole numbers") for h in _hashes(where, row)
             ),
             priority=_priority(where, row, "priority") if "priority" in row else 0,
+            cancel_after_s=_cancel(where, row, "cancel_after_s"),
         )
 
 
@@ -179,6 +184,17 @@ def _priority(where: str, row: dict[str, Any], key: str) -> int:
     if abs(priority) > MOST_PRIORITY:
         raise WorkloadError(f"{where}: {key} is {priority}; give {WHOLE_PRIORITY}")
     return priority
+
+
+def _cancel(where: str, row: dict[str, Any], key: str) -> float:
+    """Nothing: the client stays."""
+    if row.get(key) in (None, ""):
+        return math.inf
+    wanted = "seconds, 0 or more, or nothing where the client stays"
+    after_s: float = _value(where, row, key, float, wanted)
+    if after_s < 0:
+        raise WorkloadError(f"{where}: {key} is {after_s:g}; give {wanted}")
+    return after_s
 
 
 def _length(where: str, row: dict[str, Any], key: str) -> int:

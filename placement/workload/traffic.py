@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement.plan import RequestClass
-from placement.workload.requests import NO_INTS, Floats, Ints, Workload
+from placement.workload.requests import NO_FLOATS, NO_INTS, Floats, Ints, Workload
 from placement.workload.traces import WorkloadError
 
 
@@ -69,6 +69,7 @@ class Traffic:
             class_of=self.source.class_of[rows] if len(self.source.class_of) else NO_INTS,
             class_names=self.source.class_names,
             priority=self.source.priority[rows] if len(self.source.priority) else NO_INTS,
+            cancel_after_s=self.source.cancel_after_s[rows] if len(self.source.cancel_after_s) else NO_FLOATS,
             name=f"{count} requests after {self.source.name}",
         )
 

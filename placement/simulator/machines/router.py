@@ -1,8 +1,8 @@
 """RouterMachine is cluster/router/driver.py on the virtual clock: it carries out what a RouterPolicy decides.
 
 It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
-the policy says, and tells the policy what workers say. Which requests should move it asks when one comes or has
-moved, and not with every report. What it leaves out: clients that cancel, other routers, and the end of waiting for a
+the policy says, tells the policy what workers say, and cancels what a client leaves. Which requests should move it asks
+when one comes or has moved, and not with every report. What it leaves out: other routers, and the end of waiting for a
 role that has no worker: requests wait until one is back.
 """
 
@@ -51,9 +51,11 @@ class RouterMachine(Dispatcher):
         self._prompt_len: list[int] = workload.prompt_len.tolist()
         self._output_len: list[int] = workload.output_len.tolist()
         self._priority: list[int] = workload.priority.tolist()
+        self._cancel_after_s: list[float] = workload.cancel_after_s.tolist()
         self._page_size = cluster.workers[0].page_size
         self._next_arrival_s = math.inf
         self._attempts: dict[str, Attempt] = {}  # under way
+        self._last: dict[int, Attempt] = {}  # by request, where clients leave
         self._stalled: dict[str, Attempt] = {}
         self._parked: list[Attempt] = []  # a role has no worker
 
@@ -69,10 +71,32 @@ class RouterMachine(Dispatcher):
     # requests
 
     def arrive(self, index: int, next_arrival_s: float) -> None:
+        if self._cancel_after_s and self._cancel_after_s[index] < math.inf:
+            self.clock.at(self.clock.now + self._cancel_after_s[index], self.cancel, index)
         self._route(self._attempt(index, 1, 0, FRESH))
         self._look_at_moves()
         self._next_arrival_s = next_arrival_s
         self._note_decision()
+
+    def cancel(self, index: int) -> None:
+        """Its client has left. It may be over, or wait, here or to be sent again."""
+        attempt = self._last[index]
+        if attempt.is_gone:
+            return
+        self.ledger.on_cancelled(index, self.clock.now)
+        self.policy.on_cancelled(attempt.id)
+        self._tell_cancelled(attempt, "")
+        self._drop(attempt)
+        self._pump()
+
+    def _tell_cancelled(self, attempt: Attempt, lost: str) -> None:
+        """All workers that it was sent to, but one that is lost."""
+        told_s = self.clock.now + self.message_s
+        if attempt.prefill is not None and attempt.prefill.name != lost:
+            self.clock.at(told_s, attempt.prefill.end, attempt)
+        for decode in (attempt.decode, attempt.moving_to):
+            if decode is not None and decode.name != lost:
+                self.clock.at(told_s, decode.cancel, attempt)
 
     def _is_awaited(self) -> bool:
         return self.policy.num_queued > 0 or bool(self._stalled)
@@ -92,9 +116,13 @@ class RouterMachine(Dispatcher):
         priority = self._priority[index] if self._priority else 0
         attempt = Attempt(index, number, num_tokens, self._output_len[index] - made, hashes, past, priority)
         self._attempts[attempt.id] = attempt
+        if self._cancel_after_s:
+            self._last[index] = attempt
         return attempt
 
     def _route(self, attempt: Attempt) -> None:
+        if attempt.is_gone:
+            return  # its client has left since
         self._take_reports()
         shape = RequestShape(
             id=attempt.id,
@@ -316,12 +344,7 @@ class RouterMachine(Dispatcher):
         self.ledger.counters["workers_lost"] += 1
         for retry in self.policy.on_worker_lost(lost, "it died", self.clock.now):
             attempt = self._attempts[retry.request_id]
-            told_s = self.clock.now + self.message_s
-            if attempt.prefill is not None and attempt.prefill.name != lost:
-                self.clock.at(told_s, attempt.prefill.end, attempt)
-            for decode in (attempt.decode, attempt.moving_to):
-                if decode is not None and decode.name != lost:
-                    self.clock.at(told_s, decode.cancel, attempt)
+            self._tell_cancelled(attempt, lost)
             self._retry(attempt, retry)
         for attempt in self._attempts.values():
             if attempt.moving_to is not None and attempt.moving_to.name == lost:

@@ -225,3 +225,10 @@ def test_a_traces_priorities_are_sent(tmp_path: Path) -> None:
     )
     _, planned = drawn(options, PlayOptions(), model, timed_shapes(options))
     assert [each.request.priority for each in planned] == [0, -7]
+
+
+def test_who_is_played_stays_to_the_end(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("arrival_s,prompt_len,output_len,cancel_after_s\n0,5,6,1\n1,5,6,\n")
+    options = WorkloadOptions(trace=tmp_path / "trace.csv")
+    assert len(workload.source_workload(options).cancel_after_s) == 2
+    assert not len(workload.timed_workload(options).cancel_after_s)

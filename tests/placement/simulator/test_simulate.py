@@ -14,7 +14,9 @@ from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
+from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.mixed import MixedMachine
+from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload
@@ -70,16 +72,23 @@ def requests(count: int = 200, rate: float = 8.0, seed: int = 0, most: int = 300
 
 
 def play(setup: SimCluster, workload: Workload) -> tuple[Simulation, Outcome]:
-    """Also sees that nothing is left behind: no request, no page."""
+    """Also sees that nothing is left behind: no request, no page, no lease."""
     simulation = Simulation(setup, workload)
     outcome = simulation.play()
     simulation.router.policy.check_invariants()
     assert not simulation.router._attempts
     for machine in simulation.machines.values():
         if not machine.is_dead:
-            machine.policy.check_invariants()
-            if isinstance(machine, MixedMachine):
-                machine.prompts.policy.check_invariants()
+            sides: list[PrefillMachine | DecodeMachine] = [machine]
+            sides += [machine.prompts] if isinstance(machine, MixedMachine) else []
+            for side in sides:
+                side.policy.check_invariants()
+                assert not side.policy.request_ids, side.name
+                assert not side._attempts, side.name
+            if isinstance(machine, DecodeMachine):
+                assert not machine._coming, machine.name
+                assert not machine._paused, machine.name
+                assert machine.moves.is_idle, machine.name
             assert machine.policy.pool.available == machine.worker.num_pages, machine.name
     return simulation, outcome
 

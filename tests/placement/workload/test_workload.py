@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,27 @@ def test_priorities_are_a_column_and_stay_with_their_requests(tmp_path: Path) ->
     assert from_trace(rows).priority.tolist() == [-4, 0]
 
 
+def test_a_trace_says_whose_clients_leave_and_when(tmp_path: Path) -> None:
+    text = "arrival_s,prompt_len,output_len,cancel_after_s\n0,1,1,0.5\n1,2,1,\n2,3,1,0\n"
+    workload = from_trace(csv(tmp_path, text))
+    assert workload.cancel_after_s.tolist() == [0.5, np.inf, 0.0]
+    drawn = Traffic(source=workload).draw(1.0, 100, seed=1)
+    for made in (workload.first(2), workload.faster(3.0), workload.resampled(50, 1.0, seed=2), drawn):
+        assert made.cancel_after_s.tolist() == [(0.5, np.inf, 0.0)[length - 1] for length in made.prompt_len]
+    rows = tmp_path / "trace.jsonl"
+    rows.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 1, "cancel_after_s": 2}\n'
+        '{"timestamp": 1, "input_length": 5, "output_length": 1}\n'
+    )
+    assert from_trace(rows).cancel_after_s.tolist() == [2.0, np.inf]
+    with pytest.raises(WorkloadError, match="a client leaves before its request comes"):
+        replace(workload, cancel_after_s=np.array([1.0, np.nan, 1.0]))
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("arrival_s,prompt_len,output_len,cancel_after_s\n0,1,4,-1\n", ":2: cancel_after_s is -1; give seconds"),
         ("arrival_s,prompt_len,output_len,priority\n0,1,4,high\n", ":2: priority is 'high'; give a whole number"),
         ("arrival_s,prompt_len,output_len,priority\n0,1,4,9e9\n", ":2: priority is '9e9'; give a whole number"),
         ("arrival_s,prompt_tokens\n1,2\n", "no column GeneratedTokens"),
