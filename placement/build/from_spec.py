@@ -51,6 +51,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         message_s=source.message_s,
         report_gap_s=REPORT_GAP_S,
         layer_groups=_layer_groups(spec, source),
+        num_routers=spec.router.replicas,
         handoff_s=source.profile.handoff_s if isinstance(source, ProfileWorkers) else 0.0,
         hosts=shared_hosts(source.profile, workers) if isinstance(source, ProfileWorkers) else (),
     )
@@ -84,8 +85,6 @@ def latency_sources(spec: ClusterSpec, source: WorkerSource) -> list[str]:
 def not_simulated(spec: ClusterSpec) -> list[str]:
     """What of the spec makes no difference here though it would in life, in sentences."""
     said = []
-    if spec.router.replicas > 1:
-        said.append(f"router.replicas is {spec.router.replicas}; simulated as one router that sees every request")
     if spec.max_model_len is not None:
         said.append(f"max_model_len is {spec.max_model_len}; longer requests are served here, and refused in life")
     return said

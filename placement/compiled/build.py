@@ -64,6 +64,7 @@ COMPILED = (
     "placement/simulator/machines/moves.py",
     "placement/simulator/machines/prefill.py",
     "placement/simulator/machines/router.py",
+    "placement/simulator/machines/routers.py",
     "placement/simulator/machines/steps.py",
     "placement/latency/base.py",
     *registry.COMPILED,

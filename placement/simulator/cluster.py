@@ -89,6 +89,7 @@ class SimCluster:
     handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
     queued_reservation_s: float = 30.0  # that KV waits for pages of a decode worker; then it is sent again
     noticed_s: float = 0.15  # from a worker's death until the router knows
+    num_routers: int = 1  # each with as much in its queue as `router` lets one have; requests go to them by turns
     losses: tuple[Loss, ...] = ()
     drains: tuple[Drain, ...] = ()
     hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
@@ -113,8 +114,9 @@ class SimCluster:
         for key in ("report_gap_s", "queued_reservation_s"):
             if not getattr(self, key) > 0:
                 raise SetupError(f"{key} is {getattr(self, key):g}; give seconds above 0")
-        if self.layer_groups < 1:
-            raise SetupError(f"layer_groups is {self.layer_groups}; give 1 or more")
+        for key in ("layer_groups", "num_routers"):
+            if getattr(self, key) < 1:
+                raise SetupError(f"{key} is {getattr(self, key)}; give 1 or more")
         struck = [("loss", loss.worker) for loss in self.losses] + [("drain", drain.worker) for drain in self.drains]
         for kind, name in struck:
             if name not in names:

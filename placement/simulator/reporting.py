@@ -1,15 +1,16 @@
-"""Reports reach the router as late as they do in life, and are drawn up only when it looks.
+"""Reports reach each router as late as they do in life, and are drawn up only when it looks.
 
 A worker whose state changes reports at every tick of report_gap_s, and the report shows it as it was at the tick. Its
 Reporter draws it up when that state is about to change, or when the router is about to decide; both give the same
 report. One that the next would overtake before the router decides again is not drawn up at all. The ReportInbox is the
-router's end: whose reports may have come, and when one is an event of its own.
+router's end: whose reports may have come, and when one is an event of its own. A worker has a Reporter for each router.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,8 +20,9 @@ from placement.simulator.clock import VirtualClock
 
 
 class Reporting(Protocol):
-    def report(self, made_s: float) -> Report:
-        """What the worker held at made_s, which is not after now and not before its last change."""
+    def report(self, made_s: float, router: int) -> Report:
+        """What the worker held at made_s, which is not after now and not before its last change; of its pages what this
+        router has not been told."""
 
     @property
     def is_running(self) -> bool:
@@ -98,19 +100,68 @@ class ReportInbox:
         return tick + 1 if (tick + 1) * self.gap_s + self.delay_s <= now else tick
 
 
-class Reporter:
-    __slots__ = ("_inbox", "_is_due", "_sent", "_tick", "_worker", "name")
+class Teller(ABC):
+    """What a worker tells of itself, whoever hears it."""
 
-    def __init__(self, name: str, worker: Reporting, inbox: ReportInbox) -> None:
+    __slots__ = ()
+
+    @abstractmethod
+    def touch(self, now: float) -> None:
+        """The worker is about to change."""
+
+    @abstractmethod
+    def mark(self, now: float) -> None:
+        """The worker has changed, and will say so."""
+
+    @abstractmethod
+    def report_anew(self, now: float) -> None:
+        """Though nothing has changed, at the next tick, as a live worker does at each: a router waits for it."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The worker says nothing more."""
+
+
+class Reporters(Teller):
+    """To several routers."""
+
+    __slots__ = ("_each",)
+
+    def __init__(self, each: Sequence[Reporter]) -> None:
+        self._each = each
+
+    def touch(self, now: float) -> None:
+        for reporter in self._each:
+            reporter.touch(now)
+
+    def mark(self, now: float) -> None:
+        for reporter in self._each:
+            reporter.mark(now)
+
+    def report_anew(self, now: float) -> None:
+        for reporter in self._each:
+            reporter.report_anew(now)
+
+    def end(self) -> None:
+        for reporter in self._each:
+            reporter.end()
+
+
+class Reporter(Teller):
+    """To the router of this number."""
+
+    __slots__ = ("_inbox", "_is_due", "_router", "_sent", "_tick", "_worker", "name")
+
+    def __init__(self, name: str, worker: Reporting, inbox: ReportInbox, router: int) -> None:
         self.name = name
         self._worker = worker
         self._inbox = inbox
+        self._router = router
         self._is_due = False  # something has changed since the last tick that was looked at
         self._tick = 0  # the last that was looked at
         self._sent: deque[tuple[float, Report]] = deque()  # when it arrives
 
     def touch(self, now: float) -> None:
-        """The worker is about to change."""
         if not self._is_due:
             return
         inbox = self._inbox
@@ -121,16 +172,17 @@ class Reporter:
                 self._make(tick)
 
     def mark(self, now: float) -> None:
-        """The worker has changed, and will say so."""
         if not self._is_due:
             self._is_due = True
             self._tick = int(now / self._inbox.gap_s)
         self._inbox.expect(self)
 
     def report_anew(self, now: float) -> None:
-        """Though nothing has changed, at the next tick, as a live worker does at each: the router waits for it."""
         self._is_due = False
         self.mark(now)
+
+    def end(self) -> None:
+        self._inbox.forget(self)
 
     def arrives_s(self, now: float) -> float:
         """When the report that follows a change now will be known to the router."""
@@ -158,4 +210,4 @@ class Reporter:
         self._tick = tick
         self._is_due = self._worker.is_running
         made_s = tick * self._inbox.gap_s
-        self._sent.append((made_s + self._inbox.delay_s, self._worker.report(made_s)))
+        self._sent.append((made_s + self._inbox.delay_s, self._worker.report(made_s, self._router)))

@@ -24,11 +24,13 @@ from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.costs import costs_of
 from placement.simulator.ledger import Ledger
+from placement.simulator.machines.attempt import Dispatcher
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.host import Host
 from placement.simulator.machines.mixed import MixedMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.machines.router import OnAssigned, RouterMachine
+from placement.simulator.machines.routers import Routers
 from placement.simulator.outcome import Outcome
 from placement.simulator.pages import CountedPool
 from placement.workload.requests import Workload
@@ -52,13 +54,17 @@ class Simulation:
         self.cluster = cluster
         self.clock = VirtualClock()
         self.ledger = Ledger(workload)
-        self.router = RouterMachine(cluster, workload, self.clock, self.ledger, on_assigned)
+        self.routers = [
+            RouterMachine(cluster, workload, self.clock, self.ledger, on_assigned, number)
+            for number in range(cluster.num_routers)
+        ]
+        self._arrival_s: list[float] = workload.arrival_s.tolist()
+        self.router: Dispatcher = self.routers[0] if len(self.routers) == 1 else Routers(self.routers, self._arrival_s)
         self.machines: dict[str, PrefillMachine | DecodeMachine] = {}
         self._has_prefixes = bool(workload.blocks)
         has_targets = bool(cluster.router.slo_ttft_ms or cluster.router.slo_tpot_ms)
         self._predicts = has_targets and any(worker.role == "mixed" for worker in cluster.workers)
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
-        self._arrival_s: list[float] = workload.arrival_s.tolist()
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         for worker in cluster.workers:
             self._up(worker)
@@ -128,6 +134,7 @@ class Simulation:
         if machine.is_dead:
             return
         machine.lose()
+        self.ledger.counters["workers_lost"] += 1
         noticed_s = self.clock.now + self.cluster.noticed_s
         self.clock.at(noticed_s, self.router.on_worker_lost, loss.worker)
         if loss.back_s is not None:

@@ -1,6 +1,6 @@
 """Attempt is one try at serving one request, handed from the router to a prefill worker to a decode worker.
 
-Three parties pass it on, and each is known to the others by what it may be told here: Dispatcher is the router,
+Three parties pass it on, and each is known to the others by what it may be told here: Dispatcher is its router,
 Prefiller and Decoder are workers, and a Mover is that of a decode worker which hands requests to another (a Move). What
 they are told arrives as late as a message takes; the teller sees to that.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from cluster.router.accounts import Past
+from cluster.router.accounts import Past, WorkerView
 from engine.pages.pool import PageHash
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster
 from placement.simulator.ledger import Ledger
-from placement.simulator.reporting import ReportInbox
+from placement.simulator.reporting import Reporting, Teller
 
 
 class Attempt:
@@ -81,14 +81,41 @@ class Attempt:
 
 
 class Dispatcher(ABC):
-    """The router, and what all parties of a simulation share."""
+    """The router, or all of them, and what all parties of a simulation share."""
 
-    def __init__(self, cluster: SimCluster, clock: VirtualClock, ledger: Ledger, inbox: ReportInbox) -> None:
+    def __init__(self, cluster: SimCluster, clock: VirtualClock, ledger: Ledger) -> None:
         self.cluster = cluster
         self.message_s = cluster.message_s
         self.clock = clock
         self.ledger = ledger
-        self.inbox = inbox
+
+    @abstractmethod
+    def reporter_of(self, name: str, worker: Reporting) -> Teller:
+        """By which this worker reports."""
+
+    # what comes from outside
+
+    @abstractmethod
+    def arrive(self, index: int, next_arrival_s: float) -> None:
+        """A request, and when the next one will; inf: none."""
+
+    @abstractmethod
+    def on_worker_up(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
+        """It is ready. What it is for each phase that it computes."""
+
+    @abstractmethod
+    def on_worker_back(self) -> None:
+        """One has come up again."""
+
+    @abstractmethod
+    def on_worker_lost(self, lost: str) -> None:
+        """The router has noticed."""
+
+    @abstractmethod
+    def on_drain(self) -> None:
+        """A worker will say so with its next report."""
+
+    # what workers say
 
     @abstractmethod
     def on_first_token(self, attempt: Attempt) -> None: ...

@@ -20,7 +20,6 @@ from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, M
 from placement.simulator.machines.host import Host
 from placement.simulator.machines.moves import Moves
 from placement.simulator.machines.steps import DecodeSteps
-from placement.simulator.reporting import Reporter
 from worker.steps.costs import StepCosts
 
 
@@ -31,7 +30,7 @@ class DecodeMachine(Decoder):
         self.worker = worker
         self.policy = policy
         self.steps = DecodeSteps(router.clock, policy, self._on_end)
-        self.reporter = Reporter(worker.name, self, router.inbox)
+        self.reporter = router.reporter_of(worker.name, self)
         self.is_dead = False
         self.host = host  # that it shares with prefill workers
         self.costs: StepCosts | None = None  # as it tells them
@@ -54,7 +53,7 @@ class DecodeMachine(Decoder):
         if host is not None:
             host.join_decode(worker.name, self.change_pace)
 
-    def report(self, made_s: float) -> Report:
+    def report(self, made_s: float, router: int) -> Report:
         self.steps.advance_to(made_s)
         policy = self.policy
         return Report(
@@ -389,6 +388,6 @@ class DecodeMachine(Decoder):
                 attempt.joined_step = -1
         self.moves.lose()
         self.is_dead = True
-        self.router.inbox.forget(self.reporter)
+        self.reporter.end()
         if self.host is not None:
             self.host.on_lost(self.name)

@@ -27,11 +27,11 @@ class MixedMachine(DecodeMachine):
         self._batch: PrefillBatch | None = None  # of the step under way
         self._prompt_share = 0.0
 
-    def report(self, made_s: float) -> Report:
+    def report(self, made_s: float, router: int) -> Report:
         tokens = self.both.prefill.waiting_tokens
-        told = super().report(made_s)
+        told = super().report(made_s, router)
         last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self.steps.advanced)
-        pages = self.prompts.page_news()
+        pages = self.prompts.page_news(router)
         return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share, pages=pages)
 
     @property

@@ -12,7 +12,6 @@ from placement.simulator.cluster import SimWorker
 from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.machines.host import Host
-from placement.simulator.reporting import Reporter
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
 from worker.steps.costs import StepCosts
 
@@ -23,7 +22,7 @@ class PrefillMachine(Prefiller):
         self.router = router
         self.worker = worker
         self.policy = policy
-        self.reporter = Reporter(worker.name, self, router.inbox)
+        self.reporter = router.reporter_of(worker.name, self)
         self.is_dead = False
         self.is_draining = False
         self.is_busy = False  # its first stage
@@ -34,13 +33,13 @@ class PrefillMachine(Prefiller):
         self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the step under way: its time, as a multiple of its time alone
         self._version = 0  # of the step's end
-        self._pages_told = 0  # of the pool's news
+        self._pages_told = [0] * router.cluster.num_routers  # of the pool's news
         self._batch: PrefillBatch | None = None  # under way; with stages, the last that began
         self._attempts: dict[str, Attempt] = {}
         if host is not None:
             host.join_prefill(worker.name, self.change_pace)
 
-    def report(self, made_s: float) -> Report:
+    def report(self, made_s: float, router: int) -> Report:
         policy = self.policy
         return Report(
             made_s=made_s,
@@ -50,14 +49,14 @@ class PrefillMachine(Prefiller):
             waiting_tokens=policy.waiting_tokens,
             available_pages=policy.pool.available,
             costs=self.costs,
-            pages=self.page_news(),
+            pages=self.page_news(router),
             draining=self.is_draining,
         )
 
-    def page_news(self) -> PageNews:
-        """Since the last report."""
-        pool, told = self.policy.pool, self._pages_told
-        self._pages_told = pool.num_news
+    def page_news(self, router: int) -> PageNews:
+        """Since the last report to it."""
+        pool, told = self.policy.pool, self._pages_told[router]
+        self._pages_told[router] = pool.num_news
         return pool.news_since(told)
 
     def report_anew(self, now: float) -> None:
@@ -271,6 +270,6 @@ class PrefillMachine(Prefiller):
     def lose(self) -> None:
         """It dies now."""
         self.is_dead = True
-        self.router.inbox.forget(self.reporter)
+        self.reporter.end()
         if self.host is not None:
             self.host.on_lost(self.name)

@@ -2,8 +2,8 @@
 
 It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
 the policy says, tells the policy what workers say, and cancels what a client leaves. Which requests should move it asks
-when one comes or has moved, and not with every report. What it leaves out: other routers, and the end of waiting for a
-role that has no worker: requests wait until one is back.
+when one comes or has moved, and not with every report. What it leaves out: the end of waiting for a role that has no
+worker: requests wait until one is back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement.simulator.cluster import SimCluster
 from placement.simulator.ledger import PREFILL_QUEUE, ROUTE, Ledger
 from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Prefiller
 from placement.simulator.pages import block_hashes
-from placement.simulator.reporting import ReportInbox
+from placement.simulator.reporting import Reporter, ReportInbox, Reporting, Teller
 from placement.workload.requests import Workload
 
 OnAssigned = Callable[[int, Assigned], object]  # index of the request
@@ -34,15 +34,18 @@ class RouterMachine(Dispatcher):
         clock: VirtualClock,
         ledger: Ledger,
         on_assigned: OnAssigned | None = None,
+        number: int = 0,
     ) -> None:
-        inbox = ReportInbox(
+        """`number`: of this router, among several."""
+        super().__init__(cluster, clock, ledger)
+        self.inbox = ReportInbox(
             clock,
             gap_s=cluster.report_gap_s,
             delay_s=cluster.message_s,
             is_awaited=self._is_awaited,
             on_arrival=self._on_report,
         )
-        super().__init__(cluster, clock, ledger, inbox)
+        self.number = number
         self.policy = RouterPolicy(cluster.router)
         self.prefills: dict[str, Prefiller] = {}
         self.decodes: dict[str, Decoder] = {}
@@ -59,8 +62,10 @@ class RouterMachine(Dispatcher):
         self._stalled: dict[str, Attempt] = {}
         self._parked: list[Attempt] = []  # a role has no worker
 
+    def reporter_of(self, name: str, worker: Reporting) -> Teller:
+        return Reporter(name, worker, self.inbox, self.number)
+
     def on_worker_up(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
-        """It is ready. What it is for each phase that it computes."""
         if prefill is not None:
             self.prefills[view.name] = prefill
         if decode is not None:
@@ -332,7 +337,6 @@ class RouterMachine(Dispatcher):
     # losses, and workers that shall be empty
 
     def on_drain(self) -> None:
-        """A worker will say so with its next report."""
         self.clock.at(self.clock.now + self.cluster.report_gap_s + self.message_s, self._on_drain_told, 0)
 
     def _on_drain_told(self, _: int) -> None:
@@ -340,8 +344,7 @@ class RouterMachine(Dispatcher):
         self._look_at_moves()
 
     def on_worker_lost(self, lost: str) -> None:
-        """The router has noticed. What was there is sent again; the other worker of each attempt is told."""
-        self.ledger.counters["workers_lost"] += 1
+        """What was there is sent again; the other worker of each attempt is told."""
         for retry in self.policy.on_worker_lost(lost, "it died", self.clock.now):
             attempt = self._attempts[retry.request_id]
             self._tell_cancelled(attempt, lost)

@@ -114,9 +114,10 @@ def test_a_profile_takes_the_place_of_hardware(spec: str, tmp_path: Path) -> Non
 
 
 def test_what_the_simulation_leaves_out_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "two.yaml").write_text(f"{SPEC}\nrouter: {{replicas: 2}}\n")
+    (tmp_path / "two.yaml").write_text(f"{SPEC}\nmax_model_len: 512\nrouter: {{replicas: 2}}\n")
     result = run(str(tmp_path / "two.yaml"), *FEW, "--rate", "2")
-    assert "note: router.replicas is 2; simulated as one router" in result.stderr
+    assert "note: max_model_len is 512; longer requests are served here" in result.stderr
+    assert "router.replicas" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ def play(setup: SimCluster, workload: Workload) -> tuple[Simulation, Outcome]:
     """Also sees that nothing is left behind: no request, no page, no lease."""
     simulation = Simulation(setup, workload)
     outcome = simulation.play()
-    simulation.router.policy.check_invariants()
-    assert not simulation.router._attempts
+    for router in simulation.routers:
+        router.policy.check_invariants()
+        assert not router._attempts
     for machine in simulation.machines.values():
         if not machine.is_dead:
             sides: list[PrefillMachine | DecodeMachine] = [machine]
