@@ -61,6 +61,16 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChange:
+    """`worker` is drained from at_s on, and of another role when nothing is left there: what its pages hold stays."""
+
+    worker: str
+    at_s: float
+    role: str
+    policy: PrefillOptions | DecodeOptions  # of that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedHost:
     """Workers that share memory bandwidth and cores: while prefill and decode both compute, each is slower than alone.
 
@@ -92,6 +102,7 @@ class SimCluster:
     num_routers: int = 1  # each with as much in its queue as `router` lets one have; requests go to them by turns
     losses: tuple[Loss, ...] = ()
     drains: tuple[Drain, ...] = ()
+    role_changes: tuple[RoleChange, ...] = ()
     hosts: tuple[SharedHost, ...] = ()  # a worker in none of them has its machine to itself
 
     def __post_init__(self) -> None:
@@ -118,10 +129,32 @@ class SimCluster:
             if getattr(self, key) < 1:
                 raise SetupError(f"{key} is {getattr(self, key)}; give 1 or more")
         struck = [("loss", loss.worker) for loss in self.losses] + [("drain", drain.worker) for drain in self.drains]
-        for kind, name in struck:
+        for kind, name in [*struck, *(("role change", change.worker) for change in self.role_changes)]:
             if name not in names:
                 raise SetupError(f"a {kind} names {name}; the workers are {', '.join(names)}")
+        self._check_role_changes()
         self._check_hosts()
+
+    def _check_role_changes(self) -> None:
+        """As a live router does, but for workers that are lost: each phase has another one meanwhile."""
+        roles = {worker.name: worker.role for worker in self.workers}
+        on_hosts = {name for host in self.hosts for name in host.workers}
+        for change in sorted(self.role_changes, key=lambda change: change.at_s):
+            name = change.worker
+            check_simulated(name, change.role)
+            wanted = kind_of(change.role).load_options()
+            if type(change.policy) is not wanted:
+                raise SetupError(
+                    f"a role change gives {name} {type(change.policy).__name__}; a {change.role} worker has "
+                    f"{wanted.__name__}"
+                )
+            if name in on_hosts:
+                raise SetupError(f"a role change names {name}, which is on a shared host; give one that is on none")
+            gone = {drain.worker for drain in self.drains if drain.at_s <= change.at_s} | {name}
+            for phase in kind_of(roles[name]).phases:
+                if not any(phase in kind_of(role).phases for other, role in roles.items() if other not in gone):
+                    raise SetupError(f"a role change takes {name} away, the only worker for {phase}; add another one")
+            roles[name] = change.role
 
     def _check_hosts(self) -> None:
         seen: set[str] = set()

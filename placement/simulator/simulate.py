@@ -6,13 +6,15 @@
 
 The same objects that serve decide here (cluster.router.policy, prefill_worker.policy, decode_worker.policy,
 mixed_worker.policy, engine.pages.pool). A MixedMachine is both of the above in one. This module builds the cluster,
-lets requests come and workers die; it draws no random number: one workload gives one outcome. What it leaves out beside
-what RouterMachine does: generated tokens that a later prompt repeats (their pages are not cached here).
+lets requests come and workers die, drain and change their roles; it draws no random number: one workload gives one
+outcome. What it leaves out beside what RouterMachine does: generated tokens that a later prompt repeats (their pages
+are not cached here).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from cluster.router.accounts import WorkerView
 from decode_worker.options import DecodeOptions
@@ -21,10 +23,10 @@ from engine.pages.pool import PagePool
 from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
 from placement.simulator.clock import VirtualClock
-from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
+from placement.simulator.cluster import Loss, RoleChange, SetupError, SimCluster, SimWorker
 from placement.simulator.costs import costs_of
 from placement.simulator.ledger import Ledger
-from placement.simulator.machines.attempt import Dispatcher
+from placement.simulator.machines.attempt import Decoder, Dispatcher, Prefiller
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.host import Host
 from placement.simulator.machines.mixed import MixedMachine
@@ -37,6 +39,9 @@ from placement.workload.requests import Workload
 from prefill_worker.options import PrefillOptions
 from prefill_worker.policy import PrefillPolicy
 from worker.steps.costs import StepCosts
+
+PING_S = 0.2  # a live router says so often that nothing of its is on the way to a worker that shall change
+Machine = PrefillMachine | DecodeMachine
 
 
 def simulate(cluster: SimCluster, workload: Workload) -> Outcome:
@@ -60,10 +65,11 @@ class Simulation:
         ]
         self._arrival_s: list[float] = workload.arrival_s.tolist()
         self.router: Dispatcher = self.routers[0] if len(self.routers) == 1 else Routers(self.routers, self._arrival_s)
-        self.machines: dict[str, PrefillMachine | DecodeMachine] = {}
+        self.machines: dict[str, Machine] = {}
         self._has_prefixes = bool(workload.blocks)
         has_targets = bool(cluster.router.slo_ttft_ms or cluster.router.slo_tpot_ms)
-        self._predicts = has_targets and any(worker.role == "mixed" for worker in cluster.workers)
+        roles = {worker.role for worker in cluster.workers} | {change.role for change in cluster.role_changes}
+        self._predicts = has_targets and "mixed" in roles
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         for worker in cluster.workers:
@@ -74,6 +80,8 @@ class Simulation:
             self.clock.at(loss.at_s, self._lose, loss)
         for drain in self.cluster.drains:
             self.clock.at(drain.at_s, self._drain, drain.worker)
+        for change in self.cluster.role_changes:
+            self.clock.at(change.at_s, self._change_role, change)
         self.clock.at(self._arrival_s[0], self._arrive, 0)
         self.clock.run()
         return self.ledger.outcome()
@@ -91,6 +99,10 @@ class Simulation:
     def _up(self, worker: SimWorker) -> None:
         has_hits = worker.prefix_cache and self._has_prefixes
         pool = (PagePool if has_hits else CountedPool)(worker.num_pages, worker.page_size)
+        self.router.on_worker_up(*self._made(worker, pool))
+
+    def _made(self, worker: SimWorker, pool: PagePool) -> tuple[WorkerView, Prefiller | None, Decoder | None]:
+        """The worker, from now on the one of its name; and what routers are told of it."""
         host = self._hosts.get(worker.name)
         options = worker.policy
         view = WorkerView(
@@ -104,19 +116,20 @@ class Simulation:
         if worker.role == "prefill":
             assert isinstance(options, PrefillOptions), worker.name
             prefill = PrefillMachine(self.router, worker, PrefillPolicy(pool, options), host)
+            prefill.costs = self._costs(worker)
             self.machines[worker.name] = prefill
-            self.router.on_worker_up(view, prefill, None)
-        elif worker.role == "decode":
+            return view, prefill, None
+        if worker.role == "decode":
             assert isinstance(options, DecodeOptions), worker.name
             decode = DecodeMachine(self.router, worker, DecodePolicy(pool, options, name=worker.name), host)
+            decode.costs = self._costs(worker)
             self.machines[worker.name] = decode
-            self.router.on_worker_up(view, None, decode)
-        else:
-            assert isinstance(options, MixedOptions), worker.name
-            mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
-            self.machines[worker.name] = mixed
-            self.router.on_worker_up(view, mixed.prompts, mixed)
-        self.machines[worker.name].costs = self._costs(worker)
+            return view, None, decode
+        assert isinstance(options, MixedOptions), worker.name
+        mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
+        mixed.costs = self._costs(worker)
+        self.machines[worker.name] = mixed
+        return view, mixed.prompts, mixed
 
     def _costs(self, worker: SimWorker) -> StepCosts | None:
         """Not asked for where the router has no use for them."""
@@ -138,7 +151,7 @@ class Simulation:
         noticed_s = self.clock.now + self.cluster.noticed_s
         self.clock.at(noticed_s, self.router.on_worker_lost, loss.worker)
         if loss.back_s is not None:
-            self.clock.at(max(loss.back_s, noticed_s), self._on_back, machine)
+            self.clock.at(max(loss.back_s, noticed_s), self._on_back, loss.worker)
 
     def _drain(self, worker: str) -> None:
         machine = self.machines[worker]
@@ -146,6 +159,35 @@ class Simulation:
             machine.drain()
             self.router.on_drain()
 
-    def _on_back(self, machine: PrefillMachine | DecodeMachine) -> None:
-        self._up(machine.worker)
+    def _change_role(self, change: RoleChange) -> None:
+        machine = self.machines[change.worker]
+        if not machine.is_dead:
+            self._drain(change.worker)
+            self.clock.at(self.clock.now + PING_S, self._take_role, (machine, change))
+
+    def _take_role(self, order: tuple[Machine, RoleChange]) -> None:
+        """Once it is empty. If it dies before, its successor is what it was."""
+        machine, change = order
+        if machine.is_dead:
+            return
+        if not (machine.is_empty and self.router.has_left(change.worker)):
+            self.clock.at(self.clock.now + PING_S, self._take_role, order)
+            return
+        self.ledger.counters["role_changes"] += 1
+        machine.lose()
+        view, prefill, decode = self._made(
+            replace(machine.worker, role=change.role, policy=change.policy), machine.policy.pool
+        )
+        told_s = self.clock.now + self.cluster.message_s
+        self.clock.at(told_s, self._on_role_taken, (self.machines[change.worker], view, prefill, decode))
+
+    def _on_role_taken(self, hello: tuple[Machine, WorkerView, Prefiller | None, Decoder | None]) -> None:
+        machine, view, prefill, decode = hello
+        if not machine.is_dead:
+            self.router.on_role_changed(view, prefill, decode)
+            machine.reporter.report_anew(self.clock.now)
+
+    def _on_back(self, name: str) -> None:
+        """As it was at first, whatever roles it has had."""
+        self._up(next(worker for worker in self.cluster.workers if worker.name == name))
         self.router.on_worker_back()

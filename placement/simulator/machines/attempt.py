@@ -115,6 +115,14 @@ class Dispatcher(ABC):
     def on_drain(self) -> None:
         """A worker will say so with its next report."""
 
+    @abstractmethod
+    def has_left(self, name: str) -> bool:
+        """Whether nothing is at this worker, which drains, or on its way there, as far as the router knows."""
+
+    @abstractmethod
+    def on_role_changed(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
+        """A worker that was drained has said hello again, as this one."""
+
     # what workers say
 
     @abstractmethod

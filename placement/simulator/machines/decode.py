@@ -84,6 +84,11 @@ class DecodeMachine(Decoder):
         """A step is under way."""
         return self.steps.count > 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing runs here, and no page is held."""
+        return self.policy.num_running + self.policy.num_waiting == 0
+
     def made_now(self, attempt: Attempt) -> int:
         if not self.is_dead:
             self._caught_up()

@@ -39,6 +39,10 @@ class MixedMachine(DecodeMachine):
         """A step is under way."""
         return self.steps.count > 0 or self._batch is not None
 
+    @property
+    def is_empty(self) -> bool:
+        return self.policy.num_running + self.policy.num_waiting == 0 and self.prompts.is_empty
+
     def adopt(self, attempt: Attempt) -> None:
         """Its prompt is read here, and it stays."""
         prompts = self.both.prefill

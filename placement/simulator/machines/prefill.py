@@ -33,7 +33,8 @@ class PrefillMachine(Prefiller):
         self.costs: StepCosts | None = None  # as it tells them
         self._pace = 1.0  # of the step under way: its time, as a multiple of its time alone
         self._version = 0  # of the step's end
-        self._pages_told = [0] * router.cluster.num_routers  # of the pool's news
+        news = -1 if policy.pool.num_news else 0  # of a worker that had another role: all
+        self._pages_told = [news] * router.cluster.num_routers  # of the pool's news
         self._batch: PrefillBatch | None = None  # under way; with stages, the last that began
         self._attempts: dict[str, Attempt] = {}
         if host is not None:
@@ -72,6 +73,11 @@ class PrefillMachine(Prefiller):
     @property
     def is_running(self) -> bool:
         return False  # between the ends of its steps nothing changes
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing runs here, and no page is held."""
+        return self.policy.num_running + self.policy.num_waiting == 0
 
     def submit(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead:

@@ -334,7 +334,7 @@ class RouterMachine(Dispatcher):
         if has_decode and self._stalled:
             self._move_stalled()
 
-    # losses, and workers that shall be empty
+    # losses, workers that shall be empty, and those of another role
 
     def on_drain(self) -> None:
         self.clock.at(self.clock.now + self.cluster.report_gap_s + self.message_s, self._on_drain_told, 0)
@@ -345,7 +345,13 @@ class RouterMachine(Dispatcher):
 
     def on_worker_lost(self, lost: str) -> None:
         """What was there is sent again; the other worker of each attempt is told."""
-        for retry in self.policy.on_worker_lost(lost, "it died", self.clock.now):
+        self._forget_worker(lost, "it died", is_death=True)
+        for prefill in self.prefills.values():
+            prefill.report_anew(self.clock.now)
+        self._pump()
+
+    def _forget_worker(self, lost: str, reason: str, *, is_death: bool) -> None:
+        for retry in self.policy.on_worker_lost(lost, reason, self.clock.now, is_death=is_death):
             attempt = self._attempts[retry.request_id]
             self._tell_cancelled(attempt, lost)
             self._retry(attempt, retry)
@@ -354,9 +360,17 @@ class RouterMachine(Dispatcher):
                 assert attempt.decode is not None
                 attempt.moving_to = None
                 self.clock.at(self.clock.now + self.message_s, attempt.decode.forget_target, lost)
-        for prefill in self.prefills.values():
-            prefill.report_anew(self.clock.now)
-        self._pump()
+
+    def has_left(self, name: str) -> bool:
+        self._take_reports()
+        return self.policy.workers.has_left(name)
+
+    def on_role_changed(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
+        self.prefills.pop(view.name, None)
+        self.decodes.pop(view.name, None)
+        self._forget_worker(view.name, "its role has changed", is_death=False)
+        self.on_worker_up(view, prefill, decode)
+        self.on_worker_back()
 
     def on_worker_back(self) -> None:
         """Those that waited for a role without a worker may go."""

@@ -51,6 +51,13 @@ class Routers(Dispatcher):
         for machine in self._machines:
             machine.on_drain()
 
+    def has_left(self, name: str) -> bool:
+        return all(machine.has_left(name) for machine in self._machines)
+
+    def on_role_changed(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
+        for machine in self._machines:
+            machine.on_role_changed(view, prefill, decode)
+
     # what is one's own
 
     def on_first_token(self, attempt: Attempt) -> None:

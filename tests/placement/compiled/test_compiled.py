@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from decode_worker.options import DecodeOptions
 from placement.compiled.constructors import with_constructors
 from placement.compiled.pool import call, packed, simulation_pool
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.papers.distserve.rules import simulate as simulate_distserve
+from placement.simulator.cluster import Drain, RoleChange
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from tests.placement.simulator.test_simulate import cluster, requests, workers
@@ -31,10 +34,15 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     short = cluster(workers("prefill", 2, latency=latency), workers("decode", 2, latency=latency, num_pages=60))
     both = cluster(workers("mixed", 2, latency=latency, num_pages=60), workers("prefill", latency=latency))
     workload = requests(rate=10)
+    numbers = np.arange(len(workload))
+    left = replace(workload, priority=numbers % 3 - 1, cancel_after_s=np.where(numbers % 4, np.inf, 0.5))
+    became = RoleChange(worker="mixed-1", at_s=5.0, role="decode", policy=DecodeOptions(max_batch_size=16))
+    trouble = replace(both, num_routers=2, role_changes=(became,), drains=(Drain(worker="mixed-1", at_s=4.0),))
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
             pool.apply(call, (packed(simulate, short, workload),)),
             pool.apply(call, (packed(simulate, both, workload),)),
+            pool.apply(call, (packed(simulate, trouble, left),)),
             pool.apply(
                 call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
             ),
@@ -43,12 +51,15 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     expected = [
         simulate(short, workload),
         simulate(both, workload),
+        simulate(trouble, left),
         simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
     ]
     assert expected[0].counters["preempted"] > 0
+    assert expected[2].counters["cancelled"] > 20
+    assert expected[2].counters["role_changes"] == 1
     for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one.first_token_s, other.first_token_s)
-        assert np.array_equal(one.finish_s, other.finish_s)
+        assert np.array_equal(one.first_token_s, other.first_token_s, equal_nan=True)
+        assert np.array_equal(one.finish_s, other.finish_s, equal_nan=True)
         assert one.counters == other.counters
 
 
