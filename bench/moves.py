@@ -4,12 +4,12 @@
 
 `kvrelay up` with one prefill and two decode workers serves `STREAMS` streams at a time, sampled with seeds. First all
 requests are played undisturbed. Then they are played again, over and over, while one decode worker after another is
-drained at random moments and taken back, or made a mixed one and back, until there were so many moves; then for
-`--kills`, with SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was undisturbed,
-token for token; nothing may stay held; without kills no request may be sent again and no token computed twice. The
-table shows gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of moves,
-beside the largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of this does
-not hold.
+drained at random moments and taken back, or made a mixed one and back, and while it is one the prefill worker is
+drained, which passes on what it has not read to its end; until there were so many moves; then for `--kills`, with
+SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was undisturbed, token for
+token; nothing may stay held; without kills no request may be sent again and no token computed twice. The table shows
+gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of moves, beside the
+largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of this does not hold.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvrelay.client.types import KvrelayError, WorkerState
 STREAMS = 16  # at a time
 REQUESTS = 64
 PROMPT, OUTPUT = (16, 200), (150, 350)  # tokens
-DECODE = ("decode-0", "decode-1")
+PREFILL, DECODE = "prefill-0", ("decode-0", "decode-1")
 BACK_S = 60.0  # for a worker to be there again
 
 
@@ -101,9 +101,12 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
             await kill(client, rng.choice(DECODE))
             kills, played.kills = kills - 1, played.kills + 1
         elif not kills and rng.random() < 0.2:
-            for role in ("mixed", "decode"):
-                await become(client, name, role)
-                played.roles += 1
+            await become(client, name, "mixed")
+            await client.drain(PREFILL)
+            await until(client, PREFILL, lambda worker: worker.state == "drained")
+            await client.drain(PREFILL, undo=True)
+            await become(client, name, "decode")
+            played.roles += 2
         else:
             await until(client, name, lambda worker: worker.state == "drained")
         await client.drain(name, undo=True)
@@ -125,6 +128,12 @@ async def kill(client: AsyncClient, name: str) -> None:
     await until(client, name, lambda each: each.losses > worker.losses)
     for each in DECODE:
         await until(client, each, lambda worker: worker.state in ("ready", "draining", "drained"))
+
+
+async def passed_by(client: AsyncClient) -> int:
+    """Prompts, among all that moved."""
+    workers = (await client.status()).workers
+    return next(worker.counters.get("prompts_passed", 0) for worker in workers if worker.name == PREFILL)
 
 
 def held(worker: WorkerState) -> int:
@@ -151,7 +160,7 @@ async def play_disturbed(client: AsyncClient, calm: Played, *, moves: int, kills
     outcome = (await asyncio.gather(trouble, return_exceptions=True))[0]
     if not isinstance(outcome, asyncio.CancelledError):
         played.errors.append(f"the drains ended: {outcome!r}")
-    for name in DECODE:
+    for name in (PREFILL, *DECODE):
         await client.drain(name, undo=True)
     return played
 
@@ -196,12 +205,13 @@ async def measure(endpoint: str, moves: int, kills: int) -> tuple[dict[str, Any]
             await play(client, range(REQUESTS), calm)
         before = (await client.status()).counters
         moved = await play_disturbed(client, calm, moves=moves, kills=0, seed=0)
-        after = (await client.status()).counters
+        after, passed = (await client.status()).counters, await passed_by(client)
         wrong = [*calm.errors, *moved.errors, *await leaks(client)]
         wrong += [f"{moved.attempts} requests were sent again without a kill"] * bool(moved.attempts)
         wrong += [f"{moved.recomputed} tokens were computed twice without a kill"] * bool(moved.recomputed)
         share = moved.moves / len(moved.gaps_s)
         rows = {"undisturbed": row_of(calm, share), "moved": row_of(moved, share)}
+        rows["moved"] |= {"passed": passed}
         rows["moved"] |= {name: after[name] - before.get(name, 0) for name in ("moves_failed", "stale_tokens")}
         if kills:
             killed = await play_disturbed(client, calm, moves=0, kills=kills, seed=1)
@@ -218,7 +228,7 @@ def main() -> int:
     args = parser.parse_args()
     moves, kills = (100, 3) if args.quick else (args.moves, args.kills)
     wanted = spec(demo_model("tiny"))
-    pools = [{"role": "prefill", "threads": 1}, {"role": "decode", "replicas": 2, "threads": 1}]
+    pools = [{"role": "prefill", "threads": 1, "max_batch_tokens": 32}, {"role": "decode", "replicas": 2, "threads": 1}]
     wanted["pools"] = [pool | {"kv_memory": "64MiB"} for pool in pools]
     with cluster(wanted) as served:
         rows, wrong = asyncio.run(measure(served.endpoint, moves, kills))

@@ -517,16 +517,15 @@ def protocol(result: Mapping[str, Any]) -> str:
 
 
 def moves(result: Mapping[str, Any]) -> str:
-    columns = ("moves", "failed", "role changes", "kills", "sent again", "computed twice", "gaps, ms", "largest k, ms")
+    columns = ("run", "moves", "of prompts", "failed", "role changes", "kills", "sent again", "computed twice")
+    keys = ("moves", "passed", "moves_failed", "role_changes", "kills", "sent_again", "recomputed_tokens")
     rows = []
     for name, row in result["rows"].items():
         gaps = row["gaps_ms"]
-        counts = [row["moves"], row.get("moves_failed", "-"), row["role_changes"], row["kills"], row["sent_again"]]
         every = slashed([gaps["p50"], gaps["p99"], gaps["max"]])
-        rows.append(
-            [name, *counts, row["recomputed_tokens"], every, slashed([gaps["largest_p50"], gaps["largest_p90"]])]
-        )
-    return table(("run", *columns), rows)
+        largest = slashed([gaps["largest_p50"], gaps["largest_p90"]])
+        rows.append([name, *(row.get(key, "-") for key in keys), every, largest])
+    return table((*columns, "gaps, ms", "largest k, ms"), rows)
 
 
 def replan(result: Mapping[str, Any]) -> str:
