@@ -10,6 +10,7 @@ import grpc
 
 from cluster.front.grpc import refuse_with, unary
 from cluster.router.driver import Router
+from cluster.router.links.worker_link import LinkState
 from cluster.router.live.requests import RequestFailed
 from cluster.router.monitoring.status import load_of, status_of
 from engine.types import InvalidRequest
@@ -86,9 +87,19 @@ class ClusterService:
         else:
             self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
             pending = await kept.scale(asked.pool, asked.replicas)
+        pending = pending or self._unheard((await kept.pools())[asked.pool])
         return cluster_pb2.ScaleResponse(
             pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending]
         )
+
+    def _unheard(self, workers: list[str]) -> list[tuple[str, str, str]]:
+        """Those of them that run, and that this router does not use yet."""
+        links = {link.name: link for link, *_ in self._router.workers()}
+        absent = [(name, LinkState.CONNECTING.value, "") for name in workers if name not in links]
+        known = [links[name] for name in workers if name in links]
+        return absent + [
+            (each.name, each.state.value, each.reason) for each in known if each.state is not LinkState.READY
+        ]
 
     async def _remove(self, worker: str, *, force: bool) -> None:
         """Also one that is lost, again and again."""
