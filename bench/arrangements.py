@@ -38,8 +38,8 @@ def arrangements() -> dict[str, dict[str, Any]]:
     told = {"router": router | {"slo_ttft_ms": 500.0, "slo_tpot_ms": 50.0}}
     return {
         "1P1D, a core each": {"pools": pair["pools"]},
+        "one mixed, whole steps of 512": {"pools": [whole | {"chunk_tokens": 512}]},
         "one mixed, chunks of 128": {"pools": [whole]},
-        "one mixed, chunks of 32": {"pools": [whole | {"chunk_tokens": 32}]},
         "two mixed, a core each, by load": {"pools": halves},
         "two mixed, a core each, as predicted": {"pools": halves} | told,
         "a prefill and a mixed worker, as predicted": {"pools": [pair["pools"][0], halves[1]]} | told,
