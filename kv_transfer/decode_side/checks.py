@@ -47,6 +47,9 @@ def check_commit(peer: str, commit: worker_pb2.Commit, reservation: Reservation,
         new += f", with {num_unread} unread" if num_unread else ""
         theirs = f"{commit.segments} segments and {commit.num_tokens} tokens{new}"
         raise Malformed(f"{peer} commits {theirs} to lease {commit.lease_id}, which has {ours}")
+    if num_unread and reservation.room_tokens:
+        why = f"reserved with room for {reservation.room_tokens}, as one that is decoded"
+        raise Malformed(f"{peer} leaves {num_unread} tokens of lease {commit.lease_id} unread, which was {why}")
     if num_more > reservation.most_more:
         room = f"has room for {reservation.most_more}"
         raise Malformed(f"{peer} commits {num_more} new tokens to lease {commit.lease_id}, which {room}")

@@ -208,6 +208,10 @@ ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # laye
             {"commit": {"lease_id": 1, "num_tokens": 5, "unread_tokens": 4, "more_token_ids": [1]}},
             "1 of them new, with 4 unread to lease 1",
         ),
+        (
+            {"commit": {"lease_id": 1, "num_tokens": 1, "unread_tokens": 3}},
+            "leaves 3 tokens of lease 1 unread, which was reserved with room for 4, as one that is decoded",
+        ),
     ],
 )
 async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(
@@ -215,7 +219,8 @@ async def test_what_breaks_the_protocol_ends_the_pair_with_a_sentence(
 ) -> None:
     raw = RawPeer(decode)
     await raw.hello(decode)
-    await raw.say(reserve=worker_pb2.Reserve(lease_id=1, request=request("a", 8)))
+    room = 4 if "room for 4" in sentence else 0
+    await raw.say(reserve=worker_pb2.Reserve(lease_id=1, request=request("a", 8 - room), room_tokens=room))
     assert len((await raw.hear()).granted.pages) == 2
     await raw.say(**message)
     code, details = await raw.refusal()
