@@ -71,5 +71,5 @@ def _pack(module: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtyp
         count = fuse(module, probe.layer_of, CpuKernels())
         logger.info("%d modules of %s run fused", count, type(module).__name__)
     linear.pack_linears(module)
-    logger.info("products: %s", "our own panels" if panels.can_multiply(2, dtype) else "oneDNN")
+    logger.info("products: %s", "our own panels" if panels.can_multiply(64, dtype) else "oneDNN")
     return max(linear.MIN_ROWS, linear.row_multiple(module))

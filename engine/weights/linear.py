@@ -59,7 +59,8 @@ class PackedLinear(nn.Module):
         self._dtype = weight_ON.dtype
         self._is_in_panels = panels.can_multiply(self.in_features, self._dtype)
         self.packed = panels.in_panels(weight_ON) if self._is_in_panels else _reorder(weight_ON.contiguous())
-        self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
+        if not self._is_in_panels:
+            self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
 
     @property
     def weight(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ DTYPE = torch.bfloat16  # in float32 the order is one
 ROWS = (2, 32, 33, 40, 65, 100, 256, 300)
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), [(704, 256), (896, 1152), (4100, 70)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(704, 256), (896, 1152), (4100, 70), (4128, 70)])
 def test_a_row_has_the_same_bits_among_any_number(in_features: int, out_features: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight_ON = (torch.randn(out_features, in_features, generator=generator) * 0.05).to(DTYPE)
@@ -26,7 +26,7 @@ def test_a_row_has_the_same_bits_among_any_number(in_features: int, out_features
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("in_features", "out_features"), [(2, 1), (24, 65), (63, 64), (4100, 70)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(2, 1), (24, 65), (63, 64), (96, 70), (4100, 70)])
 def test_it_is_the_product(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     weight_ON = torch.randn(out_features, in_features, generator=generator).to(dtype)
@@ -39,8 +39,8 @@ def test_it_is_the_product(in_features: int, out_features: int, dtype: torch.dty
 
 def test_threads_change_no_bit() -> None:
     generator = torch.Generator().manual_seed(3)
-    packed = PackedLinear(torch.randn(200, 4100, generator=generator).to(DTYPE), None)
-    x_TN = torch.randn(100, 4100, generator=generator).to(DTYPE)
+    packed = PackedLinear(torch.randn(200, 4128, generator=generator).to(DTYPE), None)
+    x_TN = torch.randn(100, 4128, generator=generator).to(DTYPE)
     before = torch.get_num_threads()
     try:
         results = []
