@@ -13,9 +13,11 @@ from engine.attention.base import AttentionCall, StepMeta
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
 
+NO_MEMORY = "paged attention could not allocate its scratch memory"
 
-class _Args(ctypes.Structure):
-    """KvrelayAttention of csrc/paged_attention.cpp, field for field."""
+
+class AttentionArgs(ctypes.Structure):
+    """KvrelayAttention of csrc/kernels.h, field for field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "out", "k_pages", "v_pages", "sinks")),
@@ -34,7 +36,7 @@ class NativeBackend:
     def __init__(self) -> None:
         library = native.library()
         self._attend = library.kvrelay_attend
-        self._attend.argtypes = (ctypes.POINTER(_Args),)
+        self._attend.argtypes = (ctypes.POINTER(AttentionArgs),)
         self._attend.restype = ctypes.c_int
         self._write = library.kvrelay_write
         self._write.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p) + (
@@ -69,40 +71,40 @@ class NativeBackend:
     ) -> torch.Tensor:
         dtype = q_THD.dtype
         q_THD = _with_dense_rows(q_THD, k_pages.dtype)
-        rows, heads, k_dim = q_THD.shape
+        rows, heads, _ = q_THD.shape
         out_THE = q_THD.new_empty(rows, heads, v_pages.shape[3])
         if rows > meta.slots.shape[0]:
             out_THE[meta.slots.shape[0] :] = 0
         sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-        args = _Args(
-            q=q_THD.data_ptr(),
-            out=out_THE.data_ptr(),
-            k_pages=k_pages.data_ptr(),
-            v_pages=v_pages.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            query_starts=meta.query_starts.data_ptr(),
-            starts=meta.starts.data_ptr(),
-            block_tables=meta.block_tables.data_ptr(),
-            q_row_stride=q_THD.stride(0),
-            q_head_stride=q_THD.stride(1),
-            table_stride=meta.block_tables.stride(0),
-            k_token_stride=k_pages.stride(1),
-            v_token_stride=v_pages.stride(1),
-            sequences=meta.num_sequences,
-            heads=heads,
-            kv_heads=k_pages.shape[2],
-            k_dim=k_dim,
-            v_dim=v_pages.shape[3],
-            page_size=meta.page_size,
-            scaling=call.scaling,
-            softcap=call.softcap,
-            window=call.window,
-            dtype=DTYPE_CODE[k_pages.dtype],
-            threads=torch.get_num_threads(),
-        )
+        args = layer_args(heads, k_pages, v_pages, call)
+        args.q, args.out = q_THD.data_ptr(), out_THE.data_ptr()
+        args.sinks = None if sinks is None else sinks.data_ptr()
+        args.query_starts, args.starts = meta.query_starts.data_ptr(), meta.starts.data_ptr()
+        args.block_tables, args.table_stride = meta.block_tables.data_ptr(), meta.block_tables.stride(0)
+        args.q_row_stride, args.q_head_stride, _ = q_THD.stride()
+        args.sequences, args.threads = meta.num_sequences, torch.get_num_threads()
         if self._attend(args):
-            raise MemoryError("paged attention could not allocate its scratch memory")
+            raise MemoryError(NO_MEMORY)
         return out_THE if out_THE.dtype == dtype else out_THE.to(dtype)
+
+
+def layer_args(heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall) -> AttentionArgs:
+    """What a layer's steps have in common, but for sinks."""
+    return AttentionArgs(
+        k_pages=k_pages.data_ptr(),
+        v_pages=v_pages.data_ptr(),
+        k_token_stride=k_pages.stride(1),
+        v_token_stride=v_pages.stride(1),
+        heads=heads,
+        kv_heads=k_pages.shape[2],
+        k_dim=k_pages.shape[3],
+        v_dim=v_pages.shape[3],
+        page_size=k_pages.shape[1],
+        scaling=call.scaling,
+        softcap=call.softcap,
+        window=call.window,
+        dtype=DTYPE_CODE[k_pages.dtype],
+    )
 
 
 def _with_dense_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

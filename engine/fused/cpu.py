@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import nn
 
 from engine.attention.forward_pass import ForwardPass
-from engine.fused.kernels import Heads, NormWeight, Rotation
+from engine.fused.kernels import Heads, MakeRotation, NormWeight, Rotation
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
 from engine.weights.linear import PackedLinear
 
 
-class _Rotary(ctypes.Structure):
-    """KvrelayRotary of csrc/fused.cpp, field for field."""
+class Rotary(ctypes.Structure):
+    """KvrelayRotary of csrc/kernels.h, field for field."""
 
     _fields_ = (
         *(
@@ -27,14 +28,29 @@ class _Rotary(ctypes.Structure):
     )
 
 
-class CpuKernels:
-    fuses_model = False
+def layer_rotary(heads: Heads, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Rotary:
+    """What a layer's steps have in common."""
+    return Rotary(
+        q_norm=None if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
+        k_norm=None if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
+        k_pages=k_pages.data_ptr(),
+        v_pages=v_pages.data_ptr(),
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        dim=heads.head_dim,
+        token_stride=k_pages.stride(1),
+        eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
+        plus_one=heads.q_norm is not None and heads.q_norm.plus_one,
+        dtype=DTYPE_CODE[k_pages.dtype],
+    )
 
+
+class CpuKernels:
     def __init__(self) -> None:
         library = native.library()
         pointer, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self._rotate_and_write = library.kvrelay_rotate_and_write
-        self._rotate_and_write.argtypes = (ctypes.POINTER(_Rotary),)
+        self._rotate_and_write.argtypes = (ctypes.POINTER(Rotary),)
         self._rms_norm = library.kvrelay_rms_norm
         self._rms_norm.argtypes = (pointer,) * 3 + (size,) * 2 + (ctypes.c_float,) + (code,) * 3
         self._add_norm = library.kvrelay_add_norm
@@ -84,29 +100,21 @@ class CpuKernels:
         cos, sin = (x.contiguous() for x in rotation)
         assert cos.shape[-1] == heads.head_dim, "a rotation of part of the head is not what the source says"
         q_THD = qkv.new_empty(meta.num_rows, heads.heads, heads.head_dim)
-        self._rotate_and_write(
-            _Rotary(
-                qkv=qkv.data_ptr(),
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
-                q_norm=None if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
-                k_norm=None if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
-                q=q_THD.data_ptr(),
-                k_pages=memory.k(layer).data_ptr(),
-                v_pages=memory.v(layer).data_ptr(),
-                slots=meta.slots.data_ptr(),
-                rows=meta.num_rows,
-                written=meta.slots.shape[0],
-                heads=heads.heads,
-                kv_heads=heads.kv_heads,
-                dim=heads.head_dim,
-                token_stride=memory.k(layer).stride(1),
-                eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
-                plus_one=heads.q_norm is not None and heads.q_norm.plus_one,
-                dtype=DTYPE_CODE[qkv.dtype],
-                threads=torch.get_num_threads(),
-            )
-        )
+        args = layer_rotary(heads, memory.k(layer), memory.v(layer))
+        args.qkv, args.q, args.cos, args.sin = qkv.data_ptr(), q_THD.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        args.slots, args.written, args.rows = meta.slots.data_ptr(), meta.slots.shape[0], meta.num_rows
+        args.threads = torch.get_num_threads()
+        self._rotate_and_write(args)
         if state.on_layer is not None:
             state.on_layer(layer)
         return q_THD
+
+    def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:
+        """The model's own."""
+
+        def rotation(x: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = rotary(x, positions_T[None])
+            return cos, sin
+
+        cos, _ = rotation(like.view(1, 1, -1), torch.zeros(1, dtype=torch.long))
+        return rotation if cos.shape[-1] == dim and cos.dtype == like.dtype else None

@@ -11,15 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from engine.attention.forward_pass import ForwardPass
-from engine.fused.kernels import Heads, NormWeight, RopeTable, Rotation
+from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rotation
 
 
 class TorchKernels:
-    fuses_model = True
-
     def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         return partial(functional.linear, weight=weight_ON, bias=bias_O)
 
@@ -51,6 +50,16 @@ class TorchKernels:
         q_THD, k_TGD = self.rotate(q, k, rotation, dim)
         state.write(layer, k_TGD, _by_head(v, dim))
         return q_THD
+
+    def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:
+        """By a table of every position, in float32."""
+        positions = torch.arange(max_len, device=like.device)[None]
+        cos, sin = rotary(torch.zeros(1, max_len, 1, dtype=torch.float32, device=like.device), positions)
+        half = dim // 2
+        if cos.dtype != torch.float32 or cos.shape[-1] != dim or not torch.equal(cos[..., :half], cos[..., half:]):
+            return None
+        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).contiguous()
+        return lambda _, positions_T: RopeTable(table, positions_T)
 
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation, dim: int

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from engine.attention.forward_pass import ForwardPass
 
@@ -43,11 +44,18 @@ class RopeTable:
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | RopeTable  # cos and sin [1, T, D] as transformers makes them, or a table
+MakeRotation = Callable[[torch.Tensor, torch.Tensor], Rotation]  # of hidden states [1, T, N] and positions [T]
+
+
+class OneCall(Protocol):
+    """A whole decoder's layers at once (one_call.py)."""
+
+    def serves(self, state: ForwardPass) -> bool: ...
+
+    def __call__(self, total: torch.Tensor, rotation: Rotation, state: ForwardPass) -> torch.Tensor: ...
 
 
 class Kernels(Protocol):
-    fuses_model: bool  # whether a layer's last addition is left to the next layer's norm
-
     def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """x W^T + b over a weight that the caller gives up."""
 
@@ -63,3 +71,9 @@ class Kernels(Protocol):
         self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: ForwardPass
     ) -> torch.Tensor:
         """From [1, T, (H + 2 G) D]: the heads' norms, the rotation, K and V into the layer's pages; q [T, H, D]."""
+
+    def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:
+        """How a whole model's rows are turned, heads of `dim` at positions below `max_len`; None if not as Llama's.
+
+        `rotary` is the model's module, `like` one of its vectors [N].
+        """

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.forward_pass import ForwardPass
-from engine.fused.kernels import Heads, Kernels, NormWeight, RopeTable, Rotation
+from engine.fused.kernels import Heads, Kernels, MakeRotation, NormWeight, OneCall, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +89,21 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Llama's whole model: a layer's last addition is made by the next one's norm, the rotation comes of a table."""
+    """Llama's whole model: a layer's last addition is made by the next one's norm."""
 
     embed: nn.Module
     layers: tuple[Layer, ...]
     norm: Norm
-    cos_sin: torch.Tensor  # float32 [positions, D]
+    rotation: MakeRotation
+    in_one_call: OneCall  # where it serves
 
     def __call__(
         self, input_ids: torch.Tensor | None = None, *args: Any, kvrelay: ForwardPass, **kwargs: Any
     ) -> BaseModelOutputWithPast:
-        rotation = RopeTable(self.cos_sin, kvrelay.meta.positions)
         total: torch.Tensor = self.embed(input_ids)
+        rotation = self.rotation(total, kvrelay.meta.positions)
+        if self.in_one_call.serves(kvrelay):
+            return BaseModelOutputWithPast(last_hidden_state=self.in_one_call(total, rotation, kvrelay))
         normed = self.layers[0].input_norm(total)
         for at, layer in enumerate(self.layers, 1):
             attended, _ = layer.attention(normed, rotation, kvrelay=kvrelay)

@@ -24,6 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from engine.fused.kernels import Heads, Kernels, NormWeight
 from engine.fused.layers import Attention, Decoder, Layer, Mlp, Norm
+from engine.fused.one_call import LayersInOneCall
 
 DTYPES = (torch.float32, torch.bfloat16)
 TRIAL_ROWS = 5
@@ -42,7 +43,7 @@ def fuse(model: nn.Module, layer_of: dict[int, int], kernels: Kernels, max_len: 
         lambda module: _mlp(module, kernels),
         lambda module: _attention(module, kernels, layer_of, fused),  # wants to know the norms inside it
         lambda module: _layer(module, fused),  # and this one all its parts
-        lambda module: _decoder(module, fused, max_len) if kernels.fuses_model else None,
+        lambda module: _decoder(module, kernels, fused, max_len),
     )
     modules = list(model.modules())
     for recognise in recognisers:
@@ -138,30 +139,21 @@ def _layer(module: nn.Module, fused: dict[int, Any]) -> Layer | None:
     return Layer(before, attention, middle, mlp)
 
 
-def _decoder(module: nn.Module, fused: dict[int, Any], max_len: int) -> Decoder | None:
+def _decoder(module: nn.Module, kernels: Kernels, fused: dict[int, Any], max_len: int) -> Decoder | None:
     """For a model whose every layer was recognised and that does nothing else with what goes through them."""
     if _body(type(module).forward) not in _KNOWN_MODELS:
         return None
-    layers = [fused.get(id(layer)) for layer in module.layers]  # type: ignore[union-attr]
+    layers: tuple[Any, ...] = tuple(fused.get(id(layer)) for layer in module.layers)  # type: ignore[union-attr]
     norm = fused.get(id(module.norm))
     if not isinstance(norm, Norm) or type(module.embed_tokens) is not nn.Embedding:
         return None
     if not all(isinstance(layer, Layer) and isinstance(layer.input_norm, Norm) for layer in layers):
         return None
-    table = _rope_table(module.rotary_emb, norm.weight.weight, max_len)  # type: ignore[arg-type]
-    if table is None or table.shape[1] != layers[0].attention.heads.head_dim:  # type: ignore[union-attr]
+    dim = layers[0].attention.heads.head_dim
+    rotation = kernels.rotation(module.rotary_emb, norm.weight.weight, dim, max_len)  # type: ignore[arg-type]
+    if rotation is None:
         return None
-    return Decoder(module.embed_tokens, tuple(layers), norm, table)  # type: ignore[arg-type]
-
-
-def _rope_table(rotary: nn.Module, like: torch.Tensor, max_len: int) -> torch.Tensor | None:
-    """Of every position, in float32, if both halves of cosine and sine are the same, as Llama's rotation has them."""
-    positions = torch.arange(max_len, device=like.device)[None]
-    cos, sin = rotary(torch.zeros(1, max_len, 1, dtype=torch.float32, device=like.device), positions)
-    half = cos.shape[-1] // 2
-    if cos.dtype != torch.float32 or not torch.equal(cos[..., :half], cos[..., half:]):
-        return None
-    return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).contiguous()
+    return Decoder(module.embed_tokens, layers, norm, rotation, LayersInOneCall(layers, norm))
 
 
 def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -22,6 +22,8 @@ from engine.types import ModelInfo
 from engine.weights import linear, panels
 from engine.weights.config import ServedConfig
 
+VECTOR_INPUTS = 64  # of a product as real models have them
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,12 +66,14 @@ def _attention_backend(options: EngineOptions, probe: Probe) -> AttentionBackend
 
 def _pack(module: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtype: torch.dtype) -> int:
     """Fuse and pack what can be; the multiple to which a step's rows are to be padded."""
-    if not linear.can_pack(dtype):
-        logger.warning("oneDNN has no %s products on this CPU: a token's last bits may depend on its batch", dtype)
+    can_pack, has_panels = linear.can_pack(dtype), panels.can_multiply(VECTOR_INPUTS, dtype)
+    if not can_pack and not has_panels:
+        logger.warning("there are no even %s products for this CPU: a token's last bits may depend on its batch", dtype)
         return 1
     if backend.name == "native":
         count = fuse(module, probe.layer_of, CpuKernels())
         logger.info("%d modules of %s run fused", count, type(module).__name__)
-    linear.pack_linears(module)
-    logger.info("products: %s", "our own panels" if panels.can_multiply(64, dtype) else "oneDNN")
+    if linear.pack_linears(module) and not can_pack:
+        logger.warning("oneDNN has no %s products on this CPU: behind experts last bits may depend on the batch", dtype)
+    logger.info("products: %s", f"our own, by {panels.instructions()}" if has_panels else "oneDNN")
     return max(linear.MIN_ROWS, linear.row_multiple(module))

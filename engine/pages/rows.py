@@ -82,14 +82,32 @@ class PageRows:
 
     def blocks(self, layers: range, pages: Sequence[int]) -> Iterator[Rows]:
         """The pages' bytes in the order of KvLayout.spans, cut anyhow. A block is valid until the next is asked for."""
-        index = np.asarray(pages, np.intp)
+        for batch in self.batches(layers, pages):
+            yield from batch
+
+    def batches(self, layers: range, pages: Sequence[int]) -> Iterator[list[Rows]]:
+        """The bytes of `blocks`, in lists of CHUNK_BYTES or little more for one system call, each valid until the next
+        is asked for."""
+        index, waiting, num_bytes = np.asarray(pages, np.intp), list[Rows](), 0
         runs = _paired_runs(index, np.arange(len(index)))
         for rows in self.parts(layers):
-            if _is_blocky(rows, len(index), len(runs)):
-                for s, _, count in runs:
-                    yield rows[s : s + count]
-            else:
-                yield from _gathered_chunks(rows, index)
+            if not _is_blocky(rows, len(index), len(runs)):
+                if waiting:
+                    yield waiting
+                    waiting, num_bytes = [], 0
+                for block in _gathered_chunks(rows, index):
+                    yield [block]
+                continue
+            step = _chunk_pages(rows)
+            for first, _, count in runs:
+                for at in range(first, first + count, step):
+                    waiting.append(rows[at : min(at + step, first + count)])
+                    num_bytes += waiting[-1].nbytes
+                    if num_bytes >= CHUNK_BYTES:
+                        yield waiting
+                        waiting, num_bytes = [], 0
+        if waiting:
+            yield waiting
 
 
 def _rows(data: npt.NDArray[np.uint8], offset: int, num_pages: int, page_bytes: int) -> Rows:

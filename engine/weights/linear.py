@@ -4,8 +4,8 @@ On CPUs torch picks another kernel, and another order of summation, for few rows
 does not, once there are two rows or more (measured in float32 and bfloat16 for widths 24 to 14336, 2 to 2048 rows, one
 and two threads). So every product goes there: Linear layers through weights that were reordered once at load, and
 weights that layers multiply by themselves (routers, experts) through a tensor type that sends `linear` and `matmul` to
-it. Fewer than two rows are padded. But where panels.py has products of our own, Linear layers use those: they are as
-even, and faster.
+it. Fewer than two rows are padded. But where panels.py has products of our own (bfloat16), Linear layers use those:
+they are as even, and faster.
 
 In bfloat16 on a CPU with AMX oneDNN, too, sums in another order for many rows, from 33 rows on. There a product is cut
 into blocks of FEW_ROWS, or of more where a weight of that shape was seen, at load, to give the same bits in them.
@@ -50,16 +50,18 @@ _KEEP_WEIGHT |= {"__getitem__", "__get__", "unsqueeze", "view", "select", "unbin
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with W [out, in] in panels, or in oneDNN's own order. The plain weight is not kept."""
+    """x W^T + b with W [out, in] in panels, or in oneDNN's own order; as it is where the CPU has neither."""
 
     def __init__(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_ON.shape
         self.bias = bias_O
         self._dtype = weight_ON.dtype
-        self._is_in_panels = panels.can_multiply(self.in_features, self._dtype)
-        self.packed = panels.in_panels(weight_ON) if self._is_in_panels else _reorder(weight_ON.contiguous())
-        if not self._is_in_panels:
+        self.is_in_panels = panels.can_multiply(self.in_features, self._dtype)
+        self._is_reordered = not self.is_in_panels and can_pack(self._dtype)
+        self.packed = panels.in_panels(weight_ON) if self.is_in_panels else weight_ON.contiguous()
+        if self._is_reordered:
+            self.packed = _reorder(self.packed)
             self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
 
     @property
@@ -68,9 +70,11 @@ class PackedLinear(nn.Module):
         return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_in_panels:
+        if self.is_in_panels:
             return panels.multiply(x, self.packed, self.bias, self.out_features)
-        return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
+        if self._is_reordered:
+            return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
+        return nn.functional.linear(x, self.packed, self.bias)
 
 
 def invariant_linear(
@@ -174,8 +178,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Replace every Linear of the model, one at a time, so that memory grows by one weight at most."""
+def pack_linears(model: nn.Module) -> int:
+    """Replace every Linear of the model, one at a time, so that memory grows by one weight at most. How many weights
+    are left to oneDNN, for they are multiplied by their own modules."""
     linears: list[tuple[nn.Module, str, nn.Module]] = [
         (parent, name, child)
         for parent in model.modules()
@@ -191,12 +196,14 @@ def pack_linears(model: nn.Module) -> None:
                 weight.t() if isinstance(child, Conv1D) else weight, None if bias is None else bias.detach().clone()
             )
         setattr(parent, name, packed[id(child)])
-    _wrap_bare_weights(model)
+    bare = _wrap_bare_weights(model)
     _leave_the_file(model)
+    return bare
 
 
-def _wrap_bare_weights(model: nn.Module) -> None:
+def _wrap_bare_weights(model: nn.Module) -> int:
     """Weights that a module multiplies by itself: parameters of two dimensions and more outside known layers."""
+    count = 0
     for module in model.modules():
         if isinstance(module, (nn.Embedding, PackedLinear)):
             continue
@@ -205,6 +212,8 @@ def _wrap_bare_weights(model: nn.Module) -> None:
                 continue
             del module._parameters[name]
             setattr(module, name, parameter.detach().clone().as_subclass(InvariantWeight))
+            count += 1
+    return count
 
 
 def _leave_the_file(model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""A weight in panels of outputs, for the products of engine/kernels/csrc/products.cpp: bfloat16 on CPUs with
-AMX or AVX512-BF16.
+"""A weight in panels of outputs, for the products of engine/kernels/csrc/products.cpp: bfloat16, by the widest
+instructions that the CPU has.
 
 Where rows are few they read weights at nine tenths of the measured memory bandwidth (30 of 33 GB/s on a two-core AMD
 EPYC, 1 to 8 rows), where oneDNN's inner product reached 12 to 24 GB/s; with many rows both compute as fast. By AMX's
@@ -37,6 +37,14 @@ def can_multiply(in_features: int, dtype: torch.dtype) -> bool:
     if dtype != torch.bfloat16 or (found := _library()) is None:
         return False
     return in_features % found[0].kvrelay_product_inputs() == 0  # type: ignore[no-any-return]
+
+
+def instructions() -> str:
+    """Which multiply."""
+    library, _ = _found()
+    library.kvrelay_product_instructions.restype = ctypes.c_char_p
+    name: bytes = library.kvrelay_product_instructions()
+    return name.decode()
 
 
 def in_panels(weight_ON: torch.Tensor) -> torch.Tensor:

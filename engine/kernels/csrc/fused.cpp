@@ -3,6 +3,7 @@
 // Element code: 0 float32, 1 bfloat16.
 
 #include <cmath>
+#include "kernels.h"
 #include "vectors.h"
 
 namespace {
@@ -65,29 +66,6 @@ inline void rotate(const Element* x, const Element* cos, const Element* sin, Ele
         put(to + half + i, c + d);
     });
 }
-
-}  // namespace
-
-extern "C" {
-
-struct KvrelayRotary {
-    const void* qkv;  // [rows, (heads + 2 * kv_heads) * dim]: q, then k, then v
-    const void* cos;  // [rows, dim]
-    const void* sin;
-    const void* q_norm;  // [dim] or null: a norm of each head before it is turned
-    const void* k_norm;
-    void* q;  // [rows, heads, dim]
-    void* k_pages;
-    void* v_pages;
-    const int64_t* slots;
-    int64_t rows, written, heads, kv_heads, dim;  // the first `written` rows go into pages
-    int64_t token_stride;                         // elements from one token of a page to the next, of K and V alike
-    float eps;
-    int32_t plus_one, dtype, threads;
-};
-}
-
-namespace {
 
 template <class Element>
 void rotate_and_write(const KvrelayRotary& a) {

@@ -11,29 +11,36 @@
 //
 // Two ways to multiply. Exact: everything in float32. Pairs: where both K and V are bfloat16 and the CPU has
 // AVX512-BF16, products of bfloat16 pairs summed in float32 (weights are rounded to bfloat16 before they meet V, as
-// models do in their own bfloat16 attention). The choice depends on dtype, shape and CPU only.
+// models do in their own bfloat16 attention); by AMX's tiles where it has them and 32 divides K's width. The choice
+// depends on dtype, shape and CPU only.
 
+#include "kernels.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <cstdlib>
 #include <limits>
 #include <new>
-#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int KEYS = 64;          // of one block
 constexpr int GROUPS = KEYS / LANES;
-constexpr int TILE_ROWS = 128;    // query rows that share one packing of K and V
+constexpr int TILE_ROWS = 128;    // query rows that share one packing of K and V, where there are few
+constexpr int MOST_ROWS = 1024;   // that do, where there are many
+constexpr int STEP_ROWS = 128;    // of a tile, that go through a packed block at once
+constexpr int TILES_OF_A_THREAD = 6;  // at least, before tiles grow
 constexpr int ROWS_AT_ONCE = 4;   // of the micro-kernel: 4 x 4 accumulators
 constexpr int FEW_ROWS = 16;      // tiles with at most so many rows of a head wait for memory, not for arithmetic
 constexpr int LINE = 64;          // bytes
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+constexpr float LOG2_E = 1.44269504088896341f;
 
 // ---- the micro-kernel: C[rows][16 * NV] (+)= A[rows][n] . B[n][16 * NV], A and B in 32-bit units ----
 
 struct Exact {
+    static constexpr bool PAIRS = false;
     static inline Vec mac(Vec acc, const uint32_t* a, Vec b) {
         float x;
         std::memcpy(&x, a, sizeof x);
@@ -42,6 +49,7 @@ struct Exact {
 };
 
 struct Pairs {
+    static constexpr bool PAIRS = true;
     static inline Vec mac(Vec acc, const uint32_t* a, Vec b) {
 #ifdef __AVX512BF16__
         return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(*a)), (__m512bh)b);
@@ -86,12 +94,89 @@ void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_
 }
 
 template <class Dot>
-void product(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n,
-             float* c, int64_t ldc, const float* scale) {
-    int64_t j = 0;
-    for (; j + 4 * LANES <= columns; j += 4 * LANES) product_columns<Dot, 4>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
-    for (; j < columns; j += LANES) product_columns<Dot, 1>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+struct VectorProduct {
+    static constexpr bool PAIRS = Dot::PAIRS;
+    void operator()(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n,
+                    float* c, int64_t ldc, const float* scale) {
+        int64_t j = 0;
+        for (; j + 4 * LANES <= columns; j += 4 * LANES)
+            product_columns<Dot, 4>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+        for (; j < columns; j += LANES) product_columns<Dot, 1>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+    }
+};
+
+#ifdef __AMX_BF16__
+
+// The same of all rows by tiles: a product of pairs, with n a multiple of 16.
+inline void tiles_of_four(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
+                          bool adds) {
+    if (adds) {
+        _tile_loadd(0, c, ldc * 4);
+        _tile_loadd(1, c + TILE, ldc * 4);
+        _tile_loadd(2, c + 2 * TILE, ldc * 4);
+        _tile_loadd(3, c + 3 * TILE, ldc * 4);
+    } else {
+        ZERO_SUMS;
+    }
+    for (int64_t k = 0; k < n; k += TILE, b += TILE * ldb) {
+        _tile_loadd(4, a + k, lda * 4);
+        _tile_loadd(6, b, ldb * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + TILE, ldb * 4);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, b + 2 * TILE, ldb * 4);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, b + 3 * TILE, ldb * 4);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, c, ldc * 4);
+    _tile_stored(1, c + TILE, ldc * 4);
+    _tile_stored(2, c + 2 * TILE, ldc * 4);
+    _tile_stored(3, c + 3 * TILE, ldc * 4);
 }
+
+inline void tiles_of_one(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
+                         bool adds) {
+    if (adds)
+        _tile_loadd(0, c, ldc * 4);
+    else
+        _tile_zero(0);
+    for (int64_t k = 0; k < n; k += TILE, b += TILE * ldb) {
+        _tile_loadd(4, a + k, lda * 4);
+        _tile_loadd(6, b, ldb * 4);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, c, ldc * 4);
+}
+
+class TileProduct {
+    int64_t shaped = 0;  // rows that the tiles have now
+
+   public:
+    static constexpr bool PAIRS = true;
+    void operator()(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
+                    int64_t n, float* c, int64_t ldc, const float* scale) {
+        for (int64_t i = 0; scale && i < rows; i++) {
+            if (scale[i] == 1.0f) continue;
+            for (int64_t j = 0; j < columns; j += LANES) store(c + i * ldc + j, load(c + i * ldc + j) * splat(scale[i]));
+        }
+        settle(a);
+        settle(b);
+        settle(c);
+        for (int64_t i = 0; i < rows; i += TILE, a += TILE * lda, c += TILE * ldc) {
+            const int64_t count = std::min<int64_t>(TILE, rows - i);
+            if (count != shaped) shape_tiles(shaped = count, count);
+            int64_t j = 0;
+            for (; j + 4 * TILE <= columns; j += 4 * TILE) tiles_of_four(a, lda, b + j, ldb, n, c + j, ldc, scale);
+            for (; j < columns; j += TILE) tiles_of_one(a, lda, b + j, ldb, n, c + j, ldc, scale);
+        }
+    }
+    ~TileProduct() {
+        if (shaped) _tile_release();
+    }
+};
+
+#endif
 
 // ---- packing ----
 
@@ -141,30 +226,6 @@ void interleave(const uint16_t* first, const uint16_t* second, int64_t n, int64_
     for (int64_t i = n; i < padded; i++) to[i] = 0;
 }
 
-}  // namespace
-
-extern "C" {
-
-// Strides and sizes in elements. `dtype`: 0 float32, 1 bfloat16 (of q, k, v and out alike). A token's heads stand side by
-// side in its page; from one token to the next may be further than that: a rank's heads are a part of the page's.
-struct KvrelayAttention {
-    const void* q;
-    void* out;  // [rows, heads, v_dim]
-    const void* k_pages;
-    const void* v_pages;
-    const float* sinks;  // [heads] or null
-    const int32_t* query_starts;
-    const int32_t* starts;
-    const int32_t* block_tables;
-    int64_t q_row_stride, q_head_stride, table_stride, k_token_stride, v_token_stride;
-    int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
-    float scaling, softcap;
-    int32_t window, dtype, threads;
-};
-}
-
-namespace {
-
 struct Tile {
     int64_t sequence, first_head, heads;  // KV heads first_head .. first_head + heads - 1
     int64_t first, count;                 // tokens, from the first-th of this step's
@@ -190,9 +251,9 @@ struct Scratch {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <class Element, bool PAIRS>
+template <class Element, class Product>
 class Attention {
-    using Dot = std::conditional_t<PAIRS, Pairs, Exact>;
+    static constexpr bool PAIRS = Product::PAIRS;
     static constexpr bool WIDENS = !PAIRS && sizeof(Element) == 2;
 
     struct Rows {
@@ -201,17 +262,20 @@ class Attention {
 
     const KvrelayAttention& a;
     const int64_t group, tile_rows, q_units, v_padded;
+    const float to_exponent;  // from a product of q and k to the power of 2 that it weighs, or to tanh's argument
     uint32_t *q_tile, *k_block, *v_block, *weights;
     float *scores, *out_tile, *row_max, *row_sum, *row_scale, *wide;
     Element* zeros;
+    Product product;
 
    public:
-    Attention(const KvrelayAttention& args, Scratch& scratch)
+    Attention(const KvrelayAttention& args, int64_t rows_of_tile, Scratch& scratch)
         : a(args),
           group(args.heads / args.kv_heads),
-          tile_rows(group >= TILE_ROWS ? group : TILE_ROWS),
+          tile_rows(std::max<int64_t>(group, rows_of_tile)),
           q_units(PAIRS ? args.k_dim / 2 : args.k_dim),
-          v_padded(round_up(args.v_dim, LANES)) {
+          v_padded(round_up(args.v_dim, LANES)),
+          to_exponent(args.softcap == 0.0f ? args.scaling * LOG2_E : args.scaling / args.softcap) {
         const int64_t widest = a.kv_heads * (a.k_dim > a.v_dim ? a.k_dim : a.v_dim);
         for (int pass = 0; pass < 2; pass++) {
             size_t at = 0;
@@ -224,8 +288,8 @@ class Attention {
             q_tile = (uint32_t*)take(tile_rows * q_units);
             k_block = (uint32_t*)take(q_units * KEYS);
             v_block = (uint32_t*)take(KEYS * v_padded);
-            weights = (uint32_t*)take(tile_rows * KEYS);
-            scores = (float*)take(tile_rows * KEYS);
+            weights = (uint32_t*)take(STEP_ROWS * KEYS);
+            scores = (float*)take(STEP_ROWS * KEYS);
             out_tile = (float*)take(tile_rows * v_padded);
             row_max = (float*)take(tile_rows);
             row_sum = (float*)take(tile_rows);
@@ -242,8 +306,7 @@ class Attention {
         const int64_t start = a.starts[tile.sequence] + tile.first;  // position of the tile's first token
         const int64_t end = start + tile.count;                      // keys this tile may read: [low, end)
         const int64_t low = a.window && start + 1 > a.window ? start + 1 - a.window : 0;
-        const int64_t rows = tile.count * group;  // of one head
-        constexpr int64_t units = PAIRS ? KEYS / 2 : KEYS;
+        const int64_t rows = tile.count * group;                     // of one head
         begin(tile);
         Rows ring[2];
         const int64_t first_block = low / KEYS * KEYS;
@@ -255,14 +318,12 @@ class Attention {
             if (more) locate(tile, block + KEYS, end, next);
             for (int64_t h = 0; h < tile.heads; h++) {
                 if (more && rows <= FEW_ROWS) touch(tile, next, h * KEYS / tile.heads, (h + 1) * KEYS / tile.heads);
-                const int64_t head = tile.first_head + h, row0 = h * rows;
+                const int64_t head = tile.first_head + h;
                 for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * a.k_dim, k_block + i);
                 pack_values(here.v, head * a.v_dim);
-                float* s = scores + row0 * KEYS;
-                product<Dot>(rows, KEYS, q_tile + row0 * q_units, q_units, k_block, KEYS, q_units, s, KEYS, nullptr);
-                for (int64_t row = 0; row < rows; row++) weigh(row0 + row, start + row / group, block);
-                product<Dot>(rows, v_padded, weights + row0 * units, units, v_block, v_padded, units,
-                             out_tile + row0 * v_padded, v_padded, row_scale + row0);
+                // rows that see nothing of this block are left out, as whole steps of the products
+                for (int64_t from = std::max<int64_t>(0, block - start) * group / LANES * LANES; from < rows; from += STEP_ROWS)
+                    step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block);
             }
         }
         finish(tile);
@@ -283,7 +344,7 @@ class Attention {
                         widen_row((const uint16_t*)from, a.k_dim, (float*)to);
                     else
                         std::memcpy(to, from, a.k_dim * sizeof(Element));
-                    row_max[row] = a.sinks ? a.sinks[head] : NEG_INF;
+                    row_max[row] = a.sinks ? a.sinks[head] * LOG2_E : NEG_INF;
                     row_sum[row] = a.sinks ? 1.0f : 0.0f;
                 }
         std::memset(out_tile, 0, sizeof(float) * row * v_padded);
@@ -353,34 +414,49 @@ class Attention {
         }
     }
 
+    // Rows of one head, of which the first stands at `position` as its `member`-th query head, over one packed block
+    void step(int64_t first, int64_t rows, int64_t position, int64_t member, int64_t block) {
+        constexpr int64_t units = PAIRS ? KEYS / 2 : KEYS;
+        product(rows, KEYS, q_tile + first * q_units, q_units, k_block, KEYS, q_units, scores, KEYS, nullptr);
+        for (int64_t row = 0; row < rows; row++) {
+            weigh(first + row, row, position, block);
+            if (++member == group) position++, member = 0;
+        }
+        product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
+                row_scale + first);
+    }
+
     // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores
-    void weigh(int64_t row, int64_t position, int64_t block) {
-        float* s = scores + row * KEYS;
+    void weigh(int64_t row, int64_t of_step, int64_t position, int64_t block) {
+        float* s = scores + of_step * KEYS;
         const int64_t oldest = a.window ? position + 1 - a.window : 0;
         const int32_t last = position - block >= KEYS ? KEYS : int32_t(position - block);
         const int32_t first = oldest <= block ? 0 : oldest - block >= KEYS ? KEYS : int32_t(oldest - block);
         if (last < 0 || first >= KEYS) {  // nothing to see: weights of 0, state as it was
-            std::memset(weights + row * (PAIRS ? KEYS / 2 : KEYS), 0, PAIRS ? KEYS * 2 : KEYS * 4);
+            std::memset(weights + of_step * (PAIRS ? KEYS / 2 : KEYS), 0, PAIRS ? KEYS * 2 : KEYS * 4);
             row_scale[row] = 1.0f;
             return;
         }
-        const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Vec x[GROUPS];
-        for (int g = 0; g < GROUPS; g++) {
-            x[g] = load(s + g * LANES) * splat(a.scaling);
-            if (a.softcap != 0.0f) x[g] = tanh_any(x[g] / splat(a.softcap)) * splat(a.softcap);
-            const IVec key = lane + g * LANES;
-            x[g] = (key <= last) & (key >= first) ? x[g] : splat(NEG_INF);
+        for (int g = 0; g < GROUPS; g++) x[g] = load(s + g * LANES) * splat(to_exponent);
+        if (a.softcap != 0.0f)
+            for (int g = 0; g < GROUPS; g++) x[g] = tanh_any(x[g]) * splat(a.softcap * LOG2_E);
+        if (last < KEYS - 1 || first > 0) {
+            const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            for (int g = 0; g < GROUPS; g++) {
+                const IVec key = lane + g * LANES;
+                x[g] = (key <= last) & (key >= first) ? x[g] : splat(NEG_INF);
+            }
         }
         const float block_max = max_lanes(larger(larger(x[0], x[1]), larger(x[2], x[3])));
         const float new_max = row_max[row] > block_max ? row_max[row] : block_max;
-        for (int g = 0; g < GROUPS; g++) x[g] = exp_nonpositive(x[g] - splat(new_max));
+        for (int g = 0; g < GROUPS; g++) x[g] = exp2_nonpositive(x[g] - splat(new_max));
         const float sum = sum_lanes((x[0] + x[1]) + (x[2] + x[3]));
-        const float scale = row_max[row] == new_max ? 1.0f : exp_nonpositive(splat(row_max[row] - new_max))[0];
+        const float scale = row_max[row] == new_max ? 1.0f : exp2_nonpositive(splat(row_max[row] - new_max))[0];
         row_sum[row] = __builtin_fmaf(row_sum[row], scale, sum);
         row_max[row] = new_max;
         row_scale[row] = scale;
-        store_weights(row, x);
+        store_weights(of_step, x);
     }
 
     void store_weights(int64_t row, const Vec* x) {
@@ -411,11 +487,19 @@ class Attention {
     }
 };
 
+// Query rows of a tile: as many as leave every thread some tiles
+int64_t tile_rows_of(const KvrelayAttention& args) {
+    const int64_t rows = int64_t(args.query_starts[args.sequences]) * args.heads;  // of all heads
+    int64_t tile = MOST_ROWS;
+    while (tile > TILE_ROWS && rows < TILES_OF_A_THREAD * args.threads * tile) tile /= 2;
+    return tile;
+}
+
 // A tile is many tokens of one KV head, whose K and V are then packed once for all of them; or few tokens of many heads,
 // so that memory is read in order. With too few sequences to keep the threads busy, the heads are dealt out instead.
-void cut(const KvrelayAttention& args, std::vector<Tile>& tiles) {
+void cut(const KvrelayAttention& args, int64_t rows_of_tile, std::vector<Tile>& tiles) {
     const int64_t group = args.heads / args.kv_heads;
-    const int64_t tokens = group >= TILE_ROWS ? 1 : TILE_ROWS / group;
+    const int64_t tokens = std::max<int64_t>(1, rows_of_tile / group);
     for (int64_t s = 0; s < args.sequences; s++) {
         const int64_t length = args.query_starts[s + 1] - args.query_starts[s];
         const bool few = length * group <= FEW_ROWS;
@@ -431,11 +515,12 @@ void cut(const KvrelayAttention& args, std::vector<Tile>& tiles) {
 }
 
 // Tiles are dealt out one at a time, a sequence's last (and longest) first: who computes one changes no bit.
-template <class Element, bool PAIRS>
+template <class Element, class Product>
 int attend(const KvrelayAttention& args) {
     std::vector<Tile> tiles;
+    const int64_t rows_of_tile = tile_rows_of(args);
     try {
-        cut(args, tiles);
+        cut(args, rows_of_tile, tiles);
     } catch (const std::bad_alloc&) {
         return 1;
     }
@@ -445,7 +530,7 @@ int attend(const KvrelayAttention& args) {
     for (int64_t i = 0; i < count; i++) {
         static thread_local Scratch scratch;
         try {
-            Attention<Element, PAIRS>(args, scratch).run(tiles[i]);
+            Attention<Element, Product>(args, rows_of_tile, scratch).run(tiles[i]);
         } catch (const std::bad_alloc&) {
 #pragma omp atomic write
             failed = 1;
@@ -460,11 +545,14 @@ extern "C" {
 
 // Attends; `out` rows outside every sequence are not touched. 0, or 1 when memory ran out.
 int kvrelay_attend(const KvrelayAttention* args) {
-    if (args->dtype == 0) return attend<float, false>(*args);
-#ifdef __AVX512BF16__
-    if (args->k_dim % 2 == 0) return attend<uint16_t, true>(*args);
+    if (args->dtype == 0) return attend<float, VectorProduct<Exact>>(*args);
+#ifdef __AMX_BF16__
+    if (args->k_dim % (2 * TILE) == 0 && may_use_tiles()) return attend<uint16_t, TileProduct>(*args);
 #endif
-    return attend<uint16_t, false>(*args);
+#ifdef __AVX512BF16__
+    if (args->k_dim % 2 == 0) return attend<uint16_t, VectorProduct<Pairs>>(*args);
+#endif
+    return attend<uint16_t, VectorProduct<Exact>>(*args);
 }
 
 // Copies rows [rows, heads, dim] with the given strides, in bytes, into pages at slots: [slots, heads, dim], slots

@@ -1,26 +1,23 @@
-// x W^T + b in bfloat16, summed in float32, for CPUs with AMX or AVX512-BF16. Plain C interface; keeps no state.
+// x W^T + b in bfloat16, summed in float32. Plain C interface; keeps no state.
 //
 // The promise is that a row's bits do not depend on how many rows there are, nor on threads: every element of the result
 // has an accumulator of its own, to which pairs of inputs are added in rising order. A weight lies in panels of WIDE
 // outputs, which threads share out; few rows read each panel once, at the speed of memory. With AMX 16 pairs of 16 of a
-// panel's outputs are a tile as they lie.
+// panel's outputs are a tile as they lie. CPUs without instructions for bfloat16 widen both and multiply in float32.
 
 #include <algorithm>
 
+#include "kernels.h"
+#include "tiles.h"
 #include "vectors.h"
-
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#ifdef __AVX512BF16__
 
 namespace {
 
 constexpr int VECTORS = 4;
 constexpr int WIDE = VECTORS * LANES;   // outputs of a panel
 constexpr int64_t ROWS_OF_A_TASK = 96;  // that share one reading of a panel's part
+constexpr int64_t BLOCKS_AT_ONCE = 7;   // of so many rows, that go through all panels before others do: results of more
+                                        // rows lie in more pages than a core's table of addresses holds
 
 struct Product {
     const uint16_t* x;       // [rows, in]
@@ -28,6 +25,30 @@ struct Product {
     const uint16_t* bias;    // [out] or null
     uint16_t* to;            // [rows, out]
     int64_t rows, in, out;
+};
+
+// A task: a block of rows with a panel
+struct Place {
+    int64_t panel, block, blocks;  // the block is the block-th of so many that go through the panel one after another
+    int64_t first_row, last_row;
+    bool is_last_panel;
+};
+
+class Tasks {
+    int64_t rows, panels, blocks;
+
+   public:
+    explicit Tasks(const Product& product)
+        : rows(product.rows),
+          panels((product.out + WIDE - 1) / WIDE),
+          blocks((rows + ROWS_OF_A_TASK - 1) / ROWS_OF_A_TASK) {}
+    int64_t count() const { return panels * blocks; }
+    Place operator[](int64_t i) const {
+        const int64_t first = i / (panels * BLOCKS_AT_ONCE) * BLOCKS_AT_ONCE;
+        const int64_t together = std::min(BLOCKS_AT_ONCE, blocks - first), rest = i - first * panels;
+        const int64_t row = (first + rest % together) * ROWS_OF_A_TASK, panel = rest / together;
+        return {panel, rest % together, together, row, std::min(rows, row + ROWS_OF_A_TASK), panel + 1 == panels};
+    }
 };
 
 inline void finish(const Product& product, int64_t row, int64_t first, Vec sums) {
@@ -41,163 +62,266 @@ inline void finish(const Product& product, int64_t row, int64_t first, Vec sums)
 
 #ifdef __AMX_BF16__
 
-constexpr int TILE = 16;                   // rows of a tile; outputs, or pairs of inputs, side by side in it
-constexpr int64_t INPUTS = 2 * TILE;       // that one instruction multiplies
-constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl's, of Linux
+constexpr int64_t INPUTS = 2 * TILE;  // that one instruction multiplies
+constexpr int LINES_AT_ONCE = 8;      // of 64 bytes, that are fetched ahead
 
-struct alignas(64) TileShapes {  // LDTILECFG's: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
+// The next panel, fetched bit by bit into the core's cache while this one is multiplied
+class Ahead {
+    const char *at = nullptr, *end = nullptr;
+
+   public:
+    void aim(const void* from, int64_t bytes) { at = (const char*)from, end = at + bytes; }
+    void fetch() {
+        for (int i = 0; i < LINES_AT_ONCE && at < end; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    }
 };
 
-inline void shape_tiles(int64_t upper, int64_t lower) {
-    TileShapes shapes;
-    const int64_t rows[] = {upper, upper, lower, lower, upper, lower, TILE, TILE};
-    std::copy(rows, rows + 8, shapes.rows);
-    _tile_loadconfig(&shapes);
-}
-
-// The intrinsics are macros whose tile is a literal: no loops over them.
-#define ZERO_SUMS      \
-    do {               \
-        _tile_zero(0); \
-        _tile_zero(1); \
-        _tile_zero(2); \
-        _tile_zero(3); \
-    } while (0)
-#define STORE_SUMS(to)              \
-    do {                            \
-        _tile_stored(0, to[0], 64); \
-        _tile_stored(1, to[1], 64); \
-        _tile_stored(2, to[2], 64); \
-        _tile_stored(3, to[3], 64); \
-    } while (0)
-
-// At most 16 rows, all of a panel's outputs: the panel is read once, from end to end.
-void add_few(const Product& product, int64_t row, int64_t rows, int64_t panel) {
-    const int64_t stride = WIDE * 4;
-    const uint16_t *x = product.x + row * product.in, *w = product.panels + panel * product.in * WIDE;
-    alignas(64) float sums[VECTORS][TILE][LANES];
-    shape_tiles(rows, rows);
-    ZERO_SUMS;
-    for (int64_t k = 0; k < product.in; k += INPUTS, x += INPUTS, w += INPUTS * WIDE) {
-        _tile_loadd(4, x, product.in * 2);
-        _tile_loadd(6, w, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 2 * TILE, stride);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, w + 4 * TILE, stride);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, w + 6 * TILE, stride);
-        _tile_dpbf16ps(3, 4, 7);
-    }
-    STORE_SUMS(sums);
-    for (int64_t r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) finish(product, row + r, panel * WIDE + v * LANES, read(sums[v][r]));
-}
-
-// 17 to 32 rows, half of a panel's outputs.
-void add_many(const Product& product, int64_t row, int64_t rows, int64_t panel, int half) {
-    const int64_t stride = WIDE * 4;
-    const uint16_t *x = product.x + row * product.in, *below = x + TILE * product.in;
-    const uint16_t* w = product.panels + panel * product.in * WIDE + half * 4 * TILE;
-    alignas(64) float sums[4][TILE][LANES];
-    ZERO_SUMS;
-    for (int64_t k = 0; k < product.in; k += INPUTS, w += INPUTS * WIDE) {
-        _tile_loadd(4, x + k, product.in * 2);
-        _tile_loadd(6, w, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 2 * TILE, stride);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, below + k, product.in * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    STORE_SUMS(sums);
-    const int64_t first = panel * WIDE + half * 2 * LANES;
-    for (int64_t r = 0; r < rows; r++)
-        for (int v = 0; v < 2; v++)
-            finish(product, row + r, first + v * LANES, read(sums[r / TILE * 2 + v][r % TILE]));
-}
-
-void task(const Product& product, int64_t panel, int64_t first_row) {
-    const int64_t last_row = std::min(product.rows, first_row + ROWS_OF_A_TASK);
-    for (int64_t row = first_row; row < last_row; row += 2 * TILE) {
-        const int64_t rows = std::min<int64_t>(2 * TILE, last_row - row);
-        if (rows <= TILE) {
-            add_few(product, row, rows, panel);
-            continue;
+// Sums of `rows` rows and of two vectors of outputs; most lie in the result as one line.
+void finish_rows(const Product& product, int64_t row, int64_t rows, int64_t first, const float* left, const float* right) {
+    if (first + 2 * LANES > product.out) {
+        for (int64_t r = 0; r < rows; r++) {
+            finish(product, row + r, first, read(left + r * LANES));
+            finish(product, row + r, first + LANES, read(right + r * LANES));
         }
-        shape_tiles(TILE, rows - TILE);
-        for (int half = 0; half < 2; half++) add_many(product, row, rows, panel, half);
+        return;
+    }
+    const Vec left_bias = product.bias ? read(product.bias + first) : Vec{};
+    const Vec right_bias = product.bias ? read(product.bias + first + LANES) : Vec{};
+    uint16_t* to = product.to + row * product.out + first;
+    for (int64_t r = 0; r < rows; r++, to += product.out, left += LANES, right += LANES) {
+        Vec a = read(left), b = read(right);
+        if (product.bias) a = a + left_bias, b = b + right_bias;
+        const __m512bh line = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+        std::memcpy(to, &line, sizeof line);
     }
 }
 
-inline void leave_tiles() { _tile_release(); }
+// What one thread does of a product. A block's sums are written while the next block's are multiplied: to read a tile's
+// memory at once is to wait until all before it is done.
+class Worker {
+    const Product& product;
+    alignas(64) float sums[2][4][TILE][LANES];
+    int turn = 0;
+    int64_t done_row, done_rows = 0, done_first;  // the block that waits to be written: sums[1 - turn]
+    bool done_few;
+    int64_t upper = 0, lower = 0;  // rows that the tiles have now
 
-bool may_multiply() { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
+    void shape(int64_t above, int64_t below) {
+        if (above != upper || below != lower) shape_tiles(upper = above, lower = below);
+    }
+
+    void write_done() {
+        const auto& of = sums[1 - turn];
+        if (done_few) {
+            for (int v = 0; v < VECTORS; v += 2)
+                finish_rows(product, done_row, done_rows, done_first + v * LANES, of[v][0], of[v + 1][0]);
+        } else {
+            finish_rows(product, done_row, TILE, done_first, of[0][0], of[1][0]);
+            finish_rows(product, done_row + TILE, done_rows - TILE, done_first, of[2][0], of[3][0]);
+        }
+    }
+
+    void keep(int64_t row, int64_t rows, int64_t first, bool few) {
+        if (done_rows) write_done();
+        STORE_SUMS(sums[turn]);
+        turn = 1 - turn;
+        done_row = row, done_rows = rows, done_first = first, done_few = few;
+    }
+
+    // At most 16 rows, all of a panel's outputs: the panel is read once, from end to end.
+    void add_few(int64_t row, int64_t rows, int64_t panel, Ahead& ahead) {
+        const int64_t stride = WIDE * 4;
+        const uint16_t *x = product.x + row * product.in, *w = product.panels + panel * product.in * WIDE;
+        shape(rows, rows);
+        ZERO_SUMS;
+        for (int64_t k = 0; k < product.in; k += INPUTS, x += INPUTS, w += INPUTS * WIDE) {
+            _tile_loadd(4, x, product.in * 2);
+            _tile_loadd(6, w, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + 2 * TILE, stride);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, w + 4 * TILE, stride);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, w + 6 * TILE, stride);
+            _tile_dpbf16ps(3, 4, 7);
+            ahead.fetch();
+        }
+        keep(row, rows, panel * WIDE, true);
+    }
+
+    // 17 to 32 rows, half of a panel's outputs
+    void add_many(int64_t row, int64_t rows, int64_t panel, int half, Ahead& ahead) {
+        const int64_t stride = WIDE * 4;
+        const uint16_t *x = product.x + row * product.in, *below = x + TILE * product.in;
+        const uint16_t* w = product.panels + panel * product.in * WIDE + half * 4 * TILE;
+        shape(TILE, rows - TILE);
+        ZERO_SUMS;
+        for (int64_t k = 0; k < product.in; k += INPUTS, w += INPUTS * WIDE) {
+            _tile_loadd(4, x + k, product.in * 2);
+            _tile_loadd(6, w, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + 2 * TILE, stride);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, below + k, product.in * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            ahead.fetch();
+        }
+        keep(row, rows, panel * WIDE + half * 2 * LANES, false);
+    }
+
+   public:
+    explicit Worker(const Product& product) : product(product) {}
+
+    // The first rows of a panel by the kernel that reads it from end to end; each task fetches its share of the next.
+    void operator()(const Place& at) {
+        Ahead nothing, ahead;
+        if (!at.is_last_panel) {
+            const int64_t bytes = product.in * WIDE * 2, share = bytes / at.blocks;
+            ahead.aim((const char*)product.panels + (at.panel + 1) * bytes + at.block * share, share);
+        }
+        bool is_new = at.block == 0;
+        for (int64_t row = at.first_row; row < at.last_row; is_new = false) {
+            const int64_t rows = std::min<int64_t>(is_new ? TILE : 2 * TILE, at.last_row - row);
+            if (rows <= TILE)
+                add_few(row, rows, at.panel, is_new ? nothing : ahead);
+            else
+                for (int half = 0; half < 2; half++) add_many(row, rows, at.panel, half, ahead);
+            row += rows;
+        }
+    }
+
+    ~Worker() {
+        if (done_rows) write_done();
+        if (upper) _tile_release();
+    }
+};
+
+bool may_multiply() { return may_use_tiles(); }
+constexpr char INSTRUCTIONS[] = "AMX";
 
 #else
 
-constexpr int ROWS_AT_ONCE = 6;            // of the micro-kernel: 6 x 4 accumulators
-constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
-constexpr int64_t INPUTS = 2;              // that one instruction multiplies
+// As many sums as a register holds; weights of a pair of inputs for as many outputs, and the pair itself for each of them
+#ifdef __AVX512BF16__
+typedef Vec Sums;
+typedef __m512bh Pairs;
+constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;  // of the micro-kernel: as many sums as there are registers
+constexpr char INSTRUCTIONS[] = "AVX512-BF16";
 
-// `sums`: [ROWS][WIDE], of the parts before; the first part reads none, and the last writes none.
-template <int ROWS>
-inline void add_part(const Product& product, int64_t row, int64_t panel, int64_t begin, int64_t end, float* sums) {
+inline Pairs weights_of(const uint16_t* w) { return (Pairs)_mm512_loadu_si512(w); }
+inline Pairs inputs_of(int32_t both) { return (Pairs)_mm512_set1_epi32(both); }
+inline Sums add(Sums sums, Pairs x, Pairs w) { return (Sums)_mm512_dpbf16_ps((__m512)sums, x, w); }
+#else
+#ifdef __AVX512F__
+typedef Vec Sums;
+typedef IVec Bits;
+constexpr int ROWS_AT_ONCE = 4, OUTPUTS_AT_ONCE = WIDE;
+constexpr char INSTRUCTIONS[] = "AVX512";
+
+inline Sums multiply_add(Sums x, Sums w, Sums sums) { return fma(x, w, sums); }
+#else
+typedef float Sums __attribute__((vector_size(32)));
+typedef int32_t Bits __attribute__((vector_size(32)));
+constexpr int ROWS_AT_ONCE = 3, OUTPUTS_AT_ONCE = 16;
+constexpr char INSTRUCTIONS[] = "vectors of 8";
+
+inline Sums multiply_add(Sums x, Sums w, Sums sums) {
+#ifdef __FMA__
+    return (Sums)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sums);
+#else
+    for (int i = 0; i < 8; i++) sums[i] = __builtin_fmaf(x[i], w[i], sums[i]);
+    return sums;
+#endif
+}
+#endif
+
+struct Pairs {
+    Sums first, second;
+};
+
+inline Pairs widened(Bits both) { return {(Sums)(both << 16), (Sums)(both & int32_t(0xffff0000))}; }
+inline Pairs weights_of(const uint16_t* w) {
+    Bits both;
+    std::memcpy(&both, w, sizeof both);
+    return widened(both);
+}
+inline Pairs inputs_of(int32_t both) { return widened(Bits{} + both); }
+inline Sums add(Sums sums, const Pairs& x, const Pairs& w) {
+    return multiply_add(x.second, w.second, multiply_add(x.first, w.first, sums));
+}
+#endif
+
+constexpr int SUMS = sizeof(Sums) / sizeof(float);
+constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
+constexpr int64_t INPUTS = 2;              // that are multiplied at once
+
+// Adds to `sums` [ROWS][WIDE], which the first part finds empty, for OUTPUTS outputs from `output` on.
+template <int ROWS, int OUTPUTS>
+inline void add_part(const Product& product, int64_t row, int64_t panel, int output, int64_t begin, int64_t end, float* sums) {
+    constexpr int COUNT = OUTPUTS / SUMS;
     const int64_t pairs = product.in / 2;
-    const uint16_t *x = product.x + row * product.in, *w = product.panels + panel * pairs * 2 * WIDE;
-    __m512 sum[ROWS][VECTORS];
+    const uint16_t *x = product.x + row * product.in, *w = product.panels + (panel * pairs * WIDE + output) * 2;
+    Sums sum[ROWS][COUNT];
+    sums += output;
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = begin ? _mm512_loadu_ps(sums + r * WIDE + v * LANES) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            sum[r][v] = Sums{};
+            if (begin) std::memcpy(&sum[r][v], sums + r * WIDE + v * SUMS, sizeof(Sums));
+        }
     for (int64_t pair = begin; pair < end; pair++) {
-        __m512bh weights[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-            weights[v] = (__m512bh)_mm512_loadu_si512(w + (pair * WIDE + v * LANES) * 2);
+        Pairs weights[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) weights[v] = weights_of(w + (pair * WIDE + v * SUMS) * 2);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
-            int32_t inputs;
-            std::memcpy(&inputs, x + r * product.in + 2 * pair, sizeof inputs);
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(inputs);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], both, weights[v]);
+            int32_t both;
+            std::memcpy(&both, x + r * product.in + 2 * pair, sizeof both);
+            const Pairs inputs = inputs_of(both);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sum[r][v] = add(sum[r][v], inputs, weights[v]);
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) {
-            if (end < pairs) {
-                _mm512_storeu_ps(sums + r * WIDE + v * LANES, sum[r][v]);
-                continue;
-            }
-            finish(product, row + r, panel * WIDE + v * LANES, (Vec)sum[r][v]);
-        }
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) std::memcpy(sums + r * WIDE + v * SUMS, &sum[r][v], sizeof(Sums));
 }
 
+// A single row takes the whole panel as it comes.
 template <int ROWS>
 inline void add_rest(const Product& product, int64_t rows, int64_t row, int64_t panel, int64_t begin, int64_t end,
                      float* sums) {
-    if (rows == ROWS) return add_part<ROWS>(product, row, panel, begin, end, sums);
+    constexpr int OUTPUTS = ROWS == 1 ? WIDE : OUTPUTS_AT_ONCE;
+    if (rows == ROWS) {
+        for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(product, row, panel, o, begin, end, sums);
+        return;
+    }
     if constexpr (ROWS > 1) add_rest<ROWS - 1>(product, rows, row, panel, begin, end, sums);
 }
 
-void task(const Product& product, int64_t panel, int64_t first_row) {
-    const int64_t pairs = product.in / 2, last_row = std::min(product.rows, first_row + ROWS_OF_A_TASK);
+class Worker {
+    const Product& product;
     alignas(64) float sums[ROWS_OF_A_TASK * WIDE];
-    for (int64_t begin = 0; begin < pairs; begin += PAIRS_OF_A_PART) {
-        const int64_t end = std::min(pairs, begin + PAIRS_OF_A_PART);
-        for (int64_t row = first_row; row < last_row; row += ROWS_AT_ONCE)
-            add_rest<ROWS_AT_ONCE>(product, std::min<int64_t>(ROWS_AT_ONCE, last_row - row), row, panel, begin, end,
-                                   sums + (row - first_row) * WIDE);
-    }
-}
 
-inline void leave_tiles() {}
+   public:
+    explicit Worker(const Product& product) : product(product) {}
+
+    void operator()(const Place& at) {
+        const int64_t pairs = product.in / 2;
+        for (int64_t begin = 0; begin < pairs; begin += PAIRS_OF_A_PART) {
+            const int64_t end = std::min(pairs, begin + PAIRS_OF_A_PART);
+            for (int64_t row = at.first_row; row < at.last_row; row += ROWS_AT_ONCE)
+                add_rest<ROWS_AT_ONCE>(product, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, at.panel, begin,
+                                       end, sums + (row - at.first_row) * WIDE);
+        }
+        for (int64_t row = at.first_row; row < at.last_row; row++)
+            for (int v = 0; v < VECTORS; v++)
+                finish(product, row, at.panel * WIDE + v * LANES, load(sums + (row - at.first_row) * WIDE + v * LANES));
+    }
+};
 
 bool may_multiply() { return true; }
 
@@ -209,33 +333,22 @@ extern "C" {
 
 int32_t kvrelay_product_width() { return may_multiply() ? WIDE : 0; }
 
+const char* kvrelay_product_instructions() { return INSTRUCTIONS; }
+
 int32_t kvrelay_product_inputs() { return INPUTS; }  // whose multiples a product's rows are long
 
 void kvrelay_product(const void* x, const void* panels, const void* bias, void* to, int64_t rows, int64_t in,
                      int64_t out, int32_t threads) {
     const Product product{(const uint16_t*)x, (const uint16_t*)panels, (const uint16_t*)bias, (uint16_t*)to, rows, in,
                           out};
-    const int64_t blocks = (rows + ROWS_OF_A_TASK - 1) / ROWS_OF_A_TASK, tasks = (out + WIDE - 1) / WIDE * blocks;
-#pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
+    const Tasks tasks(product);
+    const int64_t count = tasks.count();
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
     {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < tasks; i++) task(product, i / blocks, i % blocks * ROWS_OF_A_TASK);
-        leave_tiles();
+        Worker work(product);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < count; i++) work(tasks[i]);
     }
 }
 
 }  // extern "C"
-
-#else
-
-extern "C" {
-
-int32_t kvrelay_product_width() { return 0; }  // there are none
-
-int32_t kvrelay_product_inputs() { return 1; }
-
-void kvrelay_product(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int32_t) {}
-
-}  // extern "C"
-
-#endif

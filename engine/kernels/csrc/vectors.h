@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -72,6 +72,34 @@ inline Vec exp_nonpositive(Vec x) {
     return tiny ? Vec{} : p * scale;
 }
 
+// 2^x to about 1 ulp for x <= 0, or a little above; 0 where it is too small for a float, and for -inf, for which scalef
+// gives 0 whatever it scales. Degree 5, fitted to the relative error.
+inline Vec exp2_nonpositive(Vec x) {
+#ifdef __AVX512F__
+    const Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Vec magic = splat(12582912.0f);  // as above
+    const auto tiny = x < splat(-126.0f);
+    x = tiny ? splat(-126.0f) : x;
+    const Vec whole = (x + magic) - magic;
+#endif
+    const Vec r = x - whole;
+    Vec p = splat(1.326472715e-3f);
+    p = fma(p, r, splat(9.671512674e-3f));
+    p = fma(p, r, splat(5.550733744e-2f));
+    p = fma(p, r, splat(2.402224208e-1f));
+    p = fma(p, r, splat(6.931469776e-1f));
+    p = fma(p, r, splat(1.0f));
+#ifdef __AVX512F__
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    const IVec power = (__builtin_convertvector(whole, IVec) + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return tiny ? Vec{} : p * scale;
+#endif
+}
+
 inline Vec tanh_any(Vec x) {
     const auto negative = x < Vec{};
     const Vec size = negative ? -x : x;
@@ -80,7 +108,11 @@ inline Vec tanh_any(Vec x) {
     return negative ? -t : t;
 }
 
+// Halves on each other, until one is left: what the loops spell out, the instructions do
 inline float sum_lanes(Vec v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float x[LANES];
     store(x, v);
     for (int width = LANES / 2; width; width /= 2)
@@ -89,6 +121,9 @@ inline float sum_lanes(Vec v) {
 }
 
 inline float max_lanes(Vec v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float x[LANES];
     store(x, v);
     for (int width = LANES / 2; width; width /= 2)

@@ -1,0 +1,51 @@
+// What the kernels are to each other, and to ctypes. Sizes and strides in elements; `dtype`: 0 float32, 1 bfloat16.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct KvrelayRotary {
+    const void* qkv;  // [rows, (heads + 2 * kv_heads) * dim]: q, then k, then v
+    const void* cos;  // [rows, dim]
+    const void* sin;
+    const void* q_norm;  // [dim] or null: a norm of each head before it is turned
+    const void* k_norm;
+    void* q;  // [rows, heads, dim]
+    void* k_pages;
+    void* v_pages;
+    const int64_t* slots;
+    int64_t rows, written, heads, kv_heads, dim;  // the first `written` rows go into pages
+    int64_t token_stride;                         // elements from one token of a page to the next, of K and V alike
+    float eps;
+    int32_t plus_one, dtype, threads;
+};
+
+// A token's heads stand side by side in its page; from one token to the next may be further than that: a rank's heads are
+// a part of the page's. `dtype` is of q, k, v and out alike.
+struct KvrelayAttention {
+    const void* q;
+    void* out;  // [rows, heads, v_dim]
+    const void* k_pages;
+    const void* v_pages;
+    const float* sinks;  // [heads] or null
+    const int32_t* query_starts;
+    const int32_t* starts;
+    const int32_t* block_tables;
+    int64_t q_row_stride, q_head_stride, table_stride, k_token_stride, v_token_stride;
+    int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
+    float scaling, softcap;
+    int32_t window, dtype, threads;
+};
+
+void kvrelay_rotate_and_write(const KvrelayRotary* args);
+int kvrelay_attend(const KvrelayAttention* args);
+void kvrelay_rms_norm(const void* x, const void* w, void* to, int64_t rows, int64_t n, float eps, int32_t plus_one,
+                      int32_t dtype, int32_t threads);
+void kvrelay_add_norm(const void* x, const void* y, const void* w, void* sum, void* to, int64_t rows, int64_t n,
+                      float eps, int32_t plus_one, int32_t dtype, int32_t threads);
+void kvrelay_silu_mul(const void* gate_up, void* to, int64_t rows, int64_t n, int32_t dtype, int32_t threads);
+void kvrelay_product(const void* x, const void* panels, const void* bias, void* to, int64_t rows, int64_t in,
+                     int64_t out, int32_t threads);
+}
