@@ -33,6 +33,6 @@ def test_every_field_and_value_has_a_comment(path: Path) -> None:
     bare = [
         f"{path.name}:{number + 1}: {line.strip()}"
         for number, line in enumerate(lines)
-        if (FIELD.match(line) or VALUE.match(line)) and not lines[number - 1].strip().startswith("///")
+        if (FIELD.match(line) or VALUE.match(line)) and not lines[number - 1].strip().startswith("//")
     ]
     assert not bare, "\n".join(bare)

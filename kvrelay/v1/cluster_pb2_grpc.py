@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """/ Served by every router beside Generate.
+    """Served by every router beside Generate.
     """
 
     def __init__(self, channel):
@@ -63,42 +63,42 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """/ Served by every router beside Generate.
+    """Served by every router beside Generate.
     """
 
     def GetStatus(self, request, context):
-        """/ What this router knows of itself and of the workers.
+        """What this router knows of itself and of the workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """/ Send a worker nothing new, and move what it decodes to others; or take it back. Returns at once: the status says
-        / how far it is. For operators only.
+        """Send a worker nothing new, and move what it decodes to others; or take it back. Returns at once: the status says
+        how far it is. For operators only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """/ Drain a worker, and have it take another role once nothing runs there: its weights stay loaded and its pages
-        / cached. Returns at once: the status says which role it has. For operators only.
+        """Drain a worker, and have it take another role once nothing runs there: its weights stay loaded and its pages
+        cached. Returns at once: the status says which role it has. For operators only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """/ Have a pool of so many workers: start some, or have the last ones left and end them. Returns at once with those
-        / that are on their way; asked again, it says how far they are. For operators only.
+        """Have a pool of so many workers: start some, or have the last ones left and end them. Returns at once with those
+        that are on their way; asked again, it says how far they are. For operators only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """/ The requests that ended lately at this router: what a planner goes by. For operators only.
+        """The requests that ended lately at this router: what a planner goes by. For operators only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """/ Served by every router beside Generate.
+    """Served by every router beside Generate.
     """
 
     @staticmethod

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class GenerateStub:
-    """/ Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
-    / NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    / UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
-    / Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
+    """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
+    NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
+    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 
     def __init__(self, channel):
@@ -61,36 +61,36 @@ class GenerateStub:
 
 
 class GenerateServicer:
-    """/ Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
-    / NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    / UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
-    / Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
+    """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
+    NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
+    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 
     def Generate(self, request, context):
-        """/ Streams text as it is generated. The last message of each choice carries its finish reason; the last message
-        / of the stream carries usage, timeline and receipt.
+        """Streams text as it is generated. The last message of each choice carries its finish reason; the last message
+        of the stream carries usage, timeline and receipt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """/ The same in one answer.
+        """The same in one answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """/ Token ids of a text, as Generate would make them.
+        """Token ids of a text, as Generate would make them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """/ What is being served.
+        """What is being served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,10 +128,10 @@ def add_GenerateServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generate:
-    """/ Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
-    / NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    / UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
-    / Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
+    """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
+    NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
+    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 
     @staticmethod

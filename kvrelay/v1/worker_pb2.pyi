@@ -167,12 +167,14 @@ class SetRole(_message.Message):
     def __init__(self, role: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ("router_ns", "has_left")
+    __slots__ = ("router_ns", "has_left", "report_gap_ms")
     ROUTER_NS_FIELD_NUMBER: _ClassVar[int]
     HAS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_GAP_MS_FIELD_NUMBER: _ClassVar[int]
     router_ns: int
     has_left: bool
-    def __init__(self, router_ns: _Optional[int] = ..., has_left: _Optional[bool] = ...) -> None: ...
+    report_gap_ms: int
+    def __init__(self, router_ns: _Optional[int] = ..., has_left: _Optional[bool] = ..., report_gap_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("hello", "outputs", "report", "pong")

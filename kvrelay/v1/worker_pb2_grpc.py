@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """/ Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
-    / to the other: the worker drops all requests of that router.
+    """Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
+    to the other: the worker drops all requests of that router.
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """/ Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
-    / to the other: the worker drops all requests of that router.
+    """Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
+    to the other: the worker drops all requests of that router.
     """
 
     def Connect(self, request_iterator, context):
-        """/ Down: submit, begin, cancel. Up: one message a step with the tokens of all requests of this router, and reports.
+        """Down: submit, begin, cancel. Up: one message a step with the tokens of all requests of this router, and reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +72,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """/ Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
-    / to the other: the worker drops all requests of that router.
+    """Served by every worker, called by every router: one stream for each pair. Its end means that either side is lost
+    to the other: the worker drops all requests of that router.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class Worker:
 
 
 class HandoffStub:
-    """/ Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
+    """Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
     """
 
     def __init__(self, channel):
@@ -122,11 +122,11 @@ class HandoffStub:
 
 
 class HandoffServicer:
-    """/ Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
+    """Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
     """
 
     def Connect(self, request_iterator, context):
-        """/ Up: hello, then reserve, announce, commit for each request. Down: leases and receipts.
+        """Up: hello, then reserve, announce, commit for each request. Down: leases and receipts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +149,7 @@ def add_HandoffServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Handoff:
-    """/ Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
+    """Served by every decode worker, called by prefill workers: one stream for each pair, opened at first use.
     """
 
     @staticmethod
