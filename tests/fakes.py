@@ -369,4 +369,5 @@ class FakePrefillWorker(FakeWorker):
         pages = pages_for(len(state.prompt_ids) + len(state.output_ids), self.page_size)
         receipt = generate_pb2.HandoffReceipt(transport="loopback", pages=pages, bytes=pages * 1024, checksums_ok=True)
         decode.take(state, receipt)
-        self.emit(state.router_id, events=[self.event(state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt)])
+        handed_off = self.event(state, pb.EVENT_KIND_HANDED_OFF, receipt=receipt, decode_worker=decode.name)
+        self.emit(state.router_id, events=[handed_off])

@@ -16,6 +16,8 @@ from worker.roles import ROLES, kind_of
 from worker.wire.tls import TlsFiles
 
 REPORT_GAP_S = 0.05  # a worker that changes reports no more often: worker and router spend half a millisecond on each
+REPORT_COST_S = 0.0003  # of that, the router's part
+REPORTS_SHARE = 0.25  # of a router's core, for the reports of all workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,11 @@ class WorkerOptions:
     def limits(self) -> dict[str, str]:
         """What whoever predicts the worker must know, as text."""
         return as_text(self.policy) | as_text(self) | {"tensor_parallel": str(self.tensor_parallel)}
+
+
+def report_gap_s(num_workers: int) -> float:
+    """Between two reports of a worker that changes, one of so many of a router's."""
+    return max(REPORT_GAP_S, num_workers * REPORT_COST_S / REPORTS_SHARE)
 
 
 def pool_of(name: str) -> str:

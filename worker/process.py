@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from engine.process import sentence_of
+from worker.heap import give_memory_back
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -150,6 +151,7 @@ class ServiceThread:
         service = self._build(self._event.incarnation, self._on_progress)  # blocks a loop with nothing else to do
         started = await service.start()
         self._service, self._loop = service, asyncio.get_running_loop()
+        give_memory_back()  # 50 MB of a small model's load
         gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
         self._say("ready", 1.0, address=str(getattr(started, "address", started)))
         turning = asyncio.ensure_future(self._say_that_it_turns())

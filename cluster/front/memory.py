@@ -9,10 +9,11 @@ few calls run, and often then, since gRPC leaves some garbage of every call. Gar
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import itertools
 from collections.abc import Callable
+
+from worker.heap import give_memory_back
 
 INTERVAL_S = 1.0
 FEW_CALLS = 100
@@ -53,10 +54,3 @@ def renew_awaits() -> None:
     new = [future.__await__() for _ in range(KEPT_AWAITS)]
     new.clear()
     old.clear()  # there is no room for these any more
-
-
-def give_memory_back() -> None:
-    """To the system, what a flood of calls has left free in glibc's heap: it gives back only its end by itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -64,6 +64,13 @@ class FrontOptions:
         10.0, "between pings to a client; one that does not answer within 5 s is gone", unit="s", ge=1, le=86_400
     )
 
+    bundle_share: float = knob(
+        1.0,
+        "of a request's TPOT target, or of 50 ms without one: for so long a busy router keeps its tokens after a "
+        "message, to send them in one. At rest it keeps none, never the first or what comes with the last; 0: never",
+        unit="share of the target",
+        ge=0,
+    )
     log_requests: Literal["off", "text", "json"] = knob(
         "off", "a line for the end of each request: none, as text, or as JSON"
     )

@@ -93,6 +93,7 @@ class RouterServer:
             tls=options.worker_tls,
             record=options.record,
             unread=Unread(options.front.max_unread_bytes, options.front.max_unread_total_bytes),
+            bundle_share=options.front.bundle_share,
             on_readiness=self._on_readiness,
         )
         self.serving = asyncio.Event()  # once a worker of each role was ready

@@ -28,6 +28,7 @@ from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
+from cluster.router.live.bundles import Bundles
 from cluster.router.live.moves import LiveMoves
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
@@ -41,6 +42,7 @@ from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
+from worker.options import report_gap_s
 from worker.recording import record_calls
 from worker.roles import PHASES, ROLES, kind_of
 from worker.wire.tls import TlsFiles
@@ -70,6 +72,7 @@ class Router:
         tls: TlsFiles | None = None,
         record: str = "",
         unread: Unread | None = None,
+        bundle_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         on_readiness: Callable[[bool], None] | None = None,
     ) -> None:
@@ -86,6 +89,7 @@ class Router:
         self._serials = itertools.count(1)
         self.loop_clock = AwakeClock()
         self.turns = Turns()
+        self._bundles = Bundles(bundle_share, options.slo_tpot_ms / 1e3)
         self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
         self._links = WorkerLinks(
@@ -131,7 +135,7 @@ class Router:
         """Take a request in. Raises RequestFailed when it is refused; nothing is kept then."""
         self._check_id(request.id)
         self.metrics.counts["requests"] += 1
-        submission = Submission.of(request, self.router_id, next(self._serials), self.turns)
+        submission = Submission.of(request, self.router_id, next(self._serials), self.turns, self._bundles)
         self._dispatcher.start(submission)
         if submission.error is not None:
             raise submission.error
@@ -274,6 +278,10 @@ class Router:
             if p.failures and self._links.is_incarnation(p.name, p.incarnation)
         )
 
+    @property
+    def report_gap_s(self) -> float:
+        return report_gap_s(len(self._links))
+
     def has_left(self, link: WorkerLink) -> bool:
         return self.policy.workers.has_left(link.name)
 
@@ -319,15 +327,16 @@ class Router:
                 self._on_event(link, live, event, link.clock.to_router_s(event.at_ns, now))
             elif event.kind in BEGINNINGS:
                 link.cancel(event.request_id, "it has ended here")  # our cancel overtook it
+        name, get = link.name, self._dispatcher.get
         for token in outputs.tokens:
-            live = self._dispatcher.get(token.request_id)
+            live = get(token.request_id)
             if live is None:
                 self.metrics.counts["stale_tokens"] += 1
                 continue
-            if link.name == live.prefill and not live.has_first_token:
+            if not live.has_first_token and name == live.prefill:
                 live.has_first_token = True
                 self.policy.on_first_token(live.wire_id, now)
-            if live.past.deaths and link.name == live.decode:
+            if live.past.deaths and name == live.decode:
                 self._on_suspect_decoded(live)
             if ready := live.take(token):
                 self._deliver(live, ready, now)

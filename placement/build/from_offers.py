@@ -24,7 +24,7 @@ from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
 from prefill_worker.options import PrefillOptions
-from worker.options import REPORT_GAP_S
+from worker.options import report_gap_s
 
 PLENTY = 1 << 40
 SIZED_FOR_BURSTS = RouterOptions(max_queued_requests=1 << 30, max_queued_tokens=PLENTY, max_backlog_tokens=PLENTY)
@@ -114,7 +114,7 @@ def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo:
         workers=tuple(workers),
         router=RouterOptions(**targets_told(candidate, slo)),
         message_s=max(offer.message_s for offer in offers),
-        report_gap_s=REPORT_GAP_S,
+        report_gap_s=report_gap_s(len(workers)),
         handoff_s=max(offer.handoff_s for offer in offers),
         hosts=hosts,
     )

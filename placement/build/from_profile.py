@@ -16,7 +16,7 @@ from placement.latency.profile import PoolFacts, Profile, ProfileError
 from placement.latency.profile_latency import ProfileLatency
 from placement.simulator.cluster import SharedHost, SimCluster, SimWorker
 from prefill_worker.options import PrefillOptions
-from worker.options import REPORT_GAP_S
+from worker.options import report_gap_s
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
         workers=workers,
         router=_read(RouterOptions, profile.router, "router"),
         message_s=profile.message_s,
-        report_gap_s=REPORT_GAP_S,
+        report_gap_s=report_gap_s(len(workers)),
         handoff_s=profile.handoff_s,
         hosts=shared_hosts(profile, workers),
     )

@@ -24,7 +24,7 @@ from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
 from placement.simulator.cluster import SimCluster, check_simulated
 from prefill_worker.options import PrefillOptions
-from worker.options import REPORT_GAP_S, WorkerOptions
+from worker.options import WorkerOptions, report_gap_s
 from worker.roles import PHASES, kind_of
 
 TYPICAL_PROMPT_TOKENS = 1024  # a prompt is cut into layer groups by its own length; the simulator has one number
@@ -49,7 +49,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         workers=tuple(workers),
         router=spec.router.options(RouterOptions),
         message_s=source.message_s,
-        report_gap_s=REPORT_GAP_S,
+        report_gap_s=report_gap_s(len(workers)),
         layer_groups=_layer_groups(spec, source),
         num_routers=spec.router.replicas,
         handoff_s=source.profile.handoff_s if isinstance(source, ProfileWorkers) else 0.0,

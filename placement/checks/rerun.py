@@ -23,7 +23,7 @@ from placement.latency.base import DecodeLine
 from placement.simulator.cluster import Loss, SimCluster, SimWorker
 from placement.simulator.simulate import Simulation
 from placement.workload.requests import Workload
-from worker.options import REPORT_GAP_S
+from worker.options import report_gap_s
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 from worker.steps.times import StepTimes
@@ -103,7 +103,7 @@ def rerun(router: Recording, workers: Sequence[Recording], *, message_s: float =
         workers=tuple(_worker(recording) for recording in workers),
         router=RouterOptions(**router.limits),
         message_s=message_s,
-        report_gap_s=REPORT_GAP_S,
+        report_gap_s=report_gap_s(len(workers)),
         losses=tuple(_losses(router, begun_s)),
     )
     return Rerun(live=_live(router, asked), simulated=_simulated(cluster, workload))

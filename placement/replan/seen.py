@@ -18,7 +18,7 @@ from placement.latency.scaled import ScaledLatency
 from placement.replan.arrangements import Arrangement
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.workload.requests import Floats, Workload
-from worker.options import REPORT_GAP_S, pool_of
+from worker.options import pool_of, report_gap_s
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
@@ -145,7 +145,7 @@ class Seen:
                 for chunks in ({"chunk_tokens": arrangement.chunks[name]} if name in arrangement.chunks else {},)
             ),
             router=self.router,
-            report_gap_s=REPORT_GAP_S,
+            report_gap_s=report_gap_s(len(arrangement.roles)),
             handoff_s=self.handoff_s,
         )
 

@@ -48,7 +48,9 @@ class Harness:
                 await asyncio.sleep(0.002)
 
     async def ready(self) -> None:
-        await self.until(lambda: all(link.state == "ready" for link, _, _ in self.router.workers()))
+        """All workers have said hello, and what room they have: of two alike the first one is chosen then."""
+        told = self.router.workers
+        await self.until(lambda: all(link.state == "ready" and report is not None for link, report, _ in told()))
 
     def count(self, name: str) -> int:
         return self.router.metrics.counts[name]

@@ -35,6 +35,7 @@ class RouterLink:
         self.heard_s = heard_s  # by its keeper's clock; routers ping several times a second
         self.unread_bytes = 0
         self.is_closed = False
+        self.report_gap_s = 0.0  # that it wants between two reports, where that is longer than usual
         self.has_left = False  # nothing of it is on its way here, nor will be while this worker drains
         self._outbox: asyncio.Queue[tuple[pb.WorkerMessage | None, int]] = asyncio.Queue()  # None: nothing more comes
         self._outputs = pb.Outputs()

@@ -1,8 +1,9 @@
 """RouterStreams is a worker's side of its streams with routers, whatever its role.
 
 One stream for each router. Down come submits and cancels, handed to the WorkerHost (the worker) as they arrive; up go
-the tokens and events that its role collects during a step, one message for each router at `flush`, and reports:
-every `report_interval_s`, and soon after a step when things changed. A router whose stream ends is lost: the host drops
+the tokens and events that its role collects during a step, one message for each router at `flush`, and reports: soon
+after a step when things changed, every `report_interval_s` otherwise, and less often while nothing changes (256 idle
+workers took half a core of a router). A router whose stream ends is lost: the host drops
 all of its requests. So is, at once, one that says nothing for `drop_after_s`, and one that reads nothing until
 MAX_UNREAD_BYTES wait for it; their streams end when gRPC can write again. No message ends a stream, whatever is in it.
 """
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HELLO_S = 5.0  # that a router may take to present itself
 MAX_UNREAD = 64  # messages; a router that reads no faster gets reports again when it has caught up
+QUIET_INTERVALS = 5  # after so many comes a report that says no more than the last one
 MAX_UNREAD_BYTES = 64 << 20  # 64 requests with 20 logprobs make 0.25 MB a step
 
 
@@ -72,6 +74,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         self._drop_after_s = drop_after_s
         self._links: dict[str, RouterLink] = {}
         self._reported_at = 0.0
+        self._last = pb.WorkerReport()  # what was last said, or would have been
         self._report_soon: asyncio.TimerHandle | None = None
         self._reporter: asyncio.Task[None] | None = None
 
@@ -107,8 +110,8 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
             if link.unread_bytes > MAX_UNREAD_BYTES:
                 self._drop(link, f"it has left {link.unread_bytes >> 20} MiB unread")
         if self._report_soon is None:
-            gap = max(0.0, self._reported_at + REPORT_GAP_S - time.monotonic())
-            self._report_soon = asyncio.get_running_loop().call_later(gap, self._send_reports)
+            wait_s = max(0.0, self._reported_at + max(REPORT_GAP_S, self._report_gap_s) - time.monotonic())
+            self._report_soon = asyncio.get_running_loop().call_later(wait_s, self._send_reports)
 
     @property
     def has_unread(self) -> bool:
@@ -207,6 +210,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._host.on_set_role(message.set_role)
             case "ping":
                 link.has_left = message.ping.has_left
+                link.report_gap_s = message.ping.report_gap_ms / 1e3
                 link.put(
                     pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))
                 )
@@ -231,8 +235,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         while True:
             await asyncio.sleep(self._report_interval_s)
             self._drop_silent_links()
-            if time.monotonic() - self._reported_at >= self._report_interval_s / 2:
-                self._send_reports()
+            passed_s = time.monotonic() - self._reported_at
+            intervals = passed_s / self._report_interval_s
+            if intervals >= 0.5 and passed_s >= self._report_gap_s:
+                self._send_reports(is_due=intervals >= QUIET_INTERVALS - 0.5)
 
     def _drop_silent_links(self) -> None:
         """A router behind a cut cable: its requests hold pages, and TCP would take minutes to say so."""
@@ -240,14 +246,24 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
             if self._now_s() - link.heard_s > self._drop_after_s:
                 self._drop(link, f"it said nothing for {self._drop_after_s:g} s")
 
-    def _send_reports(self) -> None:
+    @property
+    def _report_gap_s(self) -> float:
+        """As long as the router with most workers wants."""
+        return max((link.report_gap_s for link in self._links.values()), default=0.0)
+
+    def _send_reports(self, *, is_due: bool = True) -> None:
+        """One that is not due goes if it says something new."""
+        if not self._links:
+            return
+        report = self._host.report()
+        last, self._last = self._last, report
+        last.loop_lag_ms, last.num_tasks = report.loop_lag_ms, report.num_tasks  # no news, and never the same twice
+        if not is_due and report == last:
+            return
         if self._report_soon is not None:
             self._report_soon.cancel()
             self._report_soon = None
         self._reported_at = time.monotonic()
-        if not self._links:
-            return
-        report = self._host.report()
         for link in self._links.values():
             if link.num_unread < MAX_UNREAD:
                 link.put(pb.WorkerMessage(report=self._report_for(link, report)))

@@ -39,6 +39,9 @@ class WorkerLinks:
     def __getitem__(self, name: str) -> WorkerLink:
         return self._links[name]
 
+    def __len__(self) -> int:
+        return len(self._links)
+
     def get(self, name: str) -> WorkerLink | None:
         return self._links.get(name)
 

@@ -3,16 +3,17 @@
     connecting --hello--> ready --silence, a broken stream--> lost --backoff--> connecting ...
 
 It owns the stream, the heartbeat and the worker's clock; it decides nothing. What comes up is handed to the LinkHost
-(the router) in the event loop, in the order it came. A worker is lost when its stream ends. It answers a ping every
-`ping_interval_s`, so silence means that it is stopped, hung or cut off, or has no core: from `dead_after_s` on the
-LinkHost is asked at every beat whether that is enough. Everything sent on a broken stream is lost with it: the worker
-drops this router's requests.
+(the router) in the event loop, in the order it came. A worker is lost when its stream ends. It answers a ping every few
+beats, so silence means that it is stopped, hung or cut off, or has no core: from `dead_after_s` on the LinkHost is
+asked at every beat whether that is enough. Everything sent on a broken stream is lost with it: the worker drops this
+router's requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 HELLO_TIMEOUT_S = 5.0
+BEATS_A_PING = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,10 @@ class LinkHost(Protocol):
 
     def on_report(self, link: WorkerLink, report: pb.WorkerReport) -> None: ...
 
+    @property
+    def report_gap_s(self) -> float:
+        """Between two reports of a worker."""
+
     def has_left(self, link: WorkerLink) -> bool:
         """Whether it drains, and nothing is there or on its way."""
 
@@ -94,7 +100,7 @@ class WorkerLink:
         secret: str = "",
         tls: TlsFiles | None = None,
         dead_after_s: float = 2.0,
-        ping_interval_s: float = 0.2,
+        beat_s: float = 0.2,
     ) -> None:
         self.worker = worker
         self.state = LinkState.CONNECTING
@@ -108,7 +114,7 @@ class WorkerLink:
         self._secret = secret
         self._tls = tls
         self._dead_after_s = dead_after_s
-        self._ping_interval_s = min(ping_interval_s, dead_after_s / 4)
+        self._beat_s = min(beat_s, dead_after_s / 4)
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
         self._heard_s = 0.0  # by the awake clock
@@ -275,10 +281,13 @@ class WorkerLink:
 
     async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
         """Ping, and end the stream of a worker that says nothing for too long, by seconds in which we could hear it."""
-        while True:
-            ping = pb.Ping(router_ns=time.monotonic_ns(), has_left=self._host.has_left(self))
-            self._outbox.put_nowait(pb.RouterMessage(ping=ping))
-            await asyncio.sleep(self._ping_interval_s)
+        for beat in itertools.count():
+            has_left = self._host.has_left(self)
+            if has_left or not beat % BEATS_A_PING:
+                gap_ms = round(self._host.report_gap_s * 1e3)
+                ping = pb.Ping(router_ns=time.monotonic_ns(), has_left=has_left, report_gap_ms=gap_ms)
+                self._outbox.put_nowait(pb.RouterMessage(ping=ping))
+            await asyncio.sleep(self._beat_s)
             silent_s = self._awake.now_s() - self._heard_s
             if silent_s < self._dead_after_s:
                 continue

@@ -5,7 +5,8 @@ earlier attempt can never be taken for one of this attempt. Tokens are delivered
 index: one that is early waits for those before it (decode's second token may overtake prefill's first, which travels
 on another stream), one that is late is dropped.
 
-Submission is all choices of one call: the mailbox that the front reads. One wake-up brings all that has come.
+Submission is all choices of one call: the mailbox that the front reads. One wake-up brings all that has come, and those
+of a busy router are further apart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.router.accounts import FRESH, Past
+from cluster.router.live.bundles import Bundles
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.timeline import PHASES, Timeline
 from cluster.router.live.turns import Turns
@@ -122,15 +124,16 @@ class LiveRequest:
 
     def take(self, token: pb.TokenOutput) -> list[pb.TokenOutput]:
         """The tokens that this one lets out, in order: none if it is early or was delivered before."""
-        expected = len(self.output_ids)
-        if token.index != expected:
-            if token.index > expected:
-                self._early[token.index] = token
+        outputs, index = self.output_ids, token.index
+        if index != len(outputs):
+            if index > len(outputs):
+                self._early[index] = token
             return []
+        outputs.append(token.token_id)
         ready = [token]
-        while self._early and (early := self._early.pop(expected + len(ready), None)) is not None:
+        while self._early and (early := self._early.pop(len(outputs), None)) is not None:
+            outputs.append(early.token_id)
             ready.append(early)
-        self.output_ids.extend(t.token_id for t in ready)
         return ready
 
     def on_prefill_started(self, cached_tokens: int) -> None:
@@ -193,7 +196,7 @@ class LiveRequest:
 class Submission:
     """All choices of one call. The router puts, the front takes; one reader."""
 
-    def __init__(self, id: str, choices: Sequence[LiveRequest], turns: Turns) -> None:
+    def __init__(self, id: str, choices: Sequence[LiveRequest], turns: Turns, bundles: Bundles | None = None) -> None:
         self.id = id
         self.choices = choices
         self.timers: list[asyncio.TimerHandle] = []  # cancelled with the end
@@ -201,11 +204,16 @@ class Submission:
         self.num_running = len(choices)
         self._updates_at_once = max(1, MAX_AT_ONCE // (1 + choices[0].sampling.logprobs))
         self._turns = turns
+        self._bundles = bundles or Bundles()
+        self._has_begun = False  # its first tokens were taken
+        self._is_keeping = False  # tokens that come do not wake the reader
         self._updates: list[ChoiceUpdate] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
-    def of(cls, request: NewRequest, router_id: str, serial: int, turns: Turns) -> Submission:
+    def of(
+        cls, request: NewRequest, router_id: str, serial: int, turns: Turns, bundles: Bundles | None = None
+    ) -> Submission:
         """The choices of a request, each with an id that is unique in the cluster and never used again.
 
         `serial` is the router's own: a client may use its id again while messages about the last use are on their way.
@@ -228,15 +236,20 @@ class Submission:
             )
             for i, sampling in enumerate(request.sampling)
         ]
-        return cls(request.id, choices, turns)
+        return cls(request.id, choices, turns, bundles)
 
     @property
     def is_over(self) -> bool:
         return self.num_running == 0 or self.error is not None
 
+    @property
+    def _has_end(self) -> bool:
+        return self.is_over or any(update.finish is not None for update in self._updates)
+
     def put(self, update: ChoiceUpdate) -> None:
         self._updates.append(update)
-        self._wake()
+        if not self._is_keeping or update.finish is not None or len(self._updates) >= self._updates_at_once // 2:
+            self._wake()
 
     def fail(self, error: RequestFailed) -> None:
         self.error = error
@@ -253,7 +266,9 @@ class Submission:
 
         Raises RequestFailed, after what came before the failure was taken.
         """
-        if self._updates:
+        if self._has_begun and not self._has_end and (keep_s := self._bundles.keep_s(self.choices[0].slo[1])):
+            await self._keep(keep_s)
+        elif self._updates:
             await self._turns.wait(self.choices[0].owner)
         while not self._updates:
             if self.error is not None:
@@ -262,9 +277,21 @@ class Submission:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._has_begun = True
         updates = self._updates[: self._updates_at_once]
         del self._updates[: self._updates_at_once]
         return updates
+
+    async def _keep(self, seconds: float) -> None:
+        """Let tokens gather for so long, or until they are many, a choice ends or the call fails."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, self._wake)
+        self._waiter, self._is_keeping = loop.create_future(), True
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._is_keeping = False
 
     def _wake(self) -> None:
         if self._waiter is not None:

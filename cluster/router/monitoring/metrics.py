@@ -8,11 +8,12 @@ observed when something happens; all else is what the router's event loop says o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from cluster.router.live.requests import LiveRequest
 from cluster.router.monitoring.families import PREFIX, Scrape, families
+from cluster.router.monitoring.histograms import Histogram
 from cluster.router.monitoring.load import Load
 from cluster.router.monitoring.scraping import ScrapeServer
 from worker.wire.tls import TlsFiles
@@ -58,7 +59,8 @@ class RouterMetrics:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.load = Load()
         self.codes: Counter[str] = Counter()  # how calls of Generate's ended, by gRPC's code
-        self._exposed: _Exposed | None = None
+        self._histograms = {name: Histogram(*made) for name, made in HISTOGRAMS.items()}
+        self._gaps = self._histograms["inter_token_latency_seconds"]
         self._server: ScrapeServer | None = None
 
     def expose(
@@ -75,11 +77,11 @@ class RouterMetrics:
 
         `scrape` is called in the metrics server's thread, at each scrape.
         """
-        from prometheus_client import make_wsgi_app
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
-        exposed = _Exposed(model, scrape)
-        self._server = ScrapeServer(host, port, make_wsgi_app(exposed.registry), may_enter=may_enter, tls=tls)
-        self._exposed = exposed
+        registry = CollectorRegistry()
+        registry.register(_Exposed(self._histograms, model, scrape))
+        self._server = ScrapeServer(host, port, make_wsgi_app(registry), may_enter=may_enter, tls=tls)
         return self._server.server_port
 
     def close(self) -> None:
@@ -89,27 +91,23 @@ class RouterMetrics:
     def on_tokens(self, count: int, gap_s: float | None) -> None:
         """`count` tokens of a request were delivered at once, `gap_s` after those before; None: its first ones."""
         self.counts["generation_tokens"] += count
-        if self._exposed is None:
-            return
-        for _ in range(count if gap_s is not None else count - 1):
-            self._exposed.observe("inter_token_latency_seconds", (gap_s or 0.0) / count)
+        if gap_s is not None:
+            self._gaps.observe(gap_s / count, count)
+        elif count > 1:
+            self._gaps.observe(0.0, count - 1)
 
     def on_first_token(self, ttft_s: float) -> None:
         """It is on its way to the client, whatever becomes of the request later."""
-        if self._exposed is not None:
-            self._exposed.observe("time_to_first_token_seconds", ttft_s)
+        self._histograms["time_to_first_token_seconds"].observe(ttft_s)
 
     def on_finished(self, live: LiveRequest) -> None:
         self.load.note(live)
-        if self._exposed is None:
-            return
         timeline, num_tokens = live.timeline, len(live.output_ids)
         phases = timeline.phases()
-        observe = self._exposed.observe
-        observe("e2e_request_latency_seconds", timeline.e2e_s)
-        observe("request_queue_time_seconds", phases["route"] + phases.get("prefill_queue", 0.0))
+        self._histograms["e2e_request_latency_seconds"].observe(timeline.e2e_s)
+        self._histograms["request_queue_time_seconds"].observe(phases["route"] + phases.get("prefill_queue", 0.0))
         if num_tokens > 1:
-            observe("request_time_per_output_token_seconds", timeline.tpot_s(num_tokens))
+            self._histograms["request_time_per_output_token_seconds"].observe(timeline.tpot_s(num_tokens))
 
     def on_ended(self, code: str) -> None:
         """A call of Generate's is over, as its client was told or would have been."""
@@ -117,30 +115,17 @@ class RouterMetrics:
 
 
 class _Exposed:
-    """The Prometheus side, in a registry of its own: two routers in one process do not meet."""
+    """What is read of a router, in a registry of its own: two routers in one process do not meet."""
 
-    def __init__(self, model: Callable[[], str], scrape: Callable[[], Scrape]) -> None:
-        from prometheus_client import CollectorRegistry, Histogram
-
-        self._model, self._scrape = model, scrape
-        self.registry = CollectorRegistry()
-        self._histograms: dict[str, Any] = {
-            name: Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self.registry)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        self._labelled: dict[tuple[str, str], Any] = {}  # histogram and model: to look it up costs more than to observe
-        self.registry.register(self)
-
-    def observe(self, name: str, value: float) -> None:
-        key = name, self._model()
-        histogram = self._labelled.get(key)
-        if histogram is None:
-            histogram = self._labelled[key] = self._histograms[name].labels(key[1])
-        histogram.observe(value)
+    def __init__(self, histograms: Mapping[str, Histogram], model: Callable[[], str], scrape: Callable[[], Scrape]):
+        self._histograms, self._model, self._scrape = histograms, model, scrape
 
     def collect(self) -> Iterator[Metric]:
         """Called at a scrape, in the metrics server's thread."""
-        yield from families(self._scrape(), self._model(), COUNTERS)
+        model = self._model()
+        yield from families(self._scrape(), model, COUNTERS)
+        for name, histogram in self._histograms.items():
+            yield histogram.family(PREFIX + name, model)
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

@@ -451,10 +451,10 @@ async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
         stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
         h.prefill().emit(submit.request.router_id, events=[stalled])
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
-        h.prefill().compute(submit)  # decode-0 had granted the pages meanwhile
+        h.prefill().compute(submit)  # the first one had granted the pages meanwhile
         answer = await call
         assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
-        assert answer.timeline.decode_worker == "decode-0"
+        assert answer.timeline.decode_worker == submit.decode.name
 
 
 async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_again() -> None:
@@ -466,15 +466,16 @@ async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_a
         stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
         h.prefill().emit(submit.request.router_id, events=[stalled])
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
-        await h.decode(0).kill()  # it had granted the pages and taken the KV
+        first = next(i for i in range(2) if h.decode(i).name == submit.decode.name)
+        await h.decode(first).kill()  # it had granted the pages and taken the KV
         await h.until(lambda: h.count("workers_lost") == 1)
-        taken = h.prefill().event(submit.request, pb.EVENT_KIND_HANDED_OFF, decode_worker="decode-0")
+        taken = h.prefill().event(submit.request, pb.EVENT_KIND_HANDED_OFF, decode_worker=submit.decode.name)
         h.prefill().emit(submit.request.router_id, events=[taken])
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         h.prefill().release()
         answer = await call
         assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
-        assert (answer.timeline.decode_worker, answer.timeline.attempts) == ("decode-1", 2)
+        assert (answer.timeline.decode_worker, answer.timeline.attempts) == (h.decode(1 - first).name, 2)
 
 
 # cancel, deadline, who the workers are
@@ -608,8 +609,10 @@ async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothi
                 for choice in range(choices):
                     assert tokens_of(responses, choice) == scripted_tokens(prompt, count)
 
+        over = asyncio.Event()
+
         async def trouble() -> None:
-            while True:
+            while not over.is_set():
                 await asyncio.sleep(0.03)
                 decode = rng.choice(decodes)
                 if decode.running and rng.random() < 0.7:
@@ -623,9 +626,8 @@ async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothi
         troubles = asyncio.create_task(trouble())
         for wave in range(4):
             await asyncio.gather(*(one(wave * 40 + i) for i in range(40)))
-        troubles.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await troubles
+        over.set()  # not cancelled: a server cancelled within its stop can never be stopped again
+        await troubles
         await h.until(lambda: h.router.num_submissions == 0 and not any(d.running for d in decodes))
         assert outcomes["whole"] > 80
         documented = {"CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "FAILED_PRECONDITION"}

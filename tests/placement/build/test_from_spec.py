@@ -22,7 +22,7 @@ from placement.latency.model_files import load_shape
 from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
-from worker.options import REPORT_GAP_S
+from worker.options import REPORT_GAP_S, report_gap_s
 
 unit = pytest.mark.unit
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -133,6 +133,9 @@ def test_no_limit_of_a_policy_is_left_at_its_default() -> None:
 
 def test_reports_come_as_often_as_live_workers_send_them() -> None:
     assert sim_cluster(spec(), roofline()).report_gap_s == REPORT_GAP_S
+    many = report_gap_s(2000)
+    pools = [{"role": "prefill", "replicas": 1000}, {"role": "decode", "replicas": 1000}]
+    assert sim_cluster(spec(pools=pools), roofline()).report_gap_s == many > 10 * REPORT_GAP_S
 
 
 @unit

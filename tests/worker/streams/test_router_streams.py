@@ -29,6 +29,7 @@ class _Host:
     def __init__(self, request_ids: list[str]) -> None:
         self.request_ids = request_ids
         self.num_reports = 0
+        self.is_busy = True  # no report is as the last one
         self.lost = asyncio.Event()
         self.cancelled: list[str] = []
 
@@ -61,7 +62,11 @@ class _Host:
 
     def report(self) -> pb.WorkerReport:
         self.num_reports += 1
-        return pb.WorkerReport(request_ids=self.request_ids)
+        return pb.WorkerReport(
+            request_ids=self.request_ids,
+            num_waiting=self.num_reports if self.is_busy else 0,
+            loop_lag_ms=self.num_reports,
+        )
 
     def add_page_news(self, report: pb.WorkerReport, told: int) -> int:
         report.found_pages = bytes([max(0, told)])
@@ -139,6 +144,44 @@ async def test_a_router_that_does_not_read_is_kept_no_heap_of_reports_and_is_mis
         assert router.link.num_unread <= MAX_UNREAD
         router.call.cancel()
         await router.host.lost.wait()
+
+
+async def test_a_report_that_says_nothing_new_waits_until_one_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served([]) as router:
+        router.host.is_busy = False
+        said: list[pb.WorkerMessage] = []
+        monkeypatch.setattr(router.link, "put", said.append)
+        router.streams._send_reports()
+        said.clear()
+        router.streams._send_reports(is_due=False)
+        assert not said
+        router.streams._send_reports()
+        assert [list(message.report.request_ids) for message in said] == [[]]
+        router.host.request_ids = ["a"]
+        router.streams._send_reports(is_due=False)
+        assert [list(message.report.request_ids) for message in said] == [[], ["a"]]
+
+
+async def test_an_idle_worker_reports_all_the_same() -> None:
+    async with served([]) as router:
+        router.host.is_busy = False
+        for _ in range(5):
+            await router.next_of("report")
+
+
+async def test_a_router_with_many_workers_has_fewer_reports_from_each() -> None:
+    async with served([]) as router:
+        for _ in range(2):  # the second one by the clock of reports
+            await router.next_of("report")
+        await router.send(ping=pb.Ping(report_gap_ms=3_600_000))
+        await router.next_of("pong")
+        before = router.host.num_reports
+        router.streams.flush()
+        await asyncio.sleep(0.1)
+        assert router.host.num_reports == before
+        await router.send(ping=pb.Ping(report_gap_ms=1))
+        await router.next_of("pong")
+        await router.next_of("report")
 
 
 async def test_a_router_that_reads_no_tokens_is_lost_at_once_though_its_stream_cannot_end(

@@ -1,0 +1,49 @@
+"""Bundles says for how long a stream's tokens are kept after a message, to go to the client together.
+
+Most of what a token costs the router is its message, so a busy router sends fewer: the busier the event loop's thread,
+the longer tokens are kept, up to a share of the TPOT target. At rest none is. The first of an answer never waits, nor
+what came with the end, so that neither TTFT nor E2EL is longer; vLLM's `stream_interval` counts tokens instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LOOK_S = 0.1  # between two looks at how busy the thread is
+IDLE, BUSY = 0.3, 0.6  # shares of a core: nothing is kept up to the one, all of the share from the other on
+UNTARGETED_S = 0.05  # what counts as a target where there is none
+
+
+class Bundles:
+    def __init__(
+        self,
+        share: float = 0.0,
+        tpot_s: float = 0.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`share` of a request's TPOT target, or of `tpot_s` where it has none; `cpu_s`: of the thread that asks."""
+        self._share = share
+        self._tpot_s = tpot_s or UNTARGETED_S
+        self._clock = clock
+        self._cpu_s = cpu_s
+        self._looked: tuple[float, float] | None = None
+        self._fullness = 0.0  # of the share, by how busy the thread was
+
+    def keep_s(self, tpot_s: float) -> float:
+        """Seconds; 0: what comes goes at once. `tpot_s`: the request's own target; 0: it has none."""
+        if not self._share:
+            return 0.0
+        now = self._clock()
+        if self._looked is None or now - self._looked[0] >= LOOK_S:
+            self._look(now)
+        return self._fullness * self._share * (tpot_s or self._tpot_s)
+
+    def _look(self, now: float) -> None:
+        cpu_s = self._cpu_s()
+        if self._looked is not None:
+            busy = (cpu_s - self._looked[1]) / (now - self._looked[0])
+            self._fullness = min(1.0, max(0.0, (busy - IDLE) / (BUSY - IDLE)))
+        self._looked = now, cpu_s
