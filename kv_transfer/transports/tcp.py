@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import select
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,12 +23,13 @@ import numpy.typing as npt
 
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
-from engine.pages.rows import CHUNK_BYTES, PageRows, Rows, Seen
+from engine.pages.rows import PageRows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.plan import MAX_SEGMENT_BYTES
 from kv_transfer.transports.pair_socket import PairListener, dial, first_words, shut
 
 HEADER = struct.Struct("<QQ")  # place in the pair's order, bytes
+MOST_VIEWS = 1024  # IOV_MAX of Linux
 BUFFERS = 3  # segments that were read, or are being placed, at once
 
 Bytes = npt.NDArray[np.uint8]
@@ -102,11 +104,11 @@ class TcpSendEnd(_End):
         with self._connected() as sock:
             _check_there(sock)
             sock.sendall(HEADER.pack(segment.seq, _num_bytes(self._layout, segment, len(segment.src_pages))))
-            for block in self._rows.blocks(segment.layers, segment.src_pages):
-                for piece in _pieces(block):
-                    if seen is not None:
-                        seen(piece)
-                    sock.sendall(memoryview(piece).cast("B"))  # type: ignore[arg-type]  # numpy: as in checksum.py
+            for batch in self._rows.batches(segment.layers, segment.src_pages):
+                if seen is not None:
+                    for block in batch:
+                        seen(block)
+                _send_all(sock, [memoryview(block).cast("B") for block in batch])  # type: ignore[arg-type]
 
     def flush(self) -> None:
         """What was sent has left the pages."""
@@ -218,10 +220,20 @@ def _num_bytes(layout: KvLayout, segment: Segment, num_pages: int) -> int:
     return layout.page_bytes(segment.layers) * num_pages
 
 
-def _pieces(block: Rows) -> Iterator[Rows]:
-    step = max(1, CHUNK_BYTES // (block.shape[1] * block.itemsize))
-    for at in range(0, len(block), step):
-        yield block[at : at + step]
+def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
+    """In as few system calls as the socket takes it; in TLS, whose sockets take one buffer, one for each."""
+    if isinstance(sock, ssl.SSLSocket):
+        for view in views:
+            sock.sendall(view)
+        return
+    at = 0
+    while at < len(views):
+        sent = sock.sendmsg(views[at : at + MOST_VIEWS])
+        while at < len(views) and sent >= len(views[at]):
+            sent -= len(views[at])
+            at += 1
+        if sent:
+            views[at] = views[at][sent:]
 
 
 def _check_there(sock: socket.socket) -> None:
