@@ -23,6 +23,7 @@ from kvrelay.client.types import KvrelayError, ServedModel
 
 WAIT_S = 120.0  # for any one probe
 LEAST_STEPS = 6  # in a window, or it says nothing
+AT_ONCE_MS = 0.001  # a TPOT target for which a busy router keeps no token: a step is timed by when its tokens come
 
 
 class ProbeError(Exception):
@@ -88,7 +89,7 @@ class Prober:
         return [_good(outcome) for outcome in outcomes]
 
     def _planned(self, prompt: Sequence[int], num_tokens: int) -> Planned:
-        options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "seed": 0}
+        options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "seed": 0, "slo_tpot_ms": AT_ONCE_MS}
         return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
 
     async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSample], list[HandoffSample]]:
