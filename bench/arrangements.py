@@ -7,24 +7,33 @@ The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7
 with the same requests, and stopped; the next repeat begins with another one. With --peers other servers take their
 turns among them, on both cores (bench.peers installs them, once). The table shows medians over repeats: the
 share of requests within TTFT 500 ms and TPOT 50 ms, and from the rates that were played how many requests a second are
-served within them. Kept in bench/results/arrangements.json. Exit code 1 when a request failed.
+served within them. Kept in bench/results/arrangements.json and drawn in docs/arrangements.svg. Exit code 1 when a
+request failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from bench.common import about, demo_model, save
+from bench.common import about, demo_model, pyplot, save, save_plot
 from bench.e2e import QUICK_SECONDS, SECONDS, Run, cluster, console, median_of, play, problems_of, spec
 from bench.peers import rates as peer_rates
 from bench.peers.install import PEERS
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
+SHORT = {
+    "1P1D, a core each": "1 prefill, 1 decode",
+    "one mixed, whole steps of 512": "1 mixed",
+    "two mixed, a core each, as predicted": "2 mixed",
+    "a prefill and a mixed worker, as predicted": "1 prefill, 1 mixed",
+    "openvino": "OpenVINO GenAI",
+    "vllm": "vLLM",
+}
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
 
 
@@ -88,6 +97,26 @@ def shown(rows: dict[str, list[dict[str, Any]]], rates: Sequence[float]) -> Tabl
     return table
 
 
+def draw(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """docs/NAME.svg: the P90 of TTFT and of TPOT over the rate, of each arrangement and each other server."""
+    plt = pyplot()
+    figure, grid = plt.subplots(1, 2, figsize=(9.6, 3.6))
+    for axes, (key, target_ms) in zip(grid, (("ttft", 500), ("tpot", 50)), strict=True):
+        for label, of_rates in rows.items():
+            style = {"linestyle": "--"} if label in PEERS else {"marker": "o"}
+            asked = [row["asked_per_s"] for row in of_rates]
+            axes.plot(
+                asked, [row["latency_ms"][key]["p90"] for row in of_rates], label=SHORT.get(label, label), **style
+            )
+        axes.axhline(target_ms, color="#808080", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="requests/s", title=f"{key.upper()} P90, ms (target {target_ms})", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_xticks(asked, [f"{rate:g}" for rate in asked])
+    grid[0].legend(fontsize=8)
+    save_plot(name, figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.arrangements", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
@@ -113,6 +142,7 @@ def main() -> int:
     if not args.quick:
         held = {name: goodput(of_name) for name, of_name in rows.items()}
         path = save("arrangements", {**head, "goodput": held, "rows": rows, "runs": runs})
+        draw("arrangements", rows)
         console.print(f"written to {os.path.relpath(path)}")
     problems = [
         f"{name}, {text}"

@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import REPO, CpuWatch, about, demo_model, other_cores, save, wait_quiet
-from bench.peers.earlier import NOTE, PEERS
 from kvrelay.bench.metrics import METRICS, Outcome, summarise
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
@@ -231,11 +230,6 @@ def latency_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['attainment']:.0%}",
             f"{row['other_cores']:.2f}",
         )
-    table.add_section()
-    for peer in PEERS:
-        served = f"{peer.asked_per_s:g}, {peer.served_per_s:.2f}"
-        table.add_row(f"{peer.server} *", served, _slashed(peer.ttft_ms), _slashed(peer.tpot_ms), "", "")
-    table.caption = f"* {NOTE}"
     return table
 
 
@@ -311,7 +305,7 @@ def main() -> int:
     held = held_rate(rows)
     console.print(latency_table(rows), cost_table(rows))
     console.print(f"TTFT P90 under 500 ms and TPOT P90 under 50 ms held to {held:g} requests/s")
-    result = {**head, "ready_s": ready_s, "held_per_s": held, "rows": rows, "peers_note": NOTE, "runs": runs}
+    result = {**head, "ready_s": ready_s, "held_per_s": held, "rows": rows, "runs": runs}
     if not args.quick:
         console.print(f"written to {os.path.relpath(save('e2e', result))}")
     problems = [problem for one in runs for problem in problems_of(one)]

@@ -1,13 +1,15 @@
 """How fast the engine is beside transformers on the same machine, and what share of the possible that is.
 
-    python -m bench.engine [--quick] [--json PATH]
+    python -m bench.engine [--quick] [--peers openvino,vllm] [--json PATH]
 
 Three run the same 124.7M Llama-shaped model in bfloat16 with the same number of threads, turn by turn, so that other
 work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
 (`generate_batch`, its manager kept between calls). Each has a process of its own, which is stopped while it is not its
 turn, because an idle manager polls. A decode step of transformers is the time for 1 + N tokens less that for 1, over N.
-Read the ratios; the rates are this machine's, at this load. Waiting threads sleep (OMP_WAIT_POLICY=PASSIVE, for all
-three): threads that spin at a barrier on shared cores are themselves what keeps the awaited one from running.
+Read the ratios; the rates are this machine's, at this load. Threads wait as a worker's do, in all three: for a
+moment, then they sleep (threads that spin at a barrier on shared cores are what keeps the awaited one from running).
+With `--peers` other servers, each in an environment of its own (bench/peers/), take turns with them: a prompt alone to
+its first token; so many requests at once, of which the steps count after the last one's first token.
 
 The floor of a decode step is the bytes it must read (weights, KV) over the measured memory bandwidth; that of a prefill
 is its multiplications over the measured bfloat16 rate.
@@ -16,6 +18,7 @@ is its multiplications over the measured bfloat16 rate.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import logging
@@ -25,11 +28,11 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -38,20 +41,24 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import about, demo_model, other_cores, save
+from bench.peers.install import PEERS
+from bench.peers.serve import server
 from engine.engine import Engine
 from engine.options import EngineOptions
+from engine.process import set_thread_counts
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 
 NAMES = ("kvrelay", "generate", "generate_batch")
-PREFILL_TOKENS = (512, 2048)
+PREFILL_TOKENS = (128, 256, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 128  # of a request whose decode is measured
 LEAST_TURNS = 2  # measured, whatever they take; more only within
 MEASUREMENT_S = 75.0
+FAR_BEHIND = 5.0  # times as long as ours takes one that has no more than LEAST_TURNS turns
 NUM_PAGES = 2048
 PAGE_SIZE = 16
 PR_SET_PDEATHSIG = 1
-TARGETS = {"prefill 512": 1.0, "prefill 2048": 1.0, "decode 1": 1.0, "decode 8": 1.5, "decode 32": 1.5}
+TARGETS = {f"prefill {n}": 1.0 for n in PREFILL_TOKENS} | {"decode 1": 1.0, "decode 8": 1.5, "decode 32": 1.5}
 GREEDY = SamplingParams(temperature=0.0)
 
 Timed = Callable[[int, int], float]  # (batch or tokens, turn) -> seconds
@@ -229,6 +236,42 @@ class Runner:
         os.kill(self._process.pid, number)
 
 
+class PeerRunner:
+    """Another server's, likewise."""
+
+    facts: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, name: str, directory: str, threads: int, new_tokens: int) -> None:
+        self.name = name
+        self._new_tokens = new_tokens
+        self._running = contextlib.ExitStack()
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        self._server = self._running.enter_context(server(name, Path(directory), cores, print))
+        self._server.pause(True)
+
+    def ask(self, kind: str, size: int = 0, turn: int = 0) -> float:
+        self._server.pause(False)
+        try:
+            return self._prefill(size, turn) if kind == "prefill" else self._decode(size, turn)
+        finally:
+            self._server.pause(True)
+
+    def _prefill(self, tokens: int, turn: int) -> float:
+        [times_s] = self._server.token_times([(0.0, prompt, 1) for prompt in prompts(1, tokens, turn)])
+        return times_s[0]
+
+    def _decode(self, batch: int, turn: int) -> float:
+        """Those that were first have more tokens to make than are counted: all are there until the end."""
+        new = self._new_tokens
+        asked = [(0.0, prompt, 1 + 2 * new) for prompt in prompts(batch, PROMPT_TOKENS, turn)]
+        last = max(self._server.token_times(asked), key=lambda times_s: times_s[0])
+        return (last[new] - last[0]) / new
+
+    def close(self) -> None:
+        self._server.pause(False)
+        self._running.close()
+
+
 def floors(facts: dict[str, float], embedding_params: int, bandwidth: float, rate: float) -> dict[str, float]:
     """Seconds that the machine itself needs, for each measurement. The embedding is looked up, the head is untied."""
     result = {"memory_gb_per_s": bandwidth / 1e9, "matmul_gflop_per_s": rate / 1e9}
@@ -240,7 +283,9 @@ def floors(facts: dict[str, float], embedding_params: int, bandwidth: float, rat
     return result
 
 
-def measure(runners: list[Runner], turns: int, say: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
+def measure(
+    runners: Sequence[Runner | PeerRunner], turns: int, say: Callable[[str], None]
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped.
 
     Under "machine", the rates of the machine as they were before each measurement.
@@ -258,11 +303,17 @@ def measure(runners: list[Runner], turns: int, say: Callable[[str], None]) -> di
             if turn > LEAST_TURNS and time.monotonic() - began_s > MEASUREMENT_S:
                 break
             first = turn % len(runners)
-            for runner in runners[first:] + runners[:first]:
+            for runner in (*runners[first:], *runners[:first]):
+                if turn > LEAST_TURNS and _is_far_behind(by_name, runner.name):
+                    continue
                 took = runner.ask(kind, size, turn)
                 if turn:
                     by_name[runner.name].append(took)
     return seconds
+
+
+def _is_far_behind(by_name: dict[str, list[float]], name: str) -> bool:
+    return statistics.median(by_name[name]) > FAR_BEHIND * statistics.median(by_name["kvrelay"])
 
 
 def summary(seconds: dict[str, dict[str, list[float]]], floor: dict[str, float]) -> list[dict[str, Any]]:
@@ -270,13 +321,14 @@ def summary(seconds: dict[str, dict[str, list[float]]], floor: dict[str, float])
     for key, by_name in seconds.items():
         size = int(key.split()[1])
         median = {name: statistics.median(times) for name, times in by_name.items()}
-        best = min(t for name, t in median.items() if name != "kvrelay")
+        best = min(median[name] for name in NAMES if name != "kvrelay")
         rows.append(
             {
                 "what": key,
                 "tokens_per_s": {name: round(size / t, 1) for name, t in median.items()},
                 "ms": {name: round(t * 1e3, 2) for name, t in median.items()},
                 "ratio_to_better": round(best / median["kvrelay"], 2),
+                "ratio_to": {name: _ratio(by_name, name) for name in by_name if name != "kvrelay"},
                 "target": TARGETS[key],
                 "share_of_floor": round(floor[key] / median["kvrelay"], 2),
             }
@@ -284,17 +336,31 @@ def summary(seconds: dict[str, dict[str, list[float]]], floor: dict[str, float])
     return rows
 
 
+def _ratio(by_name: dict[str, list[float]], name: str) -> dict[str, float]:
+    """Of its time to ours, in the turns that it had."""
+    ratios = [theirs / ours for theirs, ours in zip(by_name[name], by_name["kvrelay"], strict=False)]
+    return {
+        "median": round(statistics.median(ratios), 2),
+        "least": round(min(ratios), 2),
+        "most": round(max(ratios), 2),
+    }
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"124.7M Llama, bfloat16, {result['threads']} threads: tokens/s")
-    for column in ("", "kvrelay", "generate", "generate_batch", "ratio to the better", "target", "share of the floor"):
+    names = list(result["rows"][0]["tokens_per_s"])
+    peers = [name for name in names if name not in NAMES]
+    ratios = ["ratio to the better of transformers'", "target", *(f"to {name}'s (least, most)" for name in peers)]
+    for column in ("", *names, *ratios, "share of the floor"):
         table.add_column(column, justify="left" if not column else "right")
     for row in result["rows"]:
-        rates = [f"{row['tokens_per_s'][name]:,.0f}" for name in NAMES]
+        rates = [f"{row['tokens_per_s'][name]:,.0f}" for name in names]
         table.add_row(
             row["what"],
             *rates,
             f"{row['ratio_to_better']:.2f}x",
             f"{row['target']:.1f}x",
+            *("{median:.2f}x ({least:.2f}, {most:.2f})".format(**row["ratio_to"][name]) for name in peers),
             f"{row['share_of_floor']:.0%}",
         )
     console.print(table)
@@ -310,16 +376,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer turns and tokens; figures are rough")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
     parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="of each; default %(default)s")
+    parser.add_argument("--peers", default="", metavar="NAMES", help=f"beside these, too: {', '.join(PEERS)}")
     args = parser.parse_args()
-    turns, new_tokens = (2, 6) if args.quick else (5, 8)
+    peers = [name for name in args.peers.split(",") if name]
+    if unknown := [name for name in peers if name not in PEERS]:
+        parser.error(f"--peers has {unknown[0]!r}; give some of {', '.join(PEERS)}")
+    turns, new_tokens = (2, 6) if args.quick else (15, 8)
     console = Console()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by the contenders' processes when they start
+    set_thread_counts(args.threads)  # as a worker's; read by the contenders' processes when they start
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     directory = str(demo_model("125m"))
     config = transformers.AutoConfig.from_pretrained(directory)
     before = other_cores()
-    runners = [Runner(name, directory, args.threads, new_tokens) for name in NAMES]
+    runners: list[Runner | PeerRunner] = []
     try:
+        runners += [Runner(name, directory, args.threads, new_tokens) for name in NAMES]
+        runners += [PeerRunner(name, directory, args.threads, new_tokens) for name in peers]
         seconds = measure(runners, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     finally:
         for runner in runners:

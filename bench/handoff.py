@@ -1,4 +1,4 @@
-"""What handing KV over costs, between two real processes: each transport against a plain memcpy and against raw gloo.
+"""What handing KV over costs, between two real processes: each transport against a plain memcpy, raw gloo or raw TCP.
 
     python -m bench.handoff [--quick]
 
@@ -108,9 +108,15 @@ def receiver_process(pipe: Connection, model: str, num_tokens: int) -> None:
             pipe.send("done")
         elif what == "gloo":
             group = raw_gloo(DECODE_RANK, value)
-        elif what == "raw":
+        elif what == "raw_gloo":
             pipe.send("ready")
             group.recv([buffer], PREFILL_RANK, 0).wait()
+            pipe.send("done")
+        elif what == "tcp":
+            plain = socket.create_connection((HOST, value))
+        elif what == "raw_tcp":
+            pipe.send("ready")
+            receive_all(plain, memoryview(buffer.numpy()))  # type: ignore[arg-type]  # numpy: as in checksum.py
             pipe.send("done")
 
 
@@ -160,15 +166,20 @@ def move(name: str, end: SendEnd, segments: list[Segment], checked: bool, pipe: 
     return timed(run)
 
 
-def send_raw(group: Any, buffer: torch.Tensor, pipe: Connection) -> float:
-    pipe.send(("raw", None))
+def send_raw(what: str, send: Callable[[], object], pipe: Connection) -> float:
+    pipe.send((what, None))
     assert pipe.recv() == "ready"
 
     def run() -> None:
-        group.send([buffer], DECODE_RANK, 0).wait()
+        send()
         assert pipe.recv() == "done"
 
     return timed(run)
+
+
+def receive_all(plain: socket.socket, view: memoryview) -> None:
+    while view:
+        view = view[plain.recv_into(view) :]
 
 
 def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
@@ -184,10 +195,12 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     segments = {name: segments_of(layout, order) for name, order in orders.items()}
     with other_process(receiver_process, model, num_tokens) as pipe, certificates() as tls:
         ends = {name: connect_transport(name, source, pipe, tls) for name in TRANSPORTS}
-        group = connect_raw(pipe)
+        group, plain = connect_raw(pipe), connect_raw_tcp(pipe)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy: as in checksum.py
         ways: dict[str, Callable[[], float]] = {
             "memcpy": lambda: timed(lambda: void(ctypes.memmove(copy.address, source.address, nbytes))),
-            "raw_gloo": lambda: send_raw(group, buffer, pipe),
+            "raw_gloo": lambda: send_raw("raw_gloo", lambda: group.send([buffer], DECODE_RANK, 0).wait(), pipe),
+            "raw_tcp": lambda: send_raw("raw_tcp", lambda: plain.sendall(view), pipe),
         }
         for name, order, checked in itertools.product(ends, orders, (False, True)):
             ways[f"{name}/{order}/{'checksums' if checked else 'plain'}"] = way(
@@ -199,6 +212,7 @@ def bench_bytes(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
                 seconds[name].append(measure())
             if turn == 0:
                 seconds = {name: [] for name in ways}
+        plain.close()
         for end in ends.values():
             end.close()
     return {
@@ -237,6 +251,18 @@ def connect_raw(pipe: Connection) -> Any:
         port = probe.getsockname()[1]
     pipe.send(("gloo", port))
     return raw_gloo(PREFILL_RANK, port)
+
+
+def connect_raw_tcp(pipe: Connection) -> socket.socket:
+    with socket.create_server((HOST, 0)) as server:
+        pipe.send(("tcp", server.getsockname()[1]))
+        return server.accept()[0]
+
+
+def base_of(way: str) -> str:
+    """What it is measured against."""
+    name = way.partition("/")[0].removesuffix(IN_TLS)
+    return {"shared_memory": "memcpy", "tcp": "raw_tcp"}.get(name, "raw_gloo")
 
 
 # --- handoff: through the control stream ---
@@ -467,7 +493,7 @@ def show(results: dict[str, Any]) -> None:
         median, best = row["gbytes_per_s"], row["best_gbytes_per_s"]
         for name in median:
             if "/" in name:
-                base = "memcpy" if name.startswith("shared_memory") else "raw_gloo"
+                base = base_of(name)
                 shares = [f"{speeds[name] / speeds[base]:.0%}" for speeds in (median, best)]
                 head = [row["model"], str(row["prompt_tokens"]), f"{row['mbytes']:.0f}"]
                 table.add_row(*head, f"{base} {median[base]:.1f}", name, f"{median[name]:.1f}", *shares)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import REPO, RESULTS, about, pyplot, save
+from bench.common import REPO, RESULTS, about, pyplot, save, save_plot
 from bench.placement_search import trace
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
@@ -106,12 +106,11 @@ def draw(cases: Mapping[str, Any]) -> None:
         axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=1.3)
         for y, ttft_s in enumerate(ttfts_s):
             for x, tpot_s in enumerate(tpots_s):
-                axes.text(x, y, _told(found[ttft_s, tpot_s]), ha="center", va="center", fontsize=8)
+                axes.text(x, y, _told(found[ttft_s, tpot_s]), ha="center", va="center", fontsize=8, color="black")
         axes.set_xticks(range(len(tpots_s)), [f"{1e3 * s:g}" for s in tpots_s])
         axes.set_yticks(range(len(ttfts_s)), [f"{1e3 * s:g}" for s in ttfts_s])
         axes.set(xlabel="TPOT ms", ylabel="TTFT ms", title=f"{name}, {gpus} GPUs")
-    figure.tight_layout()
-    figure.savefig(REPO / "docs" / "hybrids.svg", metadata={"Date": None})
+    save_plot("hybrids", figure)
 
 
 def _told(row: Mapping[str, Any]) -> str:

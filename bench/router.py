@@ -4,13 +4,15 @@
 
 Four processes: this client, the router, the fake workers, and a bare grpc.aio server that streams the same messages
 with nothing behind it. Wall-clock figures on a loaded machine mean little; the ratios to the bare server and the CPU
-time of the router process do. Writes bench/results/router.json.
+time of the router process do. Writes bench/results/router.json and draws docs/router.svg: what a request and a token
+cost by how many workers there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -19,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +32,14 @@ from typing import Any
 import grpc.aio
 
 from kvrelay.v1 import generate_pb2, generate_pb2_grpc
+from worker.options import report_gap_s
 from worker.wire.rpc import bind, make_server, open_channel
 from worker.wire.tls import TlsFiles
 
 RESULTS = Path(__file__).parent / "results"
+NUM_WORKERS = (2, 16, 64, 256)
+IDLE_REPORT_S = 1.0  # QUIET_INTERVALS of worker/streams/router_streams.py
+HALF_LOAD_ROUNDS = 12  # of 25 requests through the router, and 25 to the bare server
 PROMPT = list(range(3, 259))
 START_TIMEOUT_S = 60.0
 
@@ -40,19 +47,27 @@ START_TIMEOUT_S = 60.0
 # the processes that are measured: each prints one line when ready, and its CPU seconds for each line it reads
 
 
-async def serve_workers(step_s: float) -> None:
+async def serve_workers(step_s: str, number: str = "2", report_s: str = "") -> None:
+    """So many, half of them prefill workers, each of which hands over to any of the others. They report as often as
+    workers do to which something happens all the time, or every `report_s`."""
     from tests.fakes import FakeDecodeWorker, FakePrefillWorker
 
-    limits: dict[str, Any] = {"num_pages": 1 << 20, "max_model_len": 1 << 16, "report_interval_s": 0.2}
-    decode = FakeDecodeWorker(name="decode-0", step_s=step_s, max_unsent=8, **limits)
-    prefill = FakePrefillWorker(name="prefill-0", decodes=[decode], **limits)
-    endpoints = [await decode.start(), await prefill.start()]
+    limits: dict[str, Any] = {
+        "num_pages": 1 << 20,
+        "max_model_len": 1 << 16,
+        "report_interval_s": float(report_s or report_gap_s(int(number))),
+    }
+    half = range(int(number) // 2)
+    decodes = [FakeDecodeWorker(name=f"decode-{i}", step_s=float(step_s), max_unsent=8, **limits) for i in half]
+    prefills = [FakePrefillWorker(name=f"prefill-{i}", decodes=decodes, **limits) for i in half]
+    endpoints = [await worker.start() for worker in (*decodes, *prefills)]
     await _answer({"workers": [[e.name, e.role, e.address] for e in endpoints]})
-    for worker in (prefill, decode):
+    for worker in (*prefills, *decodes):
         await worker.kill()
 
 
 async def serve_router(workers: str, guard: str = "{}") -> None:
+    from cluster.front.memory import put_off_collections
     from cluster.front.server import RouterServer, server_options
     from cluster.router.links.worker_link import WorkerEndpoint
 
@@ -63,6 +78,8 @@ async def serve_router(workers: str, guard: str = "{}") -> None:
     server.set_workers(WorkerEndpoint(name=n, role=r, address=a) for n, r, a in json.loads(workers))
     while not server.router.is_ready:
         await asyncio.sleep(0.01)
+    put_off_collections()  # as a router's own process does, and the next line, as worker/process.py
+    gc.freeze()
     await _answer({"port": port})
     await server.stop()
 
@@ -90,9 +107,9 @@ class Bare(generate_pb2_grpc.GenerateServicer):
         return generate_pb2.GenerateOnceResponse(request_id="0123456789abcdef", choices=[{"token_ids": [1]}])
 
 
-async def serve_bare(step_s: float) -> None:
+async def serve_bare(step_s: str) -> None:
     server = make_server()
-    bare = Bare(step_s)
+    bare = Bare(float(step_s))
     generate_pb2_grpc.add_GenerateServicer_to_server(bare, server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
@@ -116,13 +133,13 @@ class Child:
         command = [sys.executable, "-m", *([module] if module else ["bench.router", "--serve"]), *arguments]
         others: dict[str, Any] = {"cwd": checkout, "env": os.environ | {"PYTHONPATH": checkout}} if checkout else {}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **others)
-        self.ready = self._read()
+        self.ready = self.read()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def _read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -134,10 +151,13 @@ class Child:
         return self.asked()
 
     def asked(self, line: str = "") -> dict[str, Any]:
+        self.send(line)
+        return self.read()
+
+    def send(self, line: str = "") -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        return self._read()
 
     def stop(self) -> None:
         assert self._process.stdin is not None
@@ -240,16 +260,17 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3)}
 
 
-async def compare(step_s: float, run: Callable[[Side, Side], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """Start workers, router and bare server, run, stop them."""
-    workers = Child("workers", str(step_s))
-    router = Side(Child("router", json.dumps(workers.ready["workers"])))
+@asynccontextmanager
+async def started(step_s: float, number: int = 2, report_s: str = "") -> AsyncIterator[tuple[Side, Side]]:
+    """So many workers, a router with its metrics, and a bare server, all warm."""
+    workers = Child("workers", str(step_s), str(number), report_s)
+    router = Side(Child("router", json.dumps(workers.ready["workers"]), json.dumps({"metrics_port": 0})))
     bare = Side(Child("bare", str(step_s)))
     try:
         for side in (router, bare):
             await many_requests(side.stub, 50, 8)
             await streams(side.stub, 4, 16)
-        return await run(router, bare)
+        yield router, bare
     finally:
         await router.close()
         await bare.close()
@@ -268,36 +289,115 @@ def ratio(router: Measured, bare: Measured) -> dict[str, float]:
     }
 
 
-async def requests_and_latency(router: Side, bare: Side, scale: float) -> dict[str, Any]:
-    rounds = max(2, int(10 * scale))
+async def compared_latency(router: Side, bare: Side, rounds: int, count: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {"router": [], "bare": []}
     for _ in range(rounds):  # in turns, so that other load hits both
-        times["router"] += await latencies_ms(router.stub, 50)
-        times["bare"] += await latencies_ms(bare.stub, 50)
+        times["router"] += await latencies_ms(router.stub, count)
+        times["bare"] += await latencies_ms(bare.stub, count)
     through, plain = percentiles(times["router"]), percentiles(times["bare"])
+    added = {key: round(through[key] - plain[key], 3) for key in through}
+    return {"latency_ms": {"router": through, "bare": plain}, "added_ms": added}
+
+
+async def requests_and_latency(router: Side, bare: Side, scale: float) -> dict[str, Any]:
+    latency = await compared_latency(router, bare, max(2, int(10 * scale)), 50)
     count = int(4000 * scale)
     measured_router = await measured(router.child, lambda: many_requests(router.stub, count, 64))
     measured_bare = await measured(bare.child, lambda: many_requests(bare.stub, count, 64))
     return {
-        "latency_ms": {"router": through, "bare": plain},
-        "added_ms": {key: round(through[key] - plain[key], 3) for key in through},
+        **latency,
         "requests": ratio(measured_router, measured_bare),
         "router_rss_mb": round(router.child.usage()["rss_mb"]),
     }
 
 
-async def tokens(router: Side, bare: Side, num_streams: int, max_tokens: int) -> dict[str, Any]:
-    measured_router = await measured(router.child, lambda: streams(router.stub, num_streams, max_tokens))
-    measured_bare = await measured(bare.child, lambda: streams(bare.stub, num_streams, max_tokens))
-    return ratio(measured_router, measured_bare)
+async def tokens(router: Side, bare: Side, num_streams: int, max_tokens: int, rounds: int) -> dict[str, Any]:
+    """The median round, by what a token costs the router."""
+    found = []
+    for _ in range(rounds):
+        measured_router = await measured(router.child, lambda: streams(router.stub, num_streams, max_tokens))
+        measured_bare = await measured(bare.child, lambda: streams(bare.stub, num_streams, max_tokens // 4))
+        found.append(ratio(measured_router, measured_bare))
+    return sorted(found, key=lambda each: each["router_cpu_us"])[rounds // 2]
+
+
+async def half_load(router: Side, bare: Side, num_streams: int, max_tokens: int) -> dict[str, Any]:
+    """One request of one token after another, beside streams that take about half of what the router can do. Their
+    client is a process of its own, and the workers are the same that serve the others."""
+    client = Child("client", router.address, str(num_streams), str(max_tokens))
+    busy_before, began = router.child.usage()["cpu_s"], time.perf_counter()
+    client.send()
+    latency = await compared_latency(router, bare, HALF_LOAD_ROUNDS, 25)
+    busy = (router.child.usage()["cpu_s"] - busy_before) / (time.perf_counter() - began)
+    told = await asyncio.to_thread(client.read)
+    client.stop()
+    return {
+        "streams": num_streams,
+        "tokens_per_s": round(told["tokens"] / told["wall_s"]),
+        "tokens_per_message": round(told["tokens"] / told["messages"], 1),
+        "router_cores": round(busy, 2),
+        **latency,
+    }
+
+
+async def grown(number: int, scale: float) -> dict[str, Any]:
+    """What a request and a token cost, with so many workers."""
+    async with started(0.0, number) as (router, _):
+        many = await measured(router.child, lambda: many_requests(router.stub, int(2000 * scale), 64))
+        told = await measured(router.child, lambda: streams(router.stub, 64, int(2000 * scale)))
+    async with started(0.0, number, str(IDLE_REPORT_S)) as (router, _):
+        idle = await measured(router.child, lambda: _nothing(5.0))
+    shares = {"request_cpu_us": round(many.cpu_us, 1), "token_cpu_us": round(told.cpu_us, 2)}
+    return {"workers": number, **shares, "idle_cores": round(idle.cpu_s / idle.wall_s, 3)}
+
+
+async def _nothing(seconds: float) -> tuple[int, int]:
+    await asyncio.sleep(seconds)
+    return 1, 1
 
 
 async def bench(quick: bool) -> dict[str, Any]:
-    scale = 0.2 if quick else 1.0
-    results = await compare(0.0, lambda router, bare: requests_and_latency(router, bare, scale))
-    for name, step_s in (("tokens_paced", 0.02), ("tokens_flood", 0.0)):
-        results[name] = await compare(step_s, lambda router, bare: tokens(router, bare, 64, int(500 * scale)))
+    scale, rounds = (0.2, 1) if quick else (1.0, 3)
+    async with started(0.0) as sides:
+        results = await requests_and_latency(*sides, scale)
+        results["tokens_flood_64"] = await tokens(*sides, 64, int(2000 * scale), rounds)
+    async with started(0.0) as sides:
+        results["tokens_flood_1024"] = await tokens(*sides, 1024, int(300 * scale), rounds)
+    async with started(0.02) as sides:
+        results["tokens_paced"] = await tokens(*sides, 64, int(500 * scale), rounds)
+    async with started(0.001) as sides:
+        results["half_load"] = await half_load(*sides, 64, int(3000 * scale))
+    results["growth"] = [await grown(number, scale) for number in ((2, 64) if quick else NUM_WORKERS)]
     return results
+
+
+async def serve_client(address: str, num_streams: str, max_tokens: str) -> None:
+    """For a line, plays the streams and answers with what they took."""
+    print("{}", flush=True)
+    async with open_channel(address) as channel:
+        stub = generate_pb2_grpc.GenerateStub(channel)
+        while await asyncio.to_thread(sys.stdin.readline):
+            began = time.perf_counter()
+            count, messages = await streams(stub, int(num_streams), int(max_tokens))
+            told = {"tokens": count, "messages": messages, "wall_s": time.perf_counter() - began}
+            print(json.dumps(told), flush=True)
+
+
+def draw(growth: Sequence[dict[str, Any]]) -> None:
+    """docs/router.svg: what a request and a token cost, and what the router takes without either, by workers."""
+    from bench.common import pyplot, save_plot  # with torch, which the processes that are measured do not load
+
+    plt = pyplot()
+    figure, grid = plt.subplots(1, 3, figsize=(9.6, 2.8))
+    titles = {"request_cpu_us": "a request, us", "token_cpu_us": "a token, us", "idle_cores": "no request, cores"}
+    for axes, (name, title) in zip(grid, titles.items(), strict=True):
+        axes.plot([row["workers"] for row in growth], [row[name] for row in growth], marker="o")
+        axes.set(xscale="log", xlabel="workers", title=title)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks([row["workers"] for row in growth], [str(row["workers"]) for row in growth])
+        axes.minorticks_off()
+    figure.suptitle("CPU time of one router process")
+    save_plot("router", figure)
 
 
 def write(name: str, results: dict[str, Any]) -> None:
@@ -309,6 +409,14 @@ def write(name: str, results: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({**about, **results}, indent=2) + "\n")
 
 
+SERVES: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
+    "workers": serve_workers,
+    "router": serve_router,
+    "bare": serve_bare,
+    "client": serve_client,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a fifth of the work; writes no file")
@@ -317,13 +425,13 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     if arguments.serve:
         what, *values = arguments.serve
-        serve = {"workers": serve_workers, "bare": serve_bare}.get(what)
-        asyncio.run(serve_router(*values) if serve is None else serve(float(values[0])))
+        asyncio.run(SERVES[what](*values))
         return
     results = asyncio.run(bench(arguments.quick))
     print(json.dumps(results, indent=2))
     if not arguments.quick:
         write("router", results)
+        draw(results["growth"])
 
 
 if __name__ == "__main__":

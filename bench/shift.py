@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.arrangements import BOTH
-from bench.common import REPO, RESULTS, CpuWatch, about, demo_model, pyplot, save
+from bench.common import RESULTS, CpuWatch, about, demo_model, pyplot, save, save_plot
 from bench.e2e import SLOS_S, WARMUPS, Cluster, cluster, spec
 from bench.placement_search import trace
 from kvrelay.bench.metrics import Outcome
@@ -145,8 +145,7 @@ def draw(shown: Mapping[str, Mapping[str, Any]]) -> None:
         _draw(axes, result)
         axes.set(title=f"begins with {begin}", ylabel="% within both targets", ylim=(0, 102))
     grid.flat[-1].set(xlabel="s")
-    figure.tight_layout()
-    figure.savefig(REPO / "docs" / "shift.svg", metadata={"Date": None})
+    save_plot("shift", figure)
 
 
 def _draw(axes: Any, result: Mapping[str, Any]) -> None:

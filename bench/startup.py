@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
+from bench.common import about, save
 from kvrelay.demo_model import make_demo_model
 
-RESULT = Path(__file__).parent / "results" / "startup.json"
 IDLE_S = 10.0
 SETTLE_S = 2.0
 RAY_ALONE = """
@@ -50,8 +50,7 @@ def main() -> None:
     ray_alone_s = [_ray_alone() for _ in range(arguments.repeat)]
     result = _summary(arguments.size, runs[0], runs[1:], ray_alone_s)
     if not arguments.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        save("startup", about() | result)
     _show(result)
 
 

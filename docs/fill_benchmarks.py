@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,6 @@ RESULTS = ROOT / "bench" / "results"
 HEAD_KEYS = ("date", "commit", "has_uncommitted_changes", "machine", "torch", "grpcio")
 MAX_FIGURES = 60
 SHOWN_TOKENS = (2048, 32 * 1024, 32 * 576)  # of the roofline's steps
-
-sys.path.insert(0, str(ROOT))
-
-from bench.peers.earlier import PEERS  # noqa: E402  (plain data: no torch)
 
 
 def main() -> None:
@@ -78,16 +73,6 @@ def e2e(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    rows += [
-        [
-            peer.server,
-            f"{peer.asked_per_s:g}, {peer.served_per_s:.2f}",
-            slashed(peer.ttft_ms),
-            slashed(peer.tpot_ms),
-            *("", ""),
-        ]
-        for peer in PEERS
-    ]
     columns = ["server", "requests/s asked, served", "TTFT P50/P90/P99 ms", "TPOT P50/P90/P99 ms"]
     shown = table([*columns, "meet both", "cores of other work"], rows)
     return f"{shown}\n\nHeld to {result['held_per_s']:g} requests/s. Ready after {result['ready_s']:.1f} s."
@@ -101,6 +86,28 @@ def arrangements(result: Mapping[str, Any]) -> str:
         cells = [f"{row['attainment']:.0%} ({times})" for row, times in zip(of_rates, p90, strict=True)]
         rows.append([name, *cells, f"{result['goodput'][name]:g}/s"])
     return table(["arrangement", *rates, "90% within both to"], rows)
+
+
+def engine(result: Mapping[str, Any]) -> str:
+    names = list(result["rows"][0]["tokens_per_s"])
+    peers = names[3:]  # after ours and transformers' two
+    rows: list[list[object]] = [
+        [
+            row["what"],
+            *(f"{rate:,.0f}" for rate in row["tokens_per_s"].values()),
+            f"{row['ratio_to_better']:.2f}x of {row['target']:.1f}x",
+            *(f"{row['ratio_to'][name]['median']:.2f}x" for name in peers),
+            f"{row['share_of_floor']:.0%}",
+        ]
+        for row in result["rows"]
+    ]
+    floor = result["floor"]
+    ratios = ["to the better of transformers' two, wanted", *(f"to {name}'s" for name in peers)]
+    columns = ["tokens/s", *names, *ratios, "of the floor"]
+    return (
+        f"{table(columns, rows)}\n\n{result['threads']} threads; memory {floor['memory_gb_per_s']:.0f} GB/s, products "
+        f"{floor['matmul_gflop_per_s']:,.0f} GFLOP/s."
+    )
 
 
 def handoff(result: Mapping[str, Any]) -> str:
@@ -131,20 +138,28 @@ def router(result: Mapping[str, Any]) -> str:
     )
     names = {
         "requests": "requests, 64 at once",
-        "tokens_paced": "tokens, paced",
-        "tokens_flood": "tokens, flood",
+        "tokens_paced": "tokens of 64 streams, paced",
+        "tokens_flood_64": "tokens of 64 streams, flood",
+        "tokens_flood_1024": "tokens of 1,024 streams, flood",
     }
-    rows = [
+    keys = ("router_cpu_us", "bare_cpu_us", "router_per_cpu_s", "router_tokens_per_message")
+    rows = [[text, *(result[key][name] for name in keys)] for key, text in names.items()]
+    columns = ["", "router CPU us each", "bare CPU us each", "router, a CPU second", "tokens a message"]
+    half, grown = result["half_load"], result["growth"]
+    beside = (
+        f"Beside {half['streams']} streams of {half['tokens_per_s']:,} tokens a second together, which take "
+        f"{half['router_cores']:.0%} of a core of the router, it adds {half['added_ms']['p50']} ms (P50) and "
+        f"{half['added_ms']['p99']} ms (P99) to a request of one token."
+    )
+    growth = table(
+        ["workers", *(str(row["workers"]) for row in grown)],
         [
-            text,
-            *(result[key][name] for name in ("router_per_s", "bare_per_s")),
-            f"{result[key]['share_of_bare']:.0%}",
-            *(result[key][name] for name in ("router_cpu_us", "bare_cpu_us", "router_per_cpu_s")),
-        ]
-        for key, text in names.items()
-    ]
-    columns = ["", "router /s", "bare /s", "of bare", "router CPU us each", "bare CPU us each", "router, a CPU second"]
-    return f"{first}\n\n{table(columns, rows)}"
+            ["a request, CPU us", *(row["request_cpu_us"] for row in grown)],
+            ["a token of 64 streams in a flood, CPU us", *(row["token_cpu_us"] for row in grown)],
+            ["without a request, cores", *(row["idle_cores"] for row in grown)],
+        ],
+    )
+    return f"{first}\n\n{table(columns, rows)}\n\n{beside}\n\n{growth}"
 
 
 def two_hosts(result: Mapping[str, Any]) -> str:
@@ -466,6 +481,70 @@ def _gain(rates: Mapping[str, float]) -> str:
     return f"{rates['DistServe'] / rates['vLLM']:.2f}" if rates.get("vLLM") else "vLLM keeps the targets at no rate"
 
 
+def startup(result: Mapping[str, Any]) -> str:
+    memory, idle = result["memory_mb"], result["idle_cpu_percent"]
+    rows = [[name, round(memory[name]), idle[name]] for name in memory]
+    rows.append(["all", round(result["memory_total_mb"]), result["idle_cpu_total_percent"]])
+    times = (
+        f"{result['workers']} of {result['model']}: ready after {result['ready_s']} s (the first start "
+        f"{result['first_start_s']} s), of which `ray.init` alone takes {result['ray_alone_s']} s; stopped after "
+        f"{result['stop_s']} s."
+    )
+    return f"{times}\n\n{table(['process', 'memory MB', 'idle, % of a core'], rows)}"
+
+
+def guards(result: Mapping[str, Any]) -> str:
+    columns = ["", "a request P50/P99 ms", "connect P50 ms", "CPU us a request", "a token"]
+    rows = [
+        [
+            name,
+            "/".join(cell(ms) for ms in row["latency_ms"].values()),
+            row["connect_ms_p50"],
+            row["request_cpu_us"],
+            row["token_cpu_us"],
+        ]
+        for name, row in result["guards"].items()
+    ]
+    return table(columns, rows)
+
+
+def simulator(result: Mapping[str, Any]) -> str:
+    columns = ["case", "rules", "requests a CPU second", "not compiled", "times their simulator"]
+    rows = [
+        [row["case"], row["rules"], f"{row['requests_per_cpu_s']:,}", row.get("uncompiled", "-"), row.get("times", "-")]
+        for part in ("distserve", "splitwise", "growth")
+        for row in result[part]
+    ]
+    return table(columns, rows)
+
+
+def kv_fp8(result: Mapping[str, Any]) -> str:
+    names = {
+        "relative_error_median": "relative error of logits, median",
+        "relative_error_p99": "the same, P99",
+        "same_likeliest": "share of positions with the same likeliest token",
+        "kl_mean_nats": "KL divergence, mean, nats",
+        "nll_increase_nats": "loss, more by, nats",
+    }
+    sides = (result["fp8_against_bfloat16"], result["bfloat16_against_float32"])
+    rows = [[text, *(cell(side[name]) for side in sides)] for name, text in names.items()]
+    rows.append(["bytes of KV a token", *(cell(result["kv_bytes"][name]) for name in ("fp8", "bfloat16"))])
+    of = f"{sides[0]['positions']:,} positions of {result['prompts']} prompts, {result['model']}"
+    note = ", random weights: a rehearsal of how it is measured" if result["is_rehearsal"] else ""
+    return f"{of}{note}.\n\n{table(['', 'fp8 against bfloat16', 'bfloat16 against float32'], rows)}"
+
+
+def two_versions(result: Mapping[str, Any]) -> str:
+    before, after = result["before"], result["after"]
+    rows = [
+        [f"{name.upper()} P50/P90 ms", *(slashed(side[f"{name}_ms"]) for side in (before, after))]
+        for name in ("ttft", "tpot")
+    ]
+    busy = "cpu_ms_per_request"
+    rows += [[f"{name}, CPU ms a request", before[busy][name], after[busy][name]] for name in before[busy]]
+    return table([f"{result['rate']:g} requests/s, {result['rounds']} rounds", "before", "after"], rows)
+
+
 def figures(result: Mapping[str, Any]) -> str:
     """What is known of a result without its own table: its figures, by their names."""
     rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
@@ -618,12 +697,18 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "flood": flood,
     "e2e": e2e,
     "arrangements": arrangements,
+    "arrangements_amx": arrangements,
+    "engine": engine,
+    "engine_amx": engine,
     "fuzz": fuzz,
     "handoff": handoff,
     "paper_distserve": paper_distserve,
     "paper_splitwise": paper_splitwise,
     "placement_search": placement_search,
+    "guards": guards,
+    "guards_amd": guards,
     "hybrids": hybrids,
+    "kv_fp8": kv_fp8,
     "moves": moves,
     "placements": placements,
     "replan": replan,
@@ -631,7 +716,10 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
+    "simulator": simulator,
+    "startup": startup,
     "two_hosts": two_hosts,
+    "versions": two_versions,
     "versions_unused": versions,
     "verify_live": verify_live,
 }

@@ -16,9 +16,10 @@ from array import array
 from typing import Any
 
 from bench.flood.onlookers import percentiles
-from cluster.front.memory import give_memory_back, put_off_collections, renew_awaits
+from cluster.front.memory import put_off_collections, renew_awaits
 from cluster.front.server import RouterServer, server_options
 from cluster.router.links.worker_link import WorkerEndpoint
+from worker.heap import give_memory_back
 
 LAG_BEAT_S = 0.02
 

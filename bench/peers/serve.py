@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,9 @@ class Server:
 
     def play(self, requests: list[Planned]) -> tuple[list[Outcome], float]:
         """As kvrelay.bench.load.play: what became of each, in seconds since the start, and seconds to the last end."""
-        lines = [[each.at_s, list(each.request.token_ids.ids), each.request.sampling.max_tokens] for each in requests]
-        assert self._process.stdin is not None
-        print(json.dumps({"requests": lines}), file=self._process.stdin, flush=True)
-        heard = self._heard()
+        lines = [(each.at_s, each.request.token_ids.ids, each.request.sampling.max_tokens) for each in requests]
         outcomes = []
-        for index, (planned, times_s) in enumerate(zip(requests, heard["token_times_s"], strict=True)):
-            since_s = [at_s - heard["began_s"] for at_s in times_s]
+        for index, (planned, since_s) in enumerate(zip(requests, self.token_times(lines), strict=True)):
             outcomes.append(
                 Outcome(
                     index=index,
@@ -52,6 +49,19 @@ class Server:
                 )
             )
         return outcomes, max(outcome.ended_s for outcome in outcomes)
+
+    def token_times(self, requests: Iterable[tuple[float, Iterable[int], int]]) -> list[list[float]]:
+        """Of requests (seconds since the start, prompt, tokens to make): when each token came, by the same clock."""
+        assert self._process.stdin is not None
+        lines = [[at_s, list(prompt), max_tokens] for at_s, prompt, max_tokens in requests]
+        print(json.dumps({"requests": lines}), file=self._process.stdin, flush=True)
+        heard = self._heard()
+        return [[at_s - heard["began_s"] for at_s in times_s] for times_s in heard["token_times_s"]]
+
+    def pause(self, paused: bool) -> None:
+        """Stop its processes, or let them go on."""
+        for pid in self.parts()[self.name]:
+            os.kill(pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def parts(self) -> dict[str, list[int]]:
         own = psutil.Process(self._process.pid)
@@ -81,6 +91,7 @@ def server(name: str, model: Path, cores: list[int], say: Callable[[str], object
     try:
         yield Server(name, process)
     finally:
+        process.send_signal(signal.SIGCONT)
         process.stdin.close()
         try:
             process.wait(STOP_TIMEOUT_S)

@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 async def main() -> None:
     lines = Lines()
-    arguments = AsyncEngineArgs(model=sys.argv[1], dtype="bfloat16", max_model_len=1024)
+    arguments = AsyncEngineArgs(model=sys.argv[1], dtype="bfloat16")
     engine = AsyncLLM.from_engine_args(arguments)
     runs = 0
 
