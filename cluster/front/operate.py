@@ -56,7 +56,7 @@ class ClusterService:
         return status_of(self._router)
 
     async def get_load(self, asked: cluster_pb2.GetLoadRequest) -> cluster_pb2.GetLoadResponse:
-        return load_of(self._router, asked.window_s)
+        return await load_of(self._router, asked.window_s)
 
     async def drain(self, asked: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
         if asked.remove and asked.undo:

@@ -89,7 +89,13 @@ class Prober:
         return [_good(outcome) for outcome in outcomes]
 
     def _planned(self, prompt: Sequence[int], num_tokens: int) -> Planned:
-        options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "seed": 0, "slo_tpot_ms": AT_ONCE_MS}
+        options = {
+            "max_tokens": num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "seed": 0,
+            "slo_tpot_ms": AT_ONCE_MS,
+        }
         return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
 
     async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSample], list[HandoffSample]]:

@@ -33,10 +33,10 @@ from kvrelay.client.streams import AsyncStream, Stream
 from kvrelay.client.types import (
     ClusterStatus,
     Completion,
-    EndedRequest,
     GenerateOptions,
     KvrelayError,
     PendingWorker,
+    RouterLoad,
     ServedModel,
 )
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
@@ -140,7 +140,7 @@ class Client:
         request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
         self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
-    def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:
+    def load(self, window_s: float = 0.0) -> RouterLoad:
         """The requests that ended lately at this router, of those that came in the last so many seconds; 0: all that
         it keeps. Raises KvrelayError as `drain` does."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
@@ -255,7 +255,7 @@ class AsyncClient:
         request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
         await self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
-    async def load(self, window_s: float = 0.0) -> tuple[EndedRequest, ...]:
+    async def load(self, window_s: float = 0.0) -> RouterLoad:
         """See Client.load."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return load_from(await self._call(stub.GetLoad, cluster_pb2.GetLoadRequest(window_s=window_s), _CALL_TIMEOUT_S))

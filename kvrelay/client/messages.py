@@ -23,6 +23,7 @@ from kvrelay.client.types import (
     PendingWorker,
     PositionLogprobs,
     Receipt,
+    RouterLoad,
     ServedModel,
     Timeline,
     Usage,
@@ -194,8 +195,9 @@ def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]
     return tuple(_copy(PendingWorker, worker) for worker in answer.pending)
 
 
-def load_from(answer: cluster_pb2.GetLoadResponse) -> tuple[EndedRequest, ...]:
-    return tuple(_copy(EndedRequest, request) for request in answer.requests)
+def load_from(answer: cluster_pb2.GetLoadResponse) -> RouterLoad:
+    requests = tuple(_copy(EndedRequest, request) for request in answer.requests)
+    return RouterLoad(requests=requests, whole_s=answer.whole_s)
 
 
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:

@@ -203,6 +203,14 @@ class EndedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLoad:
+    """The requests that ended lately at a router. None is missing that came in the last `whole_s` and has ended."""
+
+    requests: tuple[EndedRequest, ...]
+    whole_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PendingWorker:
     """One that is not yet, or still, in its pool."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from cluster.router.options import RouterOptions
 from engine.knobs import read
 from kvrelay.client.client import Client
-from kvrelay.client.types import ClusterStatus, EndedRequest, WorkerState
+from kvrelay.client.types import ClusterStatus, EndedRequest, RouterLoad, WorkerState
 from kvrelay.replan.carrying import SERVING, Carrier
 from kvrelay.replan.journal import Change, Entry, Journal
 from kvrelay.replan.options import Asked
@@ -111,7 +111,7 @@ class Replanner:
 
     def _see(self) -> Seen:
         status, window_s = self._clients[0].status(), self._asked.window_s
-        load = [ended for client in self._clients for ended in client.load(window_s)]
+        load = _added([client.load(window_s) for client in self._clients])
         if len(load) < LEAST_REQUESTS:
             raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")
         age_s = time.monotonic() - self._carrier.changed_s
@@ -130,6 +130,12 @@ class Replanner:
         for pool in sorted(pools):
             for each in self._clients[0].scale(pool, look=True):
                 raise NotYet(f"{each.name} is {each.stage}")
+
+
+def _added(loads: Sequence[RouterLoad]) -> list[EndedRequest]:
+    """For as long as all of them are whole: of a busy router that is shorter, of one that was restarted, too."""
+    whole_s = min(load.whole_s for load in loads)
+    return [ended for load in loads for ended in load.requests if ended.age_s <= whole_s]
 
 
 def _tried(played: Played) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/cluster.proto\x12\nkvrelay.v1\"K\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0e\n\x06remove\x18\x04 \x01(\x08\"\x0f\n\rDrainResponse\"i\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x19\n\x0c\x63hunk_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_chunk_tokens\"\x11\n\x0fSetRoleResponse\"K\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04look\x18\x04 \x01(\x08\";\n\rScaleResponse\x12*\n\x07pending\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.PendingWorker\"<\n\rPendingWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\"\n\x0eGetLoadRequest\x12\x10\n\x08window_s\x18\x01 \x01(\x01\"=\n\x0fGetLoadResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.EndedRequest\"\xa5\x01\n\x0c\x45ndedRequest\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01\x12\x11\n\thandoff_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x92\x06\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61vailable_pages\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\r\x12\x13\n\x0btotal_pages\x18\n \x01(\r\x12\x14\n\x0cleased_pages\x18\x0b \x01(\r\x12\x14\n\x0creport_age_s\x18\x0c \x01(\x01\x12\x0e\n\x06losses\x18\r \x01(\r\x12\x38\n\x08\x63ounters\x18\x0e \x03(\x0b\x32&.kvrelay.v1.WorkerStatus.CountersEntry\x12\x0e\n\x06reason\x18\x0f \x01(\t\x12\x11\n\tpage_size\x18\x10 \x01(\r\x12\x34\n\x06limits\x18\x11 \x03(\x0b\x32$.kvrelay.v1.WorkerStatus.LimitsEntry\x12\x14\n\x0c\x66\x65nced_pages\x18\x12 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x13 \x01(\r\x12\x12\n\nstep_age_s\x18\x14 \x01(\x01\x12\x12\n\nloop_lag_s\x18\x15 \x01(\x01\x12\x0f\n\x07\x63ircuit\x18\x16 \x01(\t\x12%\n\x05pairs\x18\x17 \x03(\x0b\x32\x16.kvrelay.v1.PairStatus\x12\x11\n\tnum_tasks\x18\x18 \x01(\r\x12;\n\nstep_costs\x18\x19 \x03(\x0b\x32\'.kvrelay.v1.WorkerStatus.StepCostsEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0eStepCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"K\n\nPairStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x9e\x03\n\x11GetStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x12\n\nnum_queued\x18\x04 \x01(\r\x12\x15\n\rnum_in_flight\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12=\n\x08\x63ounters\x18\x07 \x03(\x0b\x32+.kvrelay.v1.GetStatusResponse.CountersEntry\x12\x39\n\x06limits\x18\x08 \x03(\x0b\x32).kvrelay.v1.GetStatusResponse.LimitsEntry\x12\x12\n\nloop_lag_s\x18\t \x01(\x01\x12\x11\n\tnum_tasks\x18\n \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd7\x02\n\x07\x43luster\x12H\n\tGetStatus\x12\x1c.kvrelay.v1.GetStatusRequest\x1a\x1d.kvrelay.v1.GetStatusResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse\x12\x42\n\x07GetLoad\x12\x1a.kvrelay.v1.GetLoadRequest\x1a\x1b.kvrelay.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/cluster.proto\x12\nkvrelay.v1\"K\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0e\n\x06remove\x18\x04 \x01(\x08\"\x0f\n\rDrainResponse\"i\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x19\n\x0c\x63hunk_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_chunk_tokens\"\x11\n\x0fSetRoleResponse\"K\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04look\x18\x04 \x01(\x08\";\n\rScaleResponse\x12*\n\x07pending\x18\x01 \x03(\x0b\x32\x19.kvrelay.v1.PendingWorker\"<\n\rPendingWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\"\n\x0eGetLoadRequest\x12\x10\n\x08window_s\x18\x01 \x01(\x01\"N\n\x0fGetLoadResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.EndedRequest\x12\x0f\n\x07whole_s\x18\x02 \x01(\x01\"\xa5\x01\n\x0c\x45ndedRequest\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01\x12\x11\n\thandoff_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x08 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x92\x06\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61vailable_pages\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\r\x12\x13\n\x0btotal_pages\x18\n \x01(\r\x12\x14\n\x0cleased_pages\x18\x0b \x01(\r\x12\x14\n\x0creport_age_s\x18\x0c \x01(\x01\x12\x0e\n\x06losses\x18\r \x01(\r\x12\x38\n\x08\x63ounters\x18\x0e \x03(\x0b\x32&.kvrelay.v1.WorkerStatus.CountersEntry\x12\x0e\n\x06reason\x18\x0f \x01(\t\x12\x11\n\tpage_size\x18\x10 \x01(\r\x12\x34\n\x06limits\x18\x11 \x03(\x0b\x32$.kvrelay.v1.WorkerStatus.LimitsEntry\x12\x14\n\x0c\x66\x65nced_pages\x18\x12 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x13 \x01(\r\x12\x12\n\nstep_age_s\x18\x14 \x01(\x01\x12\x12\n\nloop_lag_s\x18\x15 \x01(\x01\x12\x0f\n\x07\x63ircuit\x18\x16 \x01(\t\x12%\n\x05pairs\x18\x17 \x03(\x0b\x32\x16.kvrelay.v1.PairStatus\x12\x11\n\tnum_tasks\x18\x18 \x01(\r\x12;\n\nstep_costs\x18\x19 \x03(\x0b\x32\'.kvrelay.v1.WorkerStatus.StepCostsEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0eStepCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"K\n\nPairStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x9e\x03\n\x11GetStatusResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x12\n\nnum_queued\x18\x04 \x01(\r\x12\x15\n\rnum_in_flight\x18\x05 \x01(\r\x12)\n\x07workers\x18\x06 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12=\n\x08\x63ounters\x18\x07 \x03(\x0b\x32+.kvrelay.v1.GetStatusResponse.CountersEntry\x12\x39\n\x06limits\x18\x08 \x03(\x0b\x32).kvrelay.v1.GetStatusResponse.LimitsEntry\x12\x12\n\nloop_lag_s\x18\t \x01(\x01\x12\x11\n\tnum_tasks\x18\n \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd7\x02\n\x07\x43luster\x12H\n\tGetStatus\x12\x1c.kvrelay.v1.GetStatusRequest\x1a\x1d.kvrelay.v1.GetStatusResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse\x12\x42\n\x07GetLoad\x12\x1a.kvrelay.v1.GetLoadRequest\x1a\x1b.kvrelay.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,27 +58,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=460
   _globals['_GETLOADREQUEST']._serialized_end=494
   _globals['_GETLOADRESPONSE']._serialized_start=496
-  _globals['_GETLOADRESPONSE']._serialized_end=557
-  _globals['_ENDEDREQUEST']._serialized_start=560
-  _globals['_ENDEDREQUEST']._serialized_end=725
-  _globals['_GETSTATUSREQUEST']._serialized_start=727
-  _globals['_GETSTATUSREQUEST']._serialized_end=745
-  _globals['_WORKERSTATUS']._serialized_start=748
-  _globals['_WORKERSTATUS']._serialized_end=1534
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1390
-  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1437
-  _globals['_WORKERSTATUS_LIMITSENTRY']._serialized_start=1439
-  _globals['_WORKERSTATUS_LIMITSENTRY']._serialized_end=1484
-  _globals['_WORKERSTATUS_STEPCOSTSENTRY']._serialized_start=1486
-  _globals['_WORKERSTATUS_STEPCOSTSENTRY']._serialized_end=1534
-  _globals['_PAIRSTATUS']._serialized_start=1536
-  _globals['_PAIRSTATUS']._serialized_end=1611
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1614
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2028
-  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1390
-  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1437
-  _globals['_GETSTATUSRESPONSE_LIMITSENTRY']._serialized_start=1439
-  _globals['_GETSTATUSRESPONSE_LIMITSENTRY']._serialized_end=1484
-  _globals['_CLUSTER']._serialized_start=2031
-  _globals['_CLUSTER']._serialized_end=2374
+  _globals['_GETLOADRESPONSE']._serialized_end=574
+  _globals['_ENDEDREQUEST']._serialized_start=577
+  _globals['_ENDEDREQUEST']._serialized_end=742
+  _globals['_GETSTATUSREQUEST']._serialized_start=744
+  _globals['_GETSTATUSREQUEST']._serialized_end=762
+  _globals['_WORKERSTATUS']._serialized_start=765
+  _globals['_WORKERSTATUS']._serialized_end=1551
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_start=1407
+  _globals['_WORKERSTATUS_COUNTERSENTRY']._serialized_end=1454
+  _globals['_WORKERSTATUS_LIMITSENTRY']._serialized_start=1456
+  _globals['_WORKERSTATUS_LIMITSENTRY']._serialized_end=1501
+  _globals['_WORKERSTATUS_STEPCOSTSENTRY']._serialized_start=1503
+  _globals['_WORKERSTATUS_STEPCOSTSENTRY']._serialized_end=1551
+  _globals['_PAIRSTATUS']._serialized_start=1553
+  _globals['_PAIRSTATUS']._serialized_end=1628
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1631
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2045
+  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1407
+  _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1454
+  _globals['_GETSTATUSRESPONSE_LIMITSENTRY']._serialized_start=1456
+  _globals['_GETSTATUSRESPONSE_LIMITSENTRY']._serialized_end=1501
+  _globals['_CLUSTER']._serialized_start=2048
+  _globals['_CLUSTER']._serialized_end=2391
 # @@protoc_insertion_point(module_scope)

@@ -73,10 +73,12 @@ class GetLoadRequest(_message.Message):
     def __init__(self, window_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "whole_s")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_S_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[EndedRequest]
-    def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ...) -> None: ...
+    whole_s: float
+    def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ..., whole_s: _Optional[float] = ...) -> None: ...
 
 class EndedRequest(_message.Message):
     __slots__ = ("age_s", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")

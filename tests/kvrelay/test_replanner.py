@@ -14,7 +14,7 @@ import pytest
 
 from cluster.router.options import RouterOptions
 from engine.knobs import as_text
-from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, WorkerState
+from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, RouterLoad, WorkerState
 from kvrelay.replan import carrying, watching
 from kvrelay.replan.journal import Journal
 from kvrelay.replan.options import Asked
@@ -72,6 +72,7 @@ class FakeCluster:
         self.workers = [state("prefill-0", "prefill", READS)]
         self.workers += [state(f"decode-{i}", "decode", WRITES) for i in range(2)]
         self.requests = [ended(i, prompt=800, output=10, rate=3.5, ttft_s=ttft_s) for i in range(300)]
+        self.whole_s = math.inf
         self.asked: list[Any] = []
         self.refusal = ""
         self.obeys = True
@@ -89,8 +90,8 @@ class FakeCluster:
             limits=limits,
         )
 
-    def load(self, window_s: float) -> tuple[EndedRequest, ...]:
-        return tuple(self.requests)
+    def load(self, window_s: float) -> RouterLoad:
+        return RouterLoad(requests=tuple(self.requests), whole_s=min(window_s, self.whole_s))
 
     def set_role(self, name: str, role: str, chunk_tokens: int | None) -> None:
         self.asked.append((name, role) if chunk_tokens is None else (name, role, chunk_tokens))
@@ -136,6 +137,18 @@ def test_a_worker_changes_where_it_is_worth_it_and_all_is_written_down(tmp_path:
     assert (kept["mode"], kept["measured"], kept["requests"]) == ("act", 0.0, 300)
     assert "0% of the requests met their targets" in kept["reason"]
     assert len(kept["tried"]) > 2
+
+
+def test_what_several_routers_tell_counts_for_as_long_as_all_of_them_know(tmp_path: Path) -> None:
+    clusters = [FakeCluster(), FakeCluster()]
+    clusters[1].whole_s = 30.0
+    journal = Journal(tmp_path / "kvrelay" / "decisions" / "here.jsonl")
+    clients: Any = clusters
+    asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=False, window_s=300.0)
+    entry = Replanner(clients, asked, journal).look()
+    each = sum(request.age_s <= 30.0 for request in clusters[0].requests)
+    assert entry.requests == 2 * each
+    assert entry.rate == pytest.approx(2 * 3.5, rel=0.05)
 
 
 def test_pools_grow_and_shrink_within_the_devices_that_they_may_take(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,13 +10,14 @@ from typing import NamedTuple
 from cluster.router.live.requests import LiveRequest
 
 KEPT = 8192  # requests: minutes of a busy cluster
-ROW = struct.Struct("=d3I3d?")  # of an Ended
+ROW = struct.Struct("=2d3I3d?")  # of an Ended
 
 
 class Ended(NamedTuple):
-    """Times in seconds; `arrived_s` on the router's clock."""
+    """Times in seconds; `arrived_s` and `ended_s` on the router's clock."""
 
     arrived_s: float
+    ended_s: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -37,13 +39,21 @@ class Load:
         return min(self._count, KEPT)
 
     def __iter__(self) -> Iterator[Ended]:
+        """As they are now, whatever is noted meanwhile."""
+        rows = bytes(self._rows)
         for number in range(self._count - len(self), self._count):
-            yield Ended._make(ROW.unpack_from(self._rows, number % KEPT * ROW.size))
+            yield _ended(rows, number)
+
+    @property
+    def whole_since_s(self) -> float:
+        """None is missing that came since: what was dropped had ended when the oldest did that is kept."""
+        return -math.inf if self._count <= KEPT else _ended(self._rows, self._count).ended_s
 
     def note(self, live: LiveRequest, *, failed: bool = False) -> None:
         timeline, num_tokens = live.timeline, len(live.output_ids)
         ended = Ended(
             arrived_s=timeline.arrived_s,
+            ended_s=timeline.arrived_s + timeline.e2e_s,
             prompt_tokens=len(live.prompt_ids),
             cached_tokens=live.cached_tokens,
             output_tokens=num_tokens,
@@ -54,3 +64,7 @@ class Load:
         )
         ROW.pack_into(self._rows, self._count % KEPT * ROW.size, *ended)
         self._count += 1
+
+
+def _ended(rows: bytes | bytearray, number: int) -> Ended:
+    return Ended._make(ROW.unpack_from(rows, number % KEPT * ROW.size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from dataclasses import asdict, fields
 
 from cluster.router.driver import Router
@@ -15,6 +17,7 @@ REPORTED = (
     *("leased_pages", "fenced_pages", "quarantined_pages", "num_tasks"),
 )
 
+AT_ONCE = 100  # ended requests that are looked at before others have the loop
 TOLD = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")  # of an Ended
 
 
@@ -65,16 +68,19 @@ def _worker_status(
     return status
 
 
-def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadResponse:
-    """`window_s` 0: of all that is kept."""
-    now = router.now
-    return cluster_pb2.GetLoadResponse(
-        requests=[
-            cluster_pb2.EndedRequest(age_s=now - ended.arrived_s, **{key: getattr(ended, key) for key in TOLD})
-            for ended in router.metrics.load
-            if not window_s or now - ended.arrived_s < window_s
-        ]
-    )
+async def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadResponse:
+    """`window_s` 0: of all that is kept. A few at a time: the loop has others to serve."""
+    now, load = router.now, router.metrics.load
+    window_s = window_s or math.inf
+    whole_s = min(window_s, now - load.whole_since_s, router.uptime_s)
+    answer = cluster_pb2.GetLoadResponse(whole_s=whole_s)
+    for number, ended in enumerate(load):
+        if now - ended.arrived_s < window_s:
+            told = {key: getattr(ended, key) for key in TOLD}
+            answer.requests.add(age_s=now - ended.arrived_s, **told)
+        if number % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)
+    return answer
 
 
 def _note_health(status: cluster_pb2.WorkerStatus, router: Router, link: WorkerLink) -> None:
