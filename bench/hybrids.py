@@ -1,12 +1,13 @@
 """One pool, two, or a hybrid: the goodput of the best of each, simulated, over targets from tight to loose.
 
-    python -m bench.hybrids [--quick] [NAMES...]
+    python -m bench.hybrids [--quick] [--ceilings] [NAMES...]
 
 Each case is a model on so many GPUs with a workload; three TTFT and three TPOT targets make nine plans of it, each by
 `kvrelay plan`'s own search: the same policies, placement by prediction included, the same latency models and requests.
 A cell tells the goodput of the best hybrid as a multiple of the better pure placement's; the plan takes the best of all
 three, so that 1 is the least it can serve. What keeps tighter targets keeps these, too: what a search missed at a cell,
-it has from there. Wanted: at no cell below 0.99, 1.15 where both targets are balanced.
+it has from there. Wanted: at no cell below 0.99, 1.15 where both targets are balanced. What the best serves for targets
+that bind nobody is told for each case: no placement serves more for any targets.
 Writes bench/results/hybrids.json, keeping the cases that are not named, and draws docs/hybrids.svg.
 """
 
@@ -32,6 +33,8 @@ from placement.workload.requests import Workload
 
 SMALL = ("llama-3.1-8b", "h100-sxm", 8, (0.15, 0.3, 1.0), (0.010, 0.015, 0.030))
 LARGE = ("llama-3.1-70b", "h200-sxm", 32, (0.4, 0.8, 2.5), (0.020, 0.030, 0.060))
+LARGER = ("llama-3.1-70b", "h100-sxm", 64, (0.4, 0.8, 2.5), (0.020, 0.030, 0.060))
+NO_TARGETS = (60.0, 1.0)  # TTFT, TPOT s
 CASES: Mapping[str, tuple[Any, str]] = {
     "8b-conversation": (SMALL, "conv"),
     "8b-code": (SMALL, "code"),
@@ -39,6 +42,8 @@ CASES: Mapping[str, tuple[Any, str]] = {
     "70b-conversation": (LARGE, "conv"),
     "70b-code": (LARGE, "code"),
     "70b-256-64": (LARGE, ""),
+    "70b-conversation-64": (LARGER, "conv"),
+    "70b-code-64": (LARGER, "code"),
 }
 THOROUGHNESS = 0.3
 
@@ -63,6 +68,11 @@ def cell(case: str, ttft_s: float, tpot_s: float, thoroughness: float) -> dict[s
         return row | {"why_none": str(error)}
     row["best"] = {kind: _best(found, kind) for kind in KINDS}
     return row | {"wall_s": round(time.monotonic() - began_s)}
+
+
+def ceiling(case: str, thoroughness: float) -> float:
+    """What the best placement serves, requests/s, where targets bind nobody."""
+    return max((best["per_s"] for best in cell(case, *NO_TARGETS, thoroughness)["best"].values()), default=0.0)
 
 
 def _best(found: Plan, kind: str) -> dict[str, Any]:
@@ -109,7 +119,11 @@ def draw(cases: Mapping[str, Any]) -> None:
                 axes.text(x, y, _told(found[ttft_s, tpot_s]), ha="center", va="center", fontsize=8, color="black")
         axes.set_xticks(range(len(tpots_s)), [f"{1e3 * s:g}" for s in tpots_s])
         axes.set_yticks(range(len(ttfts_s)), [f"{1e3 * s:g}" for s in ttfts_s])
-        axes.set(xlabel="TPOT ms", ylabel="TTFT ms", title=f"{name}, {gpus} GPUs")
+        axes.set(
+            xlabel="TPOT ms",
+            ylabel="TTFT ms",
+            title=f"{name}, {gpus} GPUs\nno targets: {cases[name]['ceiling_per_s']:.0f}/s",
+        )
     save_plot("hybrids", figure)
 
 
@@ -123,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.hybrids", description="One pool, two, or a hybrid.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all when none is given")
     parser.add_argument("--quick", action="store_true", help="a third of the requests")
+    parser.add_argument("--ceilings", action="store_true", help="only what is served where targets bind nobody")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; give some of {', '.join(CASES)}")
@@ -132,7 +147,11 @@ def main() -> None:
     result = about()
     for name in args.names or CASES:
         print(f"{name}:", flush=True)
-        cases[name] = {"rows": _rows(name, THOROUGHNESS * (0.33 if args.quick else 1)), "commit": result["commit"]}
+        thoroughness = THOROUGHNESS * (0.33 if args.quick else 1)
+        if not args.ceilings:
+            cases[name] = {"rows": _rows(name, thoroughness), "commit": result["commit"]}
+        cases[name]["ceiling_per_s"] = ceiling(name, thoroughness)
+        print(f"  targets that bind nobody: {cases[name]['ceiling_per_s']:g}", flush=True)
         save("hybrids", result | {"cases": cases})
     draw(cases)
     print(f"saved to {path.relative_to(REPO)}")

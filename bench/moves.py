@@ -5,11 +5,12 @@
 `kvrelay up` with one prefill and two decode workers serves `STREAMS` streams at a time, sampled with seeds. First all
 requests are played undisturbed. Then they are played again, over and over, while one decode worker after another is
 drained at random moments and taken back, or made a mixed one and back, and while it is one the prefill worker is
-drained, which passes on what it has not read to its end; until there were so many moves; then for `--kills`, with
-SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was undisturbed, token for
-token; nothing may stay held; without kills no request may be sent again and no token computed twice. The table shows
-gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of moves, beside the
-largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of this does not hold.
+drained amid a handful of long prompts, and passes on what it has not read to its end; until there were so many moves;
+then for `--kills`, with SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was
+undisturbed, token for token; nothing may stay held; without kills no request may be sent again and no token computed
+twice. The table shows gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of
+moves, beside the largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of
+this does not hold.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from kvrelay.client.types import KvrelayError, WorkerState
 STREAMS = 16  # at a time
 REQUESTS = 64
 PROMPT, OUTPUT = (16, 200), (150, 350)  # tokens
+LONG_PROMPT, SHORT_OUTPUT = (500, 700), (8, 32)
+LONG = range(REQUESTS, REQUESTS + 12)  # that come at once
 PREFILL, DECODE = "prefill-0", ("decode-0", "decode-1")
 BACK_S = 60.0  # for a worker to be there again
 
@@ -54,8 +57,9 @@ class Played:
 
 async def ask(client: AsyncClient, number: int, played: Played) -> None:
     rng = random.Random(number)
-    prompt = [rng.randrange(5, 4000) for _ in range(rng.randint(*PROMPT))]
-    wanted: dict[str, Any] = {"temperature": 0.8, "seed": number, "max_tokens": rng.randint(*OUTPUT)}
+    lengths = (LONG_PROMPT, SHORT_OUTPUT) if number in LONG else (PROMPT, OUTPUT)
+    prompt = [rng.randrange(5, 4000) for _ in range(rng.randint(*lengths[0]))]
+    wanted: dict[str, Any] = {"temperature": 0.8, "seed": number, "max_tokens": rng.randint(*lengths[1])}
     tokens: list[int] = []
     last_s = 0.0
     try:
@@ -89,6 +93,10 @@ async def play(client: AsyncClient, numbers: Sequence[int], played: Played) -> N
     await asyncio.gather(*(stream() for _ in range(STREAMS)))
 
 
+async def play_long(client: AsyncClient, played: Played) -> None:
+    await asyncio.gather(*(ask(client, number, played) for number in LONG))
+
+
 async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) -> None:
     """Drain one decode worker after the other, until cancelled; or make it one of both phases for a while. SIGKILL one
     now and then, so many times."""
@@ -102,9 +110,12 @@ async def disturb(client: AsyncClient, played: Played, kills: int, seed: int) ->
             kills, played.kills = kills - 1, played.kills + 1
         elif not kills and rng.random() < 0.2:
             await become(client, name, "mixed")
+            reading = asyncio.create_task(play_long(client, played))
+            await asyncio.sleep(rng.random() * 0.05)
             await client.drain(PREFILL)
             await until(client, PREFILL, lambda worker: worker.state == "drained")
             await client.drain(PREFILL, undo=True)
+            await reading
             await become(client, name, "decode")
             played.roles += 2
         else:
@@ -203,6 +214,7 @@ async def measure(endpoint: str, moves: int, kills: int) -> tuple[dict[str, Any]
         for _ in range(2):  # the first warms up
             calm = Played(answers=calm.answers)
             await play(client, range(REQUESTS), calm)
+            await play_long(client, calm)
         before = (await client.status()).counters
         moved = await play_disturbed(client, calm, moves=moves, kills=0, seed=0)
         after, passed = (await client.status()).counters, await passed_by(client)

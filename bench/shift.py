@@ -1,11 +1,13 @@
 """A load that shifts, live: `kvrelay up` with `replan: act` against roles that stay, the same requests, in turns.
 
-    python -m bench.shift [--begin prefill,mixed] [--rates 1.2,3] [--phase 120] [--repeats 1] [--quick]
+    python -m bench.shift [--begin prefill,mixed] [--rates 1.2,3] [--phase 120] [--repeats 1] [--most-devices 2]
+                          [--quick]
 
 Azure's conversation comes, then its code, then conversation; then both in turns, a quarter of a phase each. Lengths are
 cut down to what the model of bench.e2e serves on two cores (SCALE), each kind has its rate, and arrivals are Poisson's.
-Two workers, a core each, know the targets (TTFT 500 ms, TPOT 50 ms); both runs begin with --begin, and with
-`act` the thread of `kvrelay up` looks and has workers change as it does for anybody. Printed: the share of requests
+Workers of a core each know the targets (TTFT 500 ms, TPOT 50 ms); both runs begin with --begin, and with `act` the
+thread of `kvrelay up` looks and has workers change as it does for anybody. With --most-devices it may start more of
+them, and end them; they have no core of their own then. Printed: the share of requests
 within both targets in each phase, what changed, when and why. Kept in bench/results/shift.json beside what began with
 other roles; docs/shift.svg shows all over time. Exit code 1 when a request failed, was sent again or had a token
 computed twice.
@@ -64,15 +66,16 @@ def requests(rates: Mapping[str, float], length_s: float, seed: int) -> list[Row
     return sorted(rows)
 
 
-def arrangement(begin: Sequence[str], mode: str) -> dict[str, Any]:
+def arrangement(begin: Sequence[str], mode: str, most_devices: int | None) -> dict[str, Any]:
     base = spec(demo_model("125m"))
     cores = sorted(os.sched_getaffinity(0))
     pools = [
-        BOTH | {"role": role, "name": f"worker-{index}", "threads": 1, "cpus": [core]}
+        BOTH | {"role": role, "name": f"worker-{index}", "threads": 1} | ({} if most_devices else {"cpus": [core]})
         for index, (role, core) in enumerate(zip(begin, cores, strict=False))
     ]
     router = base["router"] | {f"slo_{name}_ms": 1e3 * limit_s for name, limit_s in SLOS_S.items()}
-    return base | {"pools": pools, "router": router, "replan": mode}
+    acts = {"replan_most_devices": most_devices} if most_devices and mode == "act" else {}
+    return base | {"pools": pools, "router": router, "replan": mode} | acts
 
 
 def play(served: Cluster, trace: Path, seed: int) -> tuple[list[Outcome], dict[str, Any]]:
@@ -91,8 +94,9 @@ def play(served: Cluster, trace: Path, seed: int) -> tuple[list[Outcome], dict[s
     return outcomes, noted
 
 
-def measured(begin: Sequence[str], mode: str, rows: Sequence[Row], length_s: float, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, cluster(arrangement(begin, mode)) as served:
+def measured(asked: dict[str, Any], rows: Sequence[Row], length_s: float, seed: int) -> dict[str, Any]:
+    mode = asked["replan"]
+    with tempfile.TemporaryDirectory() as folder, cluster(asked) as served:
         trace = Path(folder) / "shift.csv"
         with trace.open("w", newline="") as file:
             csv.writer(file).writerows([("arrival_s", "prompt_tokens", "output_tokens"), *rows])
@@ -177,16 +181,22 @@ def _say(one: Mapping[str, Any]) -> None:
         flush=True,
     )
     for change in one["changes"]:
-        told = ", ".join(f"{each['worker']} to {each['role']} ({each['seconds']} s)" for each in change["changes"])
+        told = ", ".join(_told(each) for each in change["changes"])
         print(f"  {change['at_s']:.0f} s: {told}: {change['reason']}", flush=True)
+
+
+def _told(change: Mapping[str, Any]) -> str:
+    what = f"{change['worker']} to {change['role']}" if change["worker"] else f"{change['pool']}: {change['replicas']}"
+    return f"{what} ({change['failure'] or '{:g} s'.format(change['seconds'])})"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.shift", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--begin", default="prefill,mixed", help="roles of the two (default: prefill,mixed)")
+    parser.add_argument("--begin", default="prefill,mixed", help="roles of the workers (default: prefill,mixed)")
     parser.add_argument("--rates", default="1.2,3", help="requests/s of conversation and of code (default: 1.2,3)")
     parser.add_argument("--phase", type=float, default=120.0, help="seconds (default: 120)")
     parser.add_argument("--repeats", type=int, default=1, help="of both (default: 1)")
+    parser.add_argument("--most-devices", type=int, help="cores that workers may take (default: as many stay)")
     parser.add_argument("--quick", action="store_true", help="phases of 20 s; writes no file")
     args = parser.parse_args()
     length_s = 20.0 if args.quick else args.phase
@@ -197,12 +207,14 @@ def main() -> int:
         rows = requests(rates, length_s, repeat)
         for mode in ("off", "act") if repeat % 2 == 0 else ("act", "off"):
             began_s = time.monotonic()
-            runs.append(measured(begin, mode, rows, length_s, repeat) | {"wall_s": round(time.monotonic() - began_s)})
+            asked = arrangement(begin, mode, args.most_devices)
+            runs.append(measured(asked, rows, length_s, repeat) | {"wall_s": round(time.monotonic() - began_s)})
             _say(runs[-1])
     if not args.quick:
         path = RESULTS / "shift.json"
         kept: dict[str, Any] = json.loads(path.read_text())["begins"] if path.exists() else {}
-        kept[args.begin] = {
+        label = f"{args.begin}, up to {args.most_devices} cores" if args.most_devices else args.begin
+        kept[label] = {
             "commit": head["commit"],
             "rates": rates,
             "phases": phases(length_s),

@@ -643,13 +643,16 @@ def shift(result: Mapping[str, Any]) -> str:
 
 
 def _shifted(run: Mapping[str, Any]) -> list[Any]:
-    changed = [
-        f"{each['at_s']:.0f} s: {change['worker']} {change['role']} {change.get('chunk_tokens') or ''}".rstrip()
-        for each in run["changes"]
-        for change in each["changes"]
-    ]
+    changed = [f"{each['at_s']:.0f} s: {_changed(change)}" for each in run["changes"] for change in each["changes"]]
     shares = [f"{share:.0%}" for share in (run["attainment"], *run["phases"])]
     return [run["mode"], *shares, ", ".join(changed), run["moves"], run["failed"], run["sent_again"]]
+
+
+def _changed(change: Mapping[str, Any]) -> str:
+    """A worker's role and chunks, or a pool's size."""
+    if not change["worker"]:
+        return f"{change['pool']}: {change['replicas']} workers"
+    return f"{change['worker']} {change['role']} {change.get('chunk_tokens') or ''}".rstrip()
 
 
 def flood(result: Mapping[str, Any]) -> str:
