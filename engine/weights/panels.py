@@ -1,5 +1,5 @@
-"""A weight in panels of outputs, for the products of engine/kernels/csrc/products.cpp: bfloat16, by the widest
-instructions that the CPU has.
+"""A weight in panels of outputs, for the products of engine/kernels/csrc/products.cpp: bfloat16, by the fastest
+instructions that the CPU has (engine/kernels/native.py measures where that is in doubt).
 
 Where rows are few they read weights at nine tenths of the measured memory bandwidth (30 of 33 GB/s on a two-core AMD
 EPYC, 1 to 8 rows), where oneDNN's inner product reached 12 to 24 GB/s; with many rows both compute as fast. By AMX's

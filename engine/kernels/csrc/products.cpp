@@ -202,28 +202,23 @@ constexpr char INSTRUCTIONS[] = "AMX";
 
 #else
 
-// As many sums as a register holds; weights of a pair of inputs for as many outputs, and the pair itself for each of them
+// As many sums as a register holds; weights of a pair of inputs for as many outputs
 #ifdef __AVX512BF16__
 typedef Vec Sums;
-typedef __m512bh Pairs;
 constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;  // of the micro-kernel: as many sums as there are registers
 constexpr char INSTRUCTIONS[] = "AVX512-BF16";
-
-inline Pairs weights_of(const uint16_t* w) { return (Pairs)_mm512_loadu_si512(w); }
-inline Pairs inputs_of(int32_t both) { return (Pairs)_mm512_set1_epi32(both); }
-inline Sums add(Sums sums, Pairs x, Pairs w) { return (Sums)_mm512_dpbf16_ps((__m512)sums, x, w); }
-#else
-#ifdef __AVX512F__
+#elif defined __AVX512F__
 typedef Vec Sums;
 typedef IVec Bits;
-constexpr int ROWS_AT_ONCE = 4, OUTPUTS_AT_ONCE = WIDE;
+constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;
 constexpr char INSTRUCTIONS[] = "AVX512";
 
 inline Sums multiply_add(Sums x, Sums w, Sums sums) { return fma(x, w, sums); }
+inline Sums spread(float x) { return (Sums)_mm512_set1_ps(x); }
 #else
 typedef float Sums __attribute__((vector_size(32)));
 typedef int32_t Bits __attribute__((vector_size(32)));
-constexpr int ROWS_AT_ONCE = 3, OUTPUTS_AT_ONCE = 16;
+constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = 16;
 constexpr char INSTRUCTIONS[] = "vectors of 8";
 
 inline Sums multiply_add(Sums x, Sums w, Sums sums) {
@@ -234,34 +229,94 @@ inline Sums multiply_add(Sums x, Sums w, Sums sums) {
     return sums;
 #endif
 }
+
+inline Sums spread(float x) {
+#ifdef __AVX2__
+    return (Sums)_mm256_set1_ps(x);
+#else
+    return Sums{} + x;
 #endif
-
-struct Pairs {
-    Sums first, second;
-};
-
-inline Pairs widened(Bits both) { return {(Sums)(both << 16), (Sums)(both & int32_t(0xffff0000))}; }
-inline Pairs weights_of(const uint16_t* w) {
-    Bits both;
-    std::memcpy(&both, w, sizeof both);
-    return widened(both);
-}
-inline Pairs inputs_of(int32_t both) { return widened(Bits{} + both); }
-inline Sums add(Sums sums, const Pairs& x, const Pairs& w) {
-    return multiply_add(x.second, w.second, multiply_add(x.first, w.first, sums));
 }
 #endif
 
 constexpr int SUMS = sizeof(Sums) / sizeof(float);
-constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
-constexpr int64_t INPUTS = 2;              // that are multiplied at once
+constexpr int64_t PAIRS_OF_A_PART = 512;  // of a panel: 128 KB, which a core's cache holds
+constexpr int64_t INPUTS = 2;             // that are multiplied at once
+
+// ROWS rows' inputs of a part, as the micro-kernel takes them
+#ifdef __AVX512BF16__
+struct Rows {
+    const uint16_t* x;
+    int64_t stride;
+
+    template <int ROWS>
+    void read(const Product& product, int64_t row, int64_t begin, int64_t) {
+        x = product.x + row * product.in + 2 * begin, stride = product.in;
+    }
+};
+
+template <int ROWS, int COUNT>
+inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+    for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
+        __m512bh weights[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * SUMS * 2);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            int32_t both;
+            std::memcpy(&both, rows.x + r * rows.stride + 2 * pair, sizeof both);
+            const __m512bh inputs = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sum[r][v] = (Sums)_mm512_dpbf16_ps((__m512)sum[r][v], inputs, weights[v]);
+        }
+    }
+}
+#else
+class Rows {  // widened once for all outputs of a panel
+    alignas(64) float x[ROWS_AT_ONCE][2 * PAIRS_OF_A_PART + LANES];  // no two rows in the same lines of the cache
+
+   public:
+    const float* operator[](int r) const { return x[r]; }
+
+    template <int ROWS>
+    void read(const Product& product, int64_t row, int64_t begin, int64_t end) {
+        for (int r = 0; r < ROWS; r++) {
+            const uint16_t* from = product.x + (row + r) * product.in + 2 * begin;
+            for (int64_t k = 0; k < 2 * (end - begin); k++) x[r][k] = widen(from[k]);
+        }
+    }
+};
+
+// All first inputs of the pairs, then all second ones, for what was read of a weight holds both.
+template <int ROWS, int COUNT>
+inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+    for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
+        Bits both[COUNT];
+        Sums weights[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            std::memcpy(&both[v], w + v * SUMS * 2, sizeof(Bits));
+            weights[v] = (Sums)(both[v] << 16);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sum[r][v] = multiply_add(spread(rows[r][2 * pair]), weights[v], sum[r][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) weights[v] = (Sums)(both[v] & int32_t(0xffff0000));
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++)
+                sum[r][v] = multiply_add(spread(rows[r][2 * pair + 1]), weights[v], sum[r][v]);
+    }
+}
+#endif
 
 // Adds to `sums` [ROWS][WIDE], which the first part finds empty, for OUTPUTS outputs from `output` on.
 template <int ROWS, int OUTPUTS>
-inline void add_part(const Product& product, int64_t row, int64_t panel, int output, int64_t begin, int64_t end, float* sums) {
+inline void add_part(const Rows& rows, const uint16_t* panel, int output, int64_t begin, int64_t end, float* sums) {
     constexpr int COUNT = OUTPUTS / SUMS;
-    const int64_t pairs = product.in / 2;
-    const uint16_t *x = product.x + row * product.in, *w = product.panels + (panel * pairs * WIDE + output) * 2;
     Sums sum[ROWS][COUNT];
     sums += output;
 #pragma GCC unroll 6
@@ -271,19 +326,7 @@ inline void add_part(const Product& product, int64_t row, int64_t panel, int out
             sum[r][v] = Sums{};
             if (begin) std::memcpy(&sum[r][v], sums + r * WIDE + v * SUMS, sizeof(Sums));
         }
-    for (int64_t pair = begin; pair < end; pair++) {
-        Pairs weights[COUNT];
-#pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) weights[v] = weights_of(w + (pair * WIDE + v * SUMS) * 2);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++) {
-            int32_t both;
-            std::memcpy(&both, x + r * product.in + 2 * pair, sizeof both);
-            const Pairs inputs = inputs_of(both);
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) sum[r][v] = add(sum[r][v], inputs, weights[v]);
-        }
-    }
+    add_pairs<ROWS, COUNT>(rows, panel + (begin * WIDE + output) * 2, end - begin, sum);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -292,18 +335,21 @@ inline void add_part(const Product& product, int64_t row, int64_t panel, int out
 
 // A single row takes the whole panel as it comes.
 template <int ROWS>
-inline void add_rest(const Product& product, int64_t rows, int64_t row, int64_t panel, int64_t begin, int64_t end,
-                     float* sums) {
+inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, int64_t panel, int64_t begin,
+                     int64_t end, float* sums) {
     constexpr int OUTPUTS = ROWS == 1 ? WIDE : OUTPUTS_AT_ONCE;
-    if (rows == ROWS) {
-        for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(product, row, panel, o, begin, end, sums);
+    if (count == ROWS) {
+        const uint16_t* weights = product.panels + panel * product.in * WIDE;
+        rows.template read<ROWS>(product, row, begin, end);
+        for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(rows, weights, o, begin, end, sums);
         return;
     }
-    if constexpr (ROWS > 1) add_rest<ROWS - 1>(product, rows, row, panel, begin, end, sums);
+    if constexpr (ROWS > 1) add_rest<ROWS - 1>(product, rows, count, row, panel, begin, end, sums);
 }
 
 class Worker {
     const Product& product;
+    Rows rows;
     alignas(64) float sums[ROWS_OF_A_TASK * WIDE];
 
    public:
@@ -314,8 +360,8 @@ class Worker {
         for (int64_t begin = 0; begin < pairs; begin += PAIRS_OF_A_PART) {
             const int64_t end = std::min(pairs, begin + PAIRS_OF_A_PART);
             for (int64_t row = at.first_row; row < at.last_row; row += ROWS_AT_ONCE)
-                add_rest<ROWS_AT_ONCE>(product, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, at.panel, begin,
-                                       end, sums + (row - at.first_row) * WIDE);
+                add_rest<ROWS_AT_ONCE>(product, rows, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, at.panel,
+                                       begin, end, sums + (row - at.first_row) * WIDE);
         }
         for (int64_t row = at.first_row; row < at.last_row; row++)
             for (int v = 0; v < VECTORS; v++)
