@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     monkeypatch.setattr(native, "_cpu_flags", lambda: BF16)
     monkeypatch.setattr(native, "_compile", compile_nothing)
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     monkeypatch.setattr(native, "_product", lambda library: library)
     return built
 
