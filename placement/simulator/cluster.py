@@ -159,13 +159,10 @@ class SimCluster:
     def _check_hosts(self) -> None:
         seen: set[str] = set()
         stages = {worker.name: worker.latency.stages for worker in self.workers}
-        mixed = {worker.name for worker in self.workers if worker.role == "mixed"}
         for host in self.hosts:
             for name in host.workers:
                 if name not in stages:
                     raise SetupError(f"a shared host names {name}; the workers are {', '.join(stages)}")
-                if name in mixed:
-                    raise SetupError(f"a shared host names {name}, which is mixed; give workers of one phase")
                 if name in seen:
                     raise SetupError(f"{name} is on two shared hosts; give it one")
                 if stages[name] > 1:

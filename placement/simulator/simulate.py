@@ -126,7 +126,7 @@ class Simulation:
             self.machines[worker.name] = decode
             return view, None, decode
         assert isinstance(options, MixedOptions), worker.name
-        mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name))
+        mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name), host)
         mixed.costs = self._costs(worker)
         self.machines[worker.name] = mixed
         return view, mixed.prompts, mixed

@@ -313,7 +313,7 @@ class DecodeMachine(Decoder):
         worker, count, context_tokens = self.worker, self.steps.count, self.steps.run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
-        self._pace = 1.0 if self.host is None else self.host.decode_factor(count)
+        self._pace = 1.0 if self.host is None else self.host.decode_factor(self.name, count)
         alone_s = line.step_s * stages + worker.step_overhead_s
         planned = min(self._next_end() - self.steps.made, 1 + self.steps.run.steps_ahead, self.moves.most_steps)
         if line.until_tokens < context_tokens + planned * count:
@@ -337,16 +337,19 @@ class DecodeMachine(Decoder):
 
     def change_pace(self) -> None:
         """What else runs on the host has changed."""
-        assert self.host is not None
-        if not self.steps.count or self.is_dead:
+        if not self.is_running or self.is_dead:
             return
-        pace = self.host.decode_factor(self.steps.count)
+        pace = self._pace_now()
         if pace == self._pace:
             return
         now = self._caught_up()
         self.router.ledger.busy_s[self.worker.role] += self.steps.change_pace(pace / self._pace)
         self._pace = pace
         self.reporter.mark(now)
+
+    def _pace_now(self) -> float:
+        assert self.host is not None
+        return self.host.decode_factor(self.name, self.steps.count)
 
     def _next_end(self) -> int:
         while self._ends[0][3].joined_step < 0:

@@ -1,8 +1,10 @@
 """Host is what workers of one machine share: while prefill and decode both compute there, each is slower than alone.
 
-It says by how much, as was measured (SharedHost). The workers tell it what they do; when that changes for one phase it
-tells the workers of the other, who carry it out. With several prefill workers, as many as were measured, decode is
-slowed by the share of them that compute.
+It says by how much, as was measured (SharedHost). The workers tell it what they do; when that changes for one it tells
+the others, who carry it out. With several prefill workers, as many as were measured, decode is slowed by the share of
+them that compute. A mixed worker's step is one of prefill where it has prompts, else one of decode. Beside another
+worker's step of the same phase, which was not measured, it takes as long as beside the other phase: prefill as beside
+the least batch.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ class Host:
         self._sizes = [size for size, _, _ in points]
         self._prefill = [prefill for _, prefill, _ in points]
         self._decode = [decode for _, _, decode in points]
-        self._is_computing: dict[str, bool] = {}  # by prefill worker
-        self._batch_size: dict[str, int] = {}  # by decode worker
+        self._is_computing: dict[str, bool] = {}  # prompts; by worker that may
+        self._batch_size: dict[str, int] = {}  # by worker that decodes; a mixed one is in both
         self._change_pace: dict[str, Callable[[], None]] = {}  # by worker
 
     def join_prefill(self, name: str, change_pace: Callable[[], None]) -> None:
@@ -35,32 +37,46 @@ class Host:
     def tell_prefill(self, name: str, is_computing: bool) -> None:
         if self._is_computing[name] != is_computing:
             self._is_computing[name] = is_computing
-            for decode in self._batch_size:
-                self._change_pace[decode]()
+            self._tell_others(name)
 
     def tell_decode(self, name: str, batch_size: int) -> None:
         if self._batch_size[name] != batch_size:
             self._batch_size[name] = batch_size
-            for prefill in self._is_computing:
-                self._change_pace[prefill]()
+            self._tell_others(name)
+
+    def _tell_others(self, name: str) -> None:
+        for other, change_pace in self._change_pace.items():
+            if other != name:
+                change_pace()
 
     def on_lost(self, name: str) -> None:
         """It computes no more. The others find out with their next step."""
         if name in self._is_computing:
             self._is_computing[name] = False
-        else:
+        if name in self._batch_size:
             self._batch_size[name] = 0
 
-    def prefill_factor(self) -> float:
-        """How many times as long as alone a prefill step takes now."""
-        batch_size = sum(self._batch_size.values())
-        return self._at(self._prefill, batch_size) if batch_size else 1.0
+    def prefill_factor(self, name: str) -> float:
+        """How many times as long as alone a prefill step of that worker takes now."""
+        batch_size = sum([size for other, size in self._batch_size.items() if other != name])
+        if batch_size:
+            return self._at(self._prefill, batch_size)
+        alike = [reads for other, reads in self._is_computing.items() if other != name and self._is_mixed(name, other)]
+        return self._prefill[1] if any(alike) else 1.0
 
-    def decode_factor(self, batch_size: int) -> float:
-        computing = sum(self._is_computing.values())
-        if not computing:
+    def decode_factor(self, name: str, batch_size: int) -> float:
+        rivals = [other for other in self._change_pace if other != name and self._slows_decode(name, other)]
+        busy = [self._is_computing.get(other, False) or self._batch_size.get(other, 0) > 0 for other in rivals]
+        if not any(busy):
             return 1.0
-        return 1.0 + (self._at(self._decode, batch_size) - 1.0) * computing / len(self._is_computing)
+        return 1.0 + (self._at(self._decode, batch_size) - 1.0) * sum(busy) / len(busy)
+
+    def _slows_decode(self, name: str, other: str) -> bool:
+        return other in self._is_computing or name in self._is_computing
+
+    def _is_mixed(self, *names: str) -> bool:
+        """One of them is."""
+        return any(name in self._is_computing and name in self._batch_size for name in names)
 
     def _at(self, factors: list[float], batch_size: int) -> float:
         """Straight between the measured sizes, level beyond the last."""

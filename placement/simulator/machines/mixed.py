@@ -14,18 +14,21 @@ from placement.latency.base import DecodeLine
 from placement.simulator.cluster import SimWorker
 from placement.simulator.machines.attempt import Attempt, Dispatcher
 from placement.simulator.machines.decode import DecodeMachine
+from placement.simulator.machines.host import Host
 from placement.simulator.machines.prefill import PrefillMachine
 from prefill_worker.policy import PrefillBatch
 from worker.steps.costs import share_after
 
 
 class MixedMachine(DecodeMachine):
-    def __init__(self, router: Dispatcher, worker: SimWorker, policy: MixedPolicy) -> None:
-        super().__init__(router, worker, policy.decode)
+    def __init__(self, router: Dispatcher, worker: SimWorker, policy: MixedPolicy, host: Host | None = None) -> None:
+        super().__init__(router, worker, policy.decode, host)
         self.both = policy
         self.prompts = PromptSide(self)
         self._batch: PrefillBatch | None = None  # of the step under way
         self._prompt_share = 0.0
+        if host is not None:
+            host.join_prefill(worker.name, self.change_pace)
 
     def report(self, made_s: float, router: int) -> Report:
         tokens = self.both.prefill.waiting_tokens
@@ -66,13 +69,25 @@ class MixedMachine(DecodeMachine):
             self._plan_step(self._batch, joined)
         elif self.steps.count:
             self._plan_run(joined)
+        self._tell_host()
+
+    def _tell_host(self) -> None:
+        if self.host is not None:
+            self.host.tell_prefill(self.name, self._batch is not None)
+        super()._tell_host()
+
+    def _pace_now(self) -> float:
+        if self.host is None or self._batch is None:
+            return super()._pace_now()
+        return self.host.prefill_factor(self.name)
 
     def _plan_step(self, batch: PrefillBatch, joined: tuple[str, ...]) -> None:
         """One step with chunks of prompts."""
         latency, count = self.worker.latency, self.steps.count
         chunks = [(chunk.length, chunk.start) for chunk in batch.chunks]
         step_s = latency.mixed_s(chunks, count, self.steps.run.context_tokens) if count else latency.prefill_s(chunks)
-        step_s = step_s * latency.stages + self.worker.step_overhead_s
+        self._pace = 1.0 if self.host is None else self.host.prefill_factor(self.name)
+        step_s = (step_s * latency.stages + self.worker.step_overhead_s) * self._pace
         self.prompts.note_begun(batch, self.router.clock.now + step_s)
         self._begin_steps(DecodeLine(step_s, 0.0), 1, joined)
 

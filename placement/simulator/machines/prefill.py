@@ -100,7 +100,7 @@ class PrefillMachine(Prefiller):
         stage_s = latency.prefill_s([(chunk.length, chunk.start) for chunk in batch.chunks])
         taken_s = self.worker.step_overhead_s + stage_s * latency.stages
         if self.host is not None:
-            self._pace = self.host.prefill_factor()
+            self._pace = self.host.prefill_factor(self.name)
             taken_s *= self._pace
         done_s = max(now + taken_s, self.last_done_s + stage_s)
         self.is_busy = True
@@ -141,7 +141,7 @@ class PrefillMachine(Prefiller):
     def change_pace(self) -> None:
         """What else runs on the host has changed: what is left of the step takes longer or shorter."""
         assert self.host is not None
-        pace = self.host.prefill_factor()
+        pace = self.host.prefill_factor(self.name)
         if pace == self._pace or not self.is_busy or self.is_dead:
             return
         now = self.router.clock.now

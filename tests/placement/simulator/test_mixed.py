@@ -10,7 +10,7 @@ import pytest
 
 from cluster.router.options import RouterOptions
 from mixed_worker.options import MixedOptions
-from placement.simulator.cluster import Loss, SetupError, SharedHost
+from placement.simulator.cluster import Loss, SharedHost, SimCluster
 from placement.simulator.costs import costs_of
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload
@@ -132,10 +132,35 @@ def test_a_lost_worker_loses_no_request() -> None:
     assert same(outcome, simulate(setup, requests(rate=15)))
 
 
-def test_it_shares_no_host_that_was_measured_for_others() -> None:
-    with pytest.raises(SetupError, match="names mixed-0, which is mixed"):
-        cluster(
-            workers("mixed"),
-            workers("prefill"),
-            hosts=(SharedHost(workers=("prefill-0", "mixed-0"), by_batch=((1, 1.2, 1.1),)),),
-        )
+def on_one_host(*groups: Any) -> SimCluster:
+    names = tuple(worker.name for group in groups for worker in group)
+    return cluster(*groups, hosts=(SharedHost(workers=names, by_batch=((1, 1.5, 2.0), (8, 3.0, 2.0))),), message_s=0.0)
+
+
+def test_alone_on_a_host_it_is_as_fast_as_ever() -> None:
+    workload = requests(rate=10)
+    _, alone = play(cluster(workers("mixed"), message_s=0.0), workload)
+    assert same(alone, play(on_one_host(workers("mixed")), workload)[1])
+
+
+def test_two_on_a_host_read_prompts_beside_each_other_as_beside_the_least_batch() -> None:
+    """Two prompts of 100 tokens come at once, one for each."""
+    _, outcome = play(on_one_host(workers("mixed", 2)), lone(100, 1, (5.0, 100, 1)))
+    assert outcome.ttft_s == pytest.approx([1.5 * 0.02] * 2)
+
+
+def test_two_on_a_host_slow_each_other_while_both_decode_and_no_longer() -> None:
+    """Both write at once, one of them 11 tokens: until then the other's steps take twice as long."""
+    long, short = lone(10, 51), lone(10, 51, (5.0, 10, 11))
+    _, alone = play(on_one_host(workers("mixed", 2)), long)
+    _, outcome = play(on_one_host(workers("mixed", 2)), short)
+    beside_s = outcome.finish_s[1] - outcome.first_token_s[1]
+    reading_s = 0.5 * 0.011
+    assert outcome.finish_s[0] - alone.finish_s[0] == pytest.approx(reading_s + beside_s / 2, rel=1e-6)
+
+
+def test_a_prompt_beside_one_that_decodes_takes_what_was_measured_of_its_phase() -> None:
+    """The mixed worker writes for one when a prefill worker reads 100 tokens: 1.5 times 0.02 s."""
+    setup = on_one_host(workers("prefill"), workers("mixed"))
+    _, outcome = play(setup, lone(10, 100, (5.5, 100, 1)))
+    assert outcome.ttft_s[1] == pytest.approx(1.5 * 0.02)
