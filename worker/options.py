@@ -47,6 +47,7 @@ class WorkerOptions:
     )
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # knobs that were given for other roles
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
+    threads: int = 0  # likewise, of each of its processes; 0: on a GPU, or not known
     report_interval_s: float = 0.2
     faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is
@@ -54,7 +55,10 @@ class WorkerOptions:
     @property
     def limits(self) -> dict[str, str]:
         """What whoever predicts the worker must know, as text."""
-        return as_text(self.policy) | as_text(self) | {"tensor_parallel": str(self.tensor_parallel)}
+        engine = {"tensor_parallel": str(self.tensor_parallel)} | (
+            {"threads": str(self.threads)} if self.threads else {}
+        )
+        return as_text(self.policy) | as_text(self) | engine
 
 
 def report_gap_s(num_workers: int) -> float:

@@ -259,5 +259,6 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
         elsewhere=elsewhere,
         tls=spec.tls.files if spec.tls else None,
         tensor_parallel=pool.tensor_parallel,
+        threads=0 if pool.device == "cuda" else int(pool.threads),
         **pool.knobs(WorkerOptions),
     )

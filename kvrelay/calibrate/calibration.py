@@ -2,7 +2,8 @@
 
     check -> Measuring (what to ask, in rounds) -> Prober (sends and reads) -> Samples -> profile_of (medians, errors)
 
-It assumes that nobody else uses the cluster meanwhile.
+It assumes that nobody else uses the cluster meanwhile. What is measured is a prefill and a decode pool, or one mixed
+worker, which is both: of several the router would choose by what it predicts, and not by what a probe means.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from kvrelay.calibrate.effort import USUAL, Effort
 from kvrelay.calibrate.measuring import Measuring, OnProgress
-from kvrelay.calibrate.points import degree_of, profile_of
+from kvrelay.calibrate.points import degree_of, profile_of, threads_of
 from kvrelay.calibrate.probes import Prober
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
@@ -36,11 +37,27 @@ async def calibrate(
     """Raises KvrelayError if the cluster cannot be asked, CalibrationError if it cannot be measured."""
     model, status = await client.model_info(), await client.status()
     ready = [worker for worker in status.workers if worker.state == "ready"]
-    pools = {role: [worker for worker in ready if worker.role == role] for role in ("prefill", "decode")}
+    mixed = [worker for worker in ready if worker.role == "mixed"]
+    pools = {role: mixed or [worker for worker in ready if worker.role == role] for role in ("prefill", "decode")}
+    if mixed:
+        _check_mixed(ready)
     _check(model, pools, status)
-    measuring = Measuring(Prober(client, model, seed), pools, effort, seed, on_progress)
+    measuring = Measuring(Prober(client, model, seed, 1 if mixed else 2), pools, effort, seed, on_progress)
     await measuring.measure()
+    if mixed and not measuring.samples.mixed:
+        raise CalibrationError("no prompt was read in a step that decodes; give the cluster a longer max_model_len")
     return profile_of(measuring, model, status, machine or {}, commit)
+
+
+def _check_mixed(ready: list[WorkerState]) -> None:
+    if len(ready) > 1:
+        names = ", ".join(worker.name for worker in ready)
+        raise CalibrationError(
+            f"the workers are {names}; give one mixed worker, or a prefill and a decode pool: plans of several mixed "
+            "ones, and of hybrids, are made from such profiles"
+        )
+    if ready[0].limits.get("chunk_tokens") == "0":
+        raise CalibrationError(f"chunk_tokens of {ready[0].name} is 0, so no step is of both; give it 1 or more")
 
 
 def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: ClusterStatus) -> None:
@@ -51,10 +68,11 @@ def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: Clus
         if len(kinds) > 1:
             names = ", ".join(w.name for w in workers)
             raise CalibrationError(f"the {role} workers {names} differ in memory or limits; give all the same")
-    degrees = {role: degree_of(workers[0]) for role, workers in pools.items()}
-    if len(set(degrees.values())) > 1:
-        each = " and ".join(f"{degree} in the {role} pool" for role, degree in degrees.items())
-        raise CalibrationError(f"tensor_parallel is {each}; a profile is of one degree, so give both the same")
+    for key, of in (("tensor_parallel", degree_of), ("threads", threads_of)):
+        degrees = {role: of(workers[0]) for role, workers in pools.items()}
+        if len(set(degrees.values())) > 1:
+            each = " and ".join(f"{degree} in the {role} pool" for role, degree in degrees.items())
+            raise CalibrationError(f"{key} is {each}; a profile is of one degree, so give both the same")
     if not pools["prefill"][0].page_size:
         raise CalibrationError("the router does not say its workers' page size; it runs another version of kvrelay")
     if model.max_model_len < LEAST_LEN:

@@ -5,6 +5,7 @@
     decode     batches that run together, short and long contexts: the mean step while all of them run
     handoff    the receipts of all these prompts
     slowdown   where prefill and decode share a host: each alone and both at once, by the batch
+    mixed      of a mixed worker, instead of the two before: steps of both, by the batch and the chunk
 
 Every point is asked for `repeats` times, in rounds over all points in an order of their own, so that a noisy minute
 spoils no point alone. When its time is over it keeps what it has, each point once at least.
@@ -44,6 +45,7 @@ class Samples:
     gaps_s: list[float] = field(default_factory=list)  # between steps of `pack` tokens, one after another
     decode: dict[tuple[int, int, bool], list[DecodeSample]] = field(default_factory=lambda: defaultdict(list))
     slowdown: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    mixed: dict[tuple[int, int, bool], list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Measuring:
@@ -69,6 +71,11 @@ class Measuring:
         self.max_batch = min(int(pools["decode"][0].limits.get("max_batch_size", 64)), MOST_BATCH)
         tokens = min(worker.total_pages * worker.page_size for workers in pools.values() for worker in workers)
         self.max_context = min(MOST_CONTEXT, tokens // CONTEXTS_IN_CACHE)
+        self.chunk = min(int(limits.get("chunk_tokens", 0)), self.max_chunk)
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.pools["prefill"][0].role == "mixed"
 
     @property
     def shares_host(self) -> bool:
@@ -78,7 +85,9 @@ class Measuring:
         await self.prober.prefill([self.prober.prompt(self.pack)])  # opens what is opened at first use
         await self._rounds("prefill and handoff", self._prefill_tasks(), self.effort.repeats)
         await self._rounds("decode", await self._decode_tasks(), self.effort.repeats)
-        if self.shares_host:
+        if self.is_mixed:
+            await self._rounds("steps of both", self._mixed_tasks(), self.effort.slowdown_repeats)
+        elif self.shares_host:
             await self._rounds("both at once", self._slowdown_tasks(), self.effort.slowdown_repeats)
 
     async def _rounds(self, what: str, tasks: list[Callable[[], Awaitable[None]]], repeats: int) -> None:
@@ -201,14 +210,15 @@ class Measuring:
 
     # both at once
 
-    def _slowdown_tasks(self) -> list[Callable[[], Awaitable[None]]]:
+    def _sizes(self) -> list[int]:
         sizes = [size for size in (1, 4, 16, 48) if size <= self.max_batch]
-        sizes = sizes[::2] if self.effort.is_coarse else sizes
+        return sizes[::2] if self.effort.is_coarse else sizes
 
+    def _slowdown_tasks(self) -> list[Callable[[], Awaitable[None]]]:
         def task(size: int) -> Callable[[], Awaitable[None]]:
             return lambda: self._slowdown(size)
 
-        return [task(size) for size in sizes]
+        return [task(size) for size in self._sizes()]
 
     async def _slowdown(self, size: int) -> None:
         """Alone and beside each other, one right after the other, so that both see the same machine."""
@@ -227,6 +237,27 @@ class Measuring:
         prefill = _median_s(fed) / _median_s(lone)
         decode = _median_s(beside) / _median_s(alone)
         self.samples.slowdown[size].append((prefill, decode))
+
+    def _mixed_tasks(self) -> list[Callable[[], Awaitable[None]]]:
+        """Beside each batch a short chunk and a whole one, and beside the largest one between them to hold out."""
+
+        def task(size: int, share: float, held_out: bool) -> Callable[[], Awaitable[None]]:
+            length = round(share * min(self.chunk, self.max_chunk - size))  # more would take a second step
+            return lambda: self._mixed(size, max(1, length), held_out)
+
+        sizes = self._sizes()
+        asked = [(size, share, False) for size in sizes for share in (0.25, 1.0)]
+        return [task(*each) for each in (*asked, (sizes[-1], 0.6, True))]
+
+    async def _mixed(self, size: int, length: int, held_out: bool) -> None:
+        """Prompts of one chunk, one after another, each in a step of a batch that decodes."""
+        prober = self.prober
+        room = prober.model.max_model_len - 66
+        prompts = [prober.prompt(max(16, min(64, room))) for _ in range(size)]
+        await prober.remember(prompts)
+        beside, fed = await prober.decode_beside_prefill(prompts, min(2 * self.effort.steps, room), length, 1)
+        for sample in beside:
+            self.samples.mixed[size, length, held_out] += [(each.seconds, sample.context_tokens) for each in fed]
 
 
 def _median_s(samples: Sequence[PrefillSample] | Sequence[DecodeSample]) -> float:

@@ -11,15 +11,28 @@ from typing import Any
 
 from kvrelay.calibrate.measuring import Measuring, Samples
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
-from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, SlowdownPoint, TransferPoint
+from placement.latency.profile import (
+    DecodePoint,
+    Fault,
+    MixedPoint,
+    PoolFacts,
+    PrefillPoint,
+    Profile,
+    SlowdownPoint,
+    TransferPoint,
+)
 from placement.latency.profile_latency import ProfileLatency
 
-ROLES = ("prefill", "decode")
 ERROR_SHARE = 0.9
 
 
 def degree_of(worker: WorkerState) -> int:
     return int(worker.limits.get("tensor_parallel", 1))
+
+
+def threads_of(worker: WorkerState) -> int:
+    """Of each of its processes; 0: on a GPU, or of another version."""
+    return int(worker.limits.get("threads", 0))
 
 
 def profile_of(
@@ -30,7 +43,7 @@ def profile_of(
     commit: str,
 ) -> Profile:
     """The median of each point that was measured, of a cluster whose `status` has been checked."""
-    prefill, decode = ([w for w in status.workers if w.role == role and w.state == "ready"] for role in ROLES)
+    prefill, decode = measuring.pools["prefill"], measuring.pools["decode"]
     samples = measuring.samples
     lone = [sample for sample in samples.lone if sample.prompt_len <= measuring.pack]
     overhead_s = _overhead_s(samples, measuring.pack)
@@ -46,11 +59,13 @@ def profile_of(
         commit=commit,
         page_size=prefill[0].page_size,
         tp=degree_of(prefill[0]),
+        threads=threads_of(prefill[0]),
         prefill_pool=_pool(prefill),
         decode_pool=_pool(decode),
         prefill=_prefill_points(measuring, overhead_s),
         decode=_decode_points(samples),
         transfer=_transfer_points(samples),
+        mixed=_mixed_points(samples),
         prefill_overhead_s=overhead_s,
         message_s=message_s,
         handoff_s=max(0.0, statistics.median(exposed_s) - message_s) if exposed_s else 0.0,
@@ -119,6 +134,21 @@ def _decode_points(samples: Samples) -> tuple[DecodePoint, ...]:
     )
 
 
+def _mixed_points(samples: Samples) -> tuple[MixedPoint, ...]:
+    return tuple(
+        MixedPoint(
+            chunks=((length, 0),),
+            batch_size=size,
+            context_tokens=round(statistics.median(context for _, context in group)),
+            seconds=statistics.median(seconds for seconds, _ in group),
+            repeats=len(group),
+            held_out=held_out,
+        )
+        for (size, length, held_out), group in sorted(samples.mixed.items())
+        if group
+    )
+
+
 def _transfer_points(samples: Samples) -> tuple[TransferPoint, ...]:
     points = [
         TransferPoint(
@@ -146,6 +176,11 @@ def errors(profile: Profile) -> Fault:
     latency = ProfileLatency(profile)
     between_s = profile.prefill_overhead_s
     prefill = [(latency.prefill_s(p.chunks) - between_s, p.seconds) for p in profile.prefill if p.held_out]
+    prefill += [
+        (latency.mixed_s(p.chunks, p.batch_size, p.context_tokens) - between_s, p.seconds)
+        for p in profile.mixed
+        if p.held_out
+    ]
     decode = [
         (latency.decode_line(point.batch_size, point.context_tokens).step_s, point.seconds)
         for point in profile.decode

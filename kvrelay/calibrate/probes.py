@@ -67,8 +67,11 @@ class DecodeSample:
 
 
 class Prober:
-    def __init__(self, client: AsyncClient, model: ServedModel, seed: int) -> None:
+    def __init__(self, client: AsyncClient, model: ServedModel, seed: int, prompt_tokens: int = 2) -> None:
+        """`prompt_tokens`: that a prompt makes which is asked for its own sake; 2: one here and one at the worker that
+        decodes, so that it is handed over; 1: its worker decodes nothing of it beside the next one."""
         self._client = client
+        self._prompt_tokens = prompt_tokens
         self.model = model
         self._rng = np.random.default_rng(seed)
         self._zero_s = time.perf_counter()
@@ -99,8 +102,8 @@ class Prober:
         return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
 
     async def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PrefillSample], list[HandoffSample]]:
-        """Prompts sent at once, each of which makes a token here and one at the decode worker."""
-        outcomes = await self.send([(prompt, 2) for prompt in prompts])
+        """Prompts sent at once."""
+        outcomes = await self.send([(prompt, self._prompt_tokens) for prompt in prompts])
         return [_prefill_sample(outcome) for outcome in outcomes], _handoffs(outcomes)
 
     async def remember(self, prompts: Sequence[Sequence[int]]) -> None:

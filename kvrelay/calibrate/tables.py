@@ -29,6 +29,10 @@ def profile_tables(profile: Profile) -> list[Table]:
         table_s = latency.decode_line(d.batch_size, d.context_tokens).step_s
         sizes = (f"{d.batch_size}", f"{d.context_tokens}")
         decode.add_row(*sizes, _ms(d.seconds), f"{d.batch_size / d.seconds:.0f}", _ms(table_s), _held(d))
+    mixed = _table("Both in one step", "tokens in a step", "requests", "ms a step", "table ms", "")
+    for m in profile.mixed:
+        table_s = latency.mixed_s(m.chunks, m.batch_size, m.context_tokens) - profile.prefill_overhead_s
+        mixed.add_row(f"{m.tokens}", f"{m.batch_size}", _ms(m.seconds), _ms(table_s), _held(m))
     handoff = _table("Handoff", "tokens", "MB", "ms moving", "GB/s", "ms not hidden")
     for t in profile.transfer:
         speed = f"{t.bytes / t.seconds / 1e9:.2f}" if t.seconds else "-"
@@ -44,7 +48,7 @@ def profile_tables(profile: Profile) -> list[Table]:
     error = profile.error
     wrong = f"prefill {error.prefill:.1%}, decode {error.decode:.1%}, handoff {error.transfer:.1%}"
     rest.add_row("error, nine in ten of the points held out", wrong)
-    return [prefill, decode, *([handoff] if profile.transfer else []), rest]
+    return [prefill, decode, *([mixed] if profile.mixed else []), *([handoff] if profile.transfer else []), rest]
 
 
 def verification_tables(verified: Verification) -> list[Table]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from cluster.router.options import RouterOptions
 from decode_worker.options import DecodeOptions
 from engine.knobs import read
+from mixed_worker.options import MixedOptions
 from placement.build.worker import RolePolicy, WorkerModel, sim_worker
 from placement.latency.profile import PoolFacts, Profile, ProfileError
 from placement.latency.profile_latency import ProfileLatency
@@ -26,15 +27,19 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
     latency = ProfileLatency(profile)
 
     def pool(role: str, facts: PoolFacts, kind: type[RolePolicy], count: int | None) -> list[SimWorker]:
-        policy = _read(kind, facts.options, f"{role}_pool")
+        policy = _read(kind, facts.options, "prefill_pool" if role == "mixed" else f"{role}_pool")
         caches = bool(facts.options.get("prefix_cache", True))
         model = WorkerModel(latency=latency, num_pages=facts.num_pages, page_size=profile.page_size)
         names = [f"{role}-{i}" for i in range(count or facts.count)]
         return [sim_worker(name, role, model, policy, prefix_cache=caches) for name in names]
 
     workers = (
-        *pool("prefill", profile.prefill_pool, PrefillOptions, num_prefill),
-        *pool("decode", profile.decode_pool, DecodeOptions, num_decode),
+        (*pool("mixed", profile.prefill_pool, MixedOptions, None),)
+        if profile.is_mixed
+        else (
+            *pool("prefill", profile.prefill_pool, PrefillOptions, num_prefill),
+            *pool("decode", profile.decode_pool, DecodeOptions, num_decode),
+        )
     )
     return SimCluster(
         workers=workers,
@@ -57,11 +62,11 @@ def hosts_of(
     rows: tuple[tuple[int, float, float], ...], workers: Iterable[SimWorker], per_host: tuple[int, int] = (1, 1)
 ) -> tuple[SharedHost, ...]:
     """`rows`: SharedHost.by_batch; `per_host`: prefill and decode workers of a host. In the order of the workers; those
-    that are mixed are left out: what they do to others was not measured."""
+    that are mixed stand where one is missing."""
     names: dict[str, list[str]] = {"prefill": [], "decode": []}
-    for worker in workers:
-        if worker.role in names:
-            names[worker.role].append(worker.name)
+    for worker in sorted(workers, key=lambda worker: worker.role == "mixed"):
+        fewest = min(names, key=lambda role: len(names[role]) / per_host[role == "decode"])
+        names[worker.role if worker.role in names else fewest].append(worker.name)
     count = max(-(-len(names[role]) // most) for role, most in zip(names, per_host, strict=True))
     shared = [
         [name for role, most in zip(names, per_host, strict=True) for name in names[role][i * most : (i + 1) * most]]

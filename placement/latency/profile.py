@@ -1,4 +1,5 @@
-"""A profile is what was measured of one pair of workers: how long their steps take, what they hold, how sure that is.
+"""A profile is what was measured of one pair of workers, or of one mixed worker: how long their steps take, what they
+hold, how sure that is.
 
 `kvrelay calibrate` writes it (JSON), ProfileLatency and ProfileCatalog answer the planner's questions from it, and the
 simulator takes from it what workers on one host cost each other. Values only. Times are seconds. Points that say
@@ -46,6 +47,14 @@ class DecodePoint:
     seconds: float
     repeats: int = 1
     held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPoint(PrefillPoint):
+    """A step that also decodes for `batch_size` requests, which attend to `context_tokens` in all."""
+
+    batch_size: int
+    context_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +109,10 @@ class Profile:
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
     transfer: tuple[TransferPoint, ...]
+    mixed: tuple[MixedPoint, ...] = ()  # there are some where the workers are mixed: both pools are then the one
     tp: int = 1
     pp: int = 1
+    threads: int = 0  # of each of a worker's processes; 0: of workers on GPUs, or not known
     router: Mapping[str, int | float | str | bool] = field(default_factory=dict)  # limits of its policy
     prefill_overhead_s: float = 0.0  # what a prefill worker does between two steps; decode steps have theirs in them
     message_s: float = 0.0005  # one way, between two processes
@@ -111,6 +122,10 @@ class Profile:
     error: Fault = field(default_factory=Fault)
     notes: Mapping[str, Any] = field(default_factory=dict)  # how it was measured; load of the machine
     name: str = "profile"
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.mixed)
 
     @property
     def is_shared_host(self) -> bool:

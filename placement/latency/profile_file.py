@@ -15,6 +15,7 @@ from typing import Any
 from placement.latency.profile import (
     DecodePoint,
     Fault,
+    MixedPoint,
     PoolFacts,
     PrefillPoint,
     Profile,
@@ -70,8 +71,12 @@ def profile_from(data: Any) -> Profile:
         prefill=tuple(_prefill_point(row, f"prefill[{i}]") for i, row in enumerate(_rows(data, "prefill"))),
         decode=tuple(_decode_point(row, f"decode[{i}]") for i, row in enumerate(_rows(data, "decode"))),
         transfer=tuple(_transfer_point(row, f"transfer[{i}]") for i, row in enumerate(_rows(data, "transfer"))),
+        mixed=tuple(_mixed_point(row, f"mixed[{i}]") for i, row in enumerate(_rows(data, "mixed")))
+        if "mixed" in data
+        else (),
         tp=_whole(data, "tp"),
         pp=_whole(data, "pp"),
+        threads=int(_number(data, "threads")) if "threads" in data else 0,
         router=dict(_mapping(data, "router")) if "router" in data else {},
         prefill_overhead_s=_number(data, "prefill_overhead_s"),
         message_s=_number(data, "message_s"),
@@ -96,6 +101,18 @@ def _pool(data: Mapping[str, Any], key: str) -> PoolFacts:
 
 
 def _prefill_point(row: Any, where: str) -> PrefillPoint:
+    return PrefillPoint(**_chunks(row, where))
+
+
+def _mixed_point(row: Any, where: str) -> MixedPoint:
+    return MixedPoint(
+        **_chunks(row, where),
+        batch_size=_whole(row, "batch_size", where),
+        context_tokens=_whole(row, "context_tokens", where),
+    )
+
+
+def _chunks(row: Any, where: str) -> dict[str, Any]:
     chunks = row.get("chunks") if isinstance(row, Mapping) else None
     try:
         made = tuple((int(length), int(start)) for length, start in chunks or ())
@@ -103,7 +120,7 @@ def _prefill_point(row: Any, where: str) -> PrefillPoint:
         made = ()
     if not made or any(length < 1 or start < 0 for length, start in made):
         raise ProfileError(f"{where}.chunks is {chunks!r}; give pairs of tokens computed and tokens before them")
-    return PrefillPoint(chunks=made, seconds=_above_0(row, "seconds", where), **_common(row))
+    return {"chunks": made, "seconds": _above_0(row, "seconds", where), **_common(row)}
 
 
 def _decode_point(row: Any, where: str) -> DecodePoint:

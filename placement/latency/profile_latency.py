@@ -4,6 +4,8 @@
                each token attends to on average: for each sum a line in those; between sums, straight. Each prompt
                beyond a step's first adds the same.
     decode     steps of a batch: for each batch size a line in the context of a request; between sizes, straight.
+    mixed      a decode step, and a share of what the chunks would take beyond a step of one token: the share that was
+               measured, or all of it.
     transfer   a line in the tokens.
 
 The lines are least squares and never fall with the context. Beyond the outermost measured sums and sizes the last two
@@ -16,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from placement.latency.base import DecodeLine
-from placement.latency.profile import PrefillPoint, Profile
+from placement.latency.profile import MixedPoint, PrefillPoint, Profile
 
 
 class Lines:
@@ -70,11 +72,11 @@ def _shared_slope(by_x: Mapping[float, Sequence[tuple[float, float]]]) -> float:
 class ProfileLatency:
     """One worker as it was measured; a step's time holds what lies between it and the next one.
 
-    `mixed_s`: no step of both was measured; it is the sum of what the two would take by themselves, less the step that
-    a prefill of one token has in common with it.
+    `prompt_share`: what chunks of prompts take in a step that decodes, of what they would take by themselves beyond a
+    step of one token. None: as was measured, 1 where it was not.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, prompt_share: float | None = None) -> None:
         self.profile = profile
         fit = [point for point in profile.prefill if not point.held_out]
         alone = [point for point in fit if len(point.chunks) == 1] or fit
@@ -83,6 +85,7 @@ class ProfileLatency:
         fit_decode = [point for point in profile.decode if not point.held_out]
         self._decode = Lines([(p.batch_size, p.context_tokens / p.batch_size, p.seconds) for p in fit_decode])
         self._least_s = min([*(p.seconds for p in fit), *(p.seconds for p in fit_decode)]) / 2
+        self.prompt_share = self._measured_share() if prompt_share is None else prompt_share
         self._transfer = _line([(p.tokens, p.seconds) for p in profile.transfer if not p.held_out])
 
     @property
@@ -99,6 +102,22 @@ class ProfileLatency:
         """What each prompt beyond the first adds to a step, beside its tokens."""
         more = [(p.seconds - self._step_s(p.tokens, p.attended)) / (len(p.chunks) - 1) for p in points]
         return max(0.0, sum(more) / len(more)) if more else 0.0
+
+    def _measured_share(self) -> float:
+        """Of the least squares, over the steps of both that were measured."""
+        pairs = [
+            (self._beyond_s(p.chunks), p.seconds + self.profile.prefill_overhead_s - self._decode_s(p))
+            for p in self.profile.mixed
+            if not p.held_out
+        ]
+        whole = sum([beyond_s * beyond_s for beyond_s, _ in pairs])
+        return max(0.0, sum([beyond_s * added_s for beyond_s, added_s in pairs]) / whole) if whole else 1.0
+
+    def _decode_s(self, point: MixedPoint) -> float:
+        return self.decode_line(point.batch_size, point.context_tokens).step_s
+
+    def _beyond_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.prefill_s(chunks) - self.prefill_s([(1, 0)])
 
     def _step_s(self, tokens: int, attended: float) -> float:
         base_s, slope_s = self._prefill.at(tokens)
@@ -126,7 +145,7 @@ class ProfileLatency:
         decode_s = self.decode_line(batch_size, context_tokens).step_s
         if not chunks:
             return decode_s
-        return max(decode_s, decode_s + self.prefill_s(chunks) - self.prefill_s([(1, 0)]))
+        return max(decode_s, decode_s + self.prompt_share * self._beyond_s(chunks))
 
     def transfer_s(self, num_tokens: int) -> float:
         base_s, slope_s = self._transfer

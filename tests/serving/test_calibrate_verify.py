@@ -82,6 +82,28 @@ async def check_profile(path: Path, printed: dict[str, Any]) -> None:
     assert (limits.max_batch_tokens, limits.pack_tokens) == (64, 32)
 
 
+async def test_a_mixed_worker_is_calibrated_and_its_prediction_verified(model_dir: ModelDir, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    engine = EngineOptions(model="", num_pages=256, max_model_len=MAX_LEN)
+    worker = LIMITS | {"chunk_tokens": 32, "threads": 1}
+    lone = LocalCluster(str(model_dir("llama")), prefill=0, decode=0, mixed=1, engine=engine, worker=worker)
+    async with lone as served:
+        asked = ("--endpoint", served.endpoint)
+        code, out, err = await kvrelay("calibrate", *asked, "--quick", "--repeats", "1", "--out", str(path), "--json")
+        assert code == 0, err
+        profile = read_profile(path)
+        assert json.loads(out)["mixed"]
+        assert {(point.batch_size, point.tokens) for point in profile.mixed} >= {(1, 8), (1, 32)}
+        assert (profile.threads, profile.transfer, profile.slowdown) == (1, (), ())
+        assert {1, 4} <= {point.batch_size for point in profile.decode}
+        workload = ("--random-input-len", "40", "--random-output-len", "8", "--request-rate", "20")
+        counted = ("--num-prompts", "40", "--ttft", "2s", "--tpot", "500ms", "--json")
+        code, out, err = await kvrelay("verify", "--profile", str(path), *asked, *workload, *counted)
+        assert code == 0, err
+        check_verified(json.loads(out))
+        served.check_invariants()
+
+
 def check_verified(found: dict[str, Any]) -> None:
     assert found["num_requests"] == 40
     assert found["failed"] == 0

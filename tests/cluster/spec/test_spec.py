@@ -377,7 +377,7 @@ def test_the_processes_of_a_worker_share_out_its_cores() -> None:
     prefill, decode = workers_of(resolve(parse_spec(data), machine))
     assert (prefill.engine["tensor_parallel"], prefill.engine["threads"]) == (2, 1)
     assert (prefill.cpus, prefill.engine["rank_cpus"]) == ((0,), ((0,), (1,)))
-    assert prefill.options.limits["tensor_parallel"] == "2"
+    assert (prefill.options.limits["tensor_parallel"], prefill.options.limits["threads"]) == ("2", "1")
     assert decode.cpus == (2, 3)
     assert (decode.engine["tensor_parallel"], decode.engine["rank_cpus"]) == (1, ())
     joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_cpus": 8}))), None))

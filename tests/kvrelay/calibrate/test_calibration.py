@@ -111,6 +111,9 @@ def lone(worker: WorkerState) -> ClusterStatus:
             MODEL,
             "^tensor_parallel is 1 in the prefill pool and 2 in the decode pool; a profile is of one degree",
         ),
+        (pair(limits={"threads": "2"}), MODEL, "^threads is 0 in the prefill pool and 2 in the decode pool"),
+        (pair(role="mixed"), MODEL, "^the workers are prefill-0, decode-1; give one mixed worker, or a prefill and a"),
+        (lone(replace(pair().workers[0], role="mixed", limits={"chunk_tokens": "0"})), MODEL, "^chunk_tokens of pre"),
     ],
 )
 async def test_a_cluster_that_cannot_be_measured_is_told_why(

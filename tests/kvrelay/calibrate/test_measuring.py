@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvrelay.calibrate.effort import QUICK
+from kvrelay.calibrate.effort import QUICK, Effort
 from kvrelay.calibrate.measuring import Measuring
 
 pytestmark = pytest.mark.unit
 
-WORKER: Any = SimpleNamespace(
-    limits={"max_batch_tokens": "64", "pack_tokens": "32", "max_batch_size": "4"}, total_pages=256, page_size=16
-)
+LIMITS = {"max_batch_tokens": "64", "pack_tokens": "32", "max_batch_size": "4"}
+WORKER: Any = SimpleNamespace(role="prefill", limits=LIMITS, total_pages=256, page_size=16)
+MIXED: Any = SimpleNamespace(role="mixed", limits=LIMITS | {"chunk_tokens": "64"}, total_pages=256, page_size=16)
 
 
 class Prober:
@@ -44,3 +44,27 @@ async def test_prompts_are_a_point_where_they_went_into_one_step(
     measuring = Measuring(prober, pools, QUICK, 0, lambda *_: None)
     await measuring._together(2, 24, False)
     assert dict(measuring.samples.prefill) == points
+
+
+class Beside(Prober):
+    """Steps of both, each of which takes a millisecond for each token and each request."""
+
+    async def remember(self, prompts: Sequence[Sequence[int]]) -> None: ...
+
+    async def decode_beside_prefill(
+        self, prompts: Sequence[Sequence[int]], steps: int, prompt_len: int, feeders: int
+    ) -> tuple[list[Any], list[Any]]:
+        assert feeders == 1, "two prompts would share a step"
+        seconds = 1e-3 * (prompt_len + len(prompts))
+        return [SimpleNamespace(context_tokens=100 * len(prompts))], [SimpleNamespace(seconds=seconds)] * 3
+
+
+async def test_steps_of_both_are_looked_at_by_batch_and_chunk_and_checked_between() -> None:
+    prober: Any = Beside(())
+    measuring = Measuring(prober, {"prefill": [MIXED], "decode": [MIXED]}, Effort(), 0, lambda *_: None)
+    for task in measuring._mixed_tasks():
+        await task()
+    asked = sorted(measuring.samples.mixed)
+    assert asked == [(1, 16, False), (1, 63, False), (4, 15, False), (4, 36, True), (4, 60, False)]
+    assert all(size + length <= 64 for size, length, _ in asked)  # one step holds them
+    assert measuring.samples.mixed[4, 60, False] == [(1e-3 * 64, 400)] * 3

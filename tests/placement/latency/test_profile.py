@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from decode_worker.options import DecodeOptions
+from mixed_worker.options import MixedOptions
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import Degrees
 from placement.catalogs.profile import ProfileCatalog
@@ -18,6 +19,7 @@ from placement.latency.base import decode_run_s
 from placement.latency.profile import (
     DecodePoint,
     Fault,
+    MixedPoint,
     PoolFacts,
     PrefillPoint,
     Profile,
@@ -150,13 +152,51 @@ def test_a_mixed_step_takes_what_both_take_less_the_step_they_share() -> None:
     )
 
 
+def mixed_profile(share: float, **changed: Any) -> Profile:
+    """Of one mixed worker, in whose steps of both a prompt takes that share of what it takes alone."""
+    limits = {"max_batch_tokens": 400, "pack_tokens": 100, "max_batch_size": 32, "chunk_tokens": 64}
+    pool, latency = PoolFacts(count=1, num_pages=250, options=limits), ProfileLatency(profile(), share)
+    points = tuple(
+        MixedPoint(
+            chunks=((length, 0),),
+            batch_size=batch,
+            context_tokens=50 * batch,
+            seconds=latency.mixed_s([(length, 0)], batch, 50 * batch),
+        )
+        for length in (16, 64)
+        for batch in (1, 8)
+    )
+    given: dict[str, Any] = {"prefill_pool": pool, "decode_pool": pool, "transfer": (), "mixed": points}
+    return profile(**given | changed)
+
+
+def test_a_mixed_step_takes_the_share_that_was_measured() -> None:
+    latency = ProfileLatency(mixed_profile(0.7))
+    assert latency.prompt_share == pytest.approx(0.7)
+    assert latency.mixed_s([(40, 0)], 4, 200) == pytest.approx(
+        ProfileLatency(profile(), 0.7).mixed_s([(40, 0)], 4, 200)
+    )
+    wild = replace(mixed_profile(0.7).mixed[0], seconds=9.0, held_out=True)
+    held = ProfileLatency(mixed_profile(0.7, mixed=(*mixed_profile(0.7).mixed, wild)))
+    assert held.prompt_share == pytest.approx(0.7)
+
+
 # The file
 
 
-def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    made = profile(slowdown=(SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),), notes={"load": 0.1})
+@pytest.mark.parametrize("made", [profile(), mixed_profile(0.7)], ids=["pair", "mixed"])
+def test_a_profile_comes_back_as_it_was_written(tmp_path: Path, made: Profile) -> None:
+    made = replace(
+        made, slowdown=(SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),), notes={"load": 0.1}, threads=2
+    )
     write_profile(made, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == made
+
+
+def test_a_profile_of_before_there_were_threads_and_mixed_steps_is_read() -> None:
+    data = profile_object(profile())
+    del data["threads"], data["mixed"]
+    assert profile_from(json.loads(json.dumps(data))) == replace(profile(), name="profile")
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -176,6 +216,8 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d["decode_pool"].update(num_pages=1.5), "decode_pool.num_pages is 1.5"),
         (lambda d: d["error"].update(decode=float("nan")), "error.decode is nan"),
         (lambda d: d.update(page_size=True), "page_size is True"),
+        (lambda d: d.update(threads=-1), "threads is -1"),
+        (lambda d: d.update(mixed=[{"chunks": [[8, 0]], "seconds": 1}]), r"mixed\[0\].batch_size is missing"),
         (lambda d: d.update(slowdown=[{"batch_size": 1, "prefill": 0, "decode": 1}]), r"slowdown\[0\].prefill is 0"),
     ],
 )
@@ -221,6 +263,16 @@ def test_the_measured_cluster_is_simulated_with_the_limits_that_it_keeps() -> No
     assert [host.workers for host in cluster.hosts] == [("prefill-0", "decode-0"), ("decode-1",)]
     assert cluster.hosts[0].by_batch == ((4, 1.2, 1.1),)
     assert not sim_cluster(profile()).hosts
+
+
+def test_the_measured_mixed_worker_is_simulated_as_one() -> None:
+    made = mixed_profile(0.7, message_s=0.0)
+    cluster = sim_cluster(made)
+    (worker,) = cluster.workers
+    assert isinstance(worker.policy, MixedOptions)
+    assert (worker.name, worker.role, worker.num_pages, worker.policy.chunk_tokens) == ("mixed-0", "mixed", 250, 64)
+    outcome = simulate(cluster, from_rows([[0.0, 100, 11]]))
+    assert outcome.ttft_s[0] == pytest.approx(prefill_s(100, 0))
 
 
 def test_a_lone_request_takes_in_the_simulator_what_was_measured() -> None:
