@@ -98,6 +98,11 @@ class Candidate:
         return sum(pool.gpus for pool in self.pools)
 
     @property
+    def unit(self) -> str:
+        """What it takes so many of: GPUs or cores."""
+        return self.pools[0].degrees.unit
+
+    @property
     def label(self) -> str:
         """3 x prefill TP 2 + 1 x decode TP 4; 4 x mixed TP 2, chunks of 512"""
         text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)

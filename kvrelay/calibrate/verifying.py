@@ -34,11 +34,10 @@ from placement.checks.verification import Prediction, Seen, Verification, compar
 from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from placement.plan import Candidate, PoolPlan, Slo
-from placement.simulator.cluster import SimCluster
+from placement.simulator.cluster import SIMULATED, SimCluster
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
 AT_A_RATE: dict[str, Any] = {"num_prompts": 1000, "trace_timestamps": False}  # whatever the plan drew from
-ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +137,13 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
             f"{path} chose a published system's machines, which kvrelay does not serve; plan with --no-colocated"
         )
     workload = replace(request.workload, **AT_A_RATE | {"request_rate": rate, **changed})
-    counts = [sum(pool.replicas for pool in candidate.pools if pool.role == role) for role in ROLES]
-    if request.profile is not None and not candidate.is_colocated:
-        profile = read_profile(request.profile)
+    counts = [pool.replicas for pool in candidate.pools]  # prefill, decode
+    if len(request.profile) == 1 and candidate.kind == "two pools":
+        profile = read_profile(request.profile[0])
         return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
-    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, error=share)
+    client_s = read_profile(request.profile[0]).client_s if request.profile else 0.0
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, client_s=client_s, error=share)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:
@@ -180,7 +180,7 @@ def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
 
 def check_alike(claim: Claim, status: ClusterStatus) -> None:
     """Raises PlanError: the cluster that runs is not the one that is predicted."""
-    for role in ROLES:
+    for role in SIMULATED:
         wanted = sum(worker.role == role for worker in claim.cluster.workers)
         ready = sum(worker.role == role and worker.state == "ready" for worker in status.workers)
         if wanted != ready:

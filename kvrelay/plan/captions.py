@@ -53,13 +53,13 @@ def _goodput_alt(plan: Plan) -> str:
     shown = "; ".join(
         f"number {rank}, {placement.candidate.label}: {amounts.num(placement.per_gpu)}" for rank, placement in rows
     )
-    return f"Goodput per GPU of every placement, requests per second, best first: {shown}."
+    return f"Goodput per {plan.chosen.candidate.unit} of every placement, requests per second, best first: {shown}."
 
 
 def _goodput_caption(plan: Plan) -> str:
     more = len(plan.tried) - goodput.MAX_ROWS
     rest = f" {more} more are in the table." if more > 0 else ""
-    return f"What each GPU serves within the targets. Whiskers are intervals.{rest}"
+    return f"What each {plan.chosen.candidate.unit} serves within the targets. Whiskers are intervals.{rest}"
 
 
 def _phases_alt(plan: Plan) -> str:
@@ -67,7 +67,8 @@ def _phases_alt(plan: Plan) -> str:
         f"{role}: " + ", ".join(f"{label} {amounts.num(value)}" for label, value in table)
         for role, table in plan.phase_goodput.items()
     ]
-    return "Goodput per GPU of each phase alone, requests per second. " + "; ".join(parts) + "."
+    unit = plan.chosen.candidate.unit
+    return f"Goodput per {unit} of each phase alone, requests per second. " + "; ".join(parts) + "."
 
 
 def _phases_caption(plan: Plan) -> str:

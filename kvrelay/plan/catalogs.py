@@ -42,9 +42,8 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
 
 
 def _profile_catalog(request: PlanRequest) -> Catalog:
-    assert request.profile is not None
     cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
-    return ProfileCatalog(read_profile(request.profile), cost=cost)
+    return ProfileCatalog(*map(read_profile, request.profile), cost=cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

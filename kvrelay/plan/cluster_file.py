@@ -39,9 +39,10 @@ def spec_data(
     has_gpus: bool,
     slo: Slo | None = None,
     name: str = "planned",
+    dtype: str = "",
 ) -> dict[str, Any]:
     """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
-    `slo`: what every request wants; None where they differ."""
+    `slo`: what every request wants; None where they differ. `dtype`: that was measured; empty: the model's."""
     pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
@@ -50,6 +51,7 @@ def spec_data(
     return {
         "name": name,
         "model": model,
+        **({"dtype": dtype} if dtype else {}),
         "page_size": page_sizes.pop(),
         **({"router": targets} if targets else {}),
         "pools": [
@@ -70,6 +72,7 @@ def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpu
     data |= {"role": pool.role, "replicas": pool.replicas}
     data |= {"tensor_parallel": pool.degrees.tp} if pool.degrees.tp > 1 else {}
     data |= {"pipeline_parallel": pool.degrees.pp} if pool.degrees.pp > 1 else {}
+    data |= {"threads": pool.degrees.threads} if pool.degrees.threads else {}
     if has_gpus:
         data["num_gpus"] = pool.degrees.gpus
     if kv_bytes_per_token:

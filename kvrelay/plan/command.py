@@ -17,6 +17,8 @@ def command_of(request: PlanRequest) -> str:
         flag = f"--{key.replace('_', '-')}"
         if key == "classes":
             lines += [f"--class {shlex.quote(_class_flag(each))}" for each in value]
+        elif key == "profile":
+            lines += [f"{flag} {shlex.quote(each)}" for each in value]
         elif isinstance(value, bool):
             lines.append(flag if value else f"--no-{key.replace('_', '-')}")
         else:

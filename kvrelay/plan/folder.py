@@ -94,10 +94,11 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     if placement is None:
         why = "There is none: only a published system's machines meet the targets, and kvrelay does not serve them."
         return "", why, []
-    model, kv_bytes = _model_and_kv(request, plan)
+    dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
+    model, kv_bytes = _model_and_kv(request, plan, dtype or "auto")
     name = cluster.cluster_name(model)
     slo, has_gpus = None if request.classes else plan.slo, request.latency_kind != "profile"
-    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=has_gpus, slo=slo, name=name)
+    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=has_gpus, slo=slo, name=name, dtype=dtype)
     refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))
     if isinstance(refusal, str):
@@ -106,11 +107,11 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     return text, "", []
 
 
-def _model_and_kv(request: PlanRequest, plan: Plan) -> tuple[str, dict[str, int] | None]:
+def _model_and_kv(request: PlanRequest, plan: Plan, dtype: str) -> tuple[str, dict[str, int] | None]:
     """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
     model = _loaded_model(request)
     try:
-        kv_bytes = int(load_shape(request.model or model).kv_bytes_per_token)
+        kv_bytes = int(load_shape(request.model or model).with_dtype(dtype).kv_bytes_per_token)
     except PlanError:
         return model, None
     kinds = {pool.hardware for placement in plan.tried for pool in placement.candidate.pools}
@@ -121,8 +122,7 @@ def _loaded_model(request: PlanRequest) -> str:
     """A model's directory by its full path, or its hub id."""
     given = request.model
     if given is None:
-        assert request.profile is not None
-        given = str(read_profile(request.profile).model.get("name", "model"))
+        given = str(read_profile(request.profile[0]).model.get("name", "model"))
     return loadable_name(given)
 
 
@@ -150,7 +150,7 @@ def title(plan: Plan, request: PlanRequest) -> str:
 def asked_words(plan: Plan, request: PlanRequest) -> str:
     """What was asked, in one sentence."""
     size = (
-        f"on {amounts.count(request.num_gpus, 'GPU')}"
+        f"on {amounts.count(request.num_gpus, plan.chosen.candidate.unit)}"
         if request.num_gpus is not None
         else f"for {amounts.num(request.rate)} requests/s"
         if request.rate is not None

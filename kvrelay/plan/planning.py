@@ -86,7 +86,7 @@ def workload_of(request: PlanRequest) -> Workload:
 
 def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: OnProgress | None) -> Plan:
     if request.tensor_parallel is not None:
-        refusal = catalog.offer(Degrees(request.tensor_parallel))
+        refusal = catalog.offer(catalog.degrees(max(request.tensor_parallel, catalog.gpus_per_node))[0])
         if isinstance(refusal, str):
             raise PlanError(refusal)
     if request.rate is not None:

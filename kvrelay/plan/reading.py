@@ -90,6 +90,8 @@ def _from_folder(path: Path, key: object, value: Any) -> Any:
     if key == "hardware":
         names = listed(value)
         return [_beside(path, name) for name in names] if isinstance(names, list | tuple) else value
+    if key == "profile" and isinstance(value, list):
+        return [_beside(path, each) for each in value]
     return _beside(path, value) if key in (*PATHS, "model") else value
 
 

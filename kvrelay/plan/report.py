@@ -70,6 +70,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         classes=list(_classes(plan)),
         figures=list(captioned_figures(plan, wide, narrow)),
         tried=[_tried_row(rank, placement, plan) for rank, placement in ranked(plan)],
+        unit=plan.chosen.candidate.unit,
         has_limits=any(placement.limit for placement in plan.tried),
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
@@ -88,7 +89,7 @@ def _template() -> Template:
 
 
 def _pool(pool: Any) -> dict[str, Any]:
-    """One square for each GPU, one frame for each worker."""
+    """One square for each GPU or core, one frame for each worker."""
     drawn = min(pool.replicas, MAX_DRAWN_WORKERS)
     return {
         "role": pool.role,
@@ -109,7 +110,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
         "requests/s",
         f"between {amounts.num(goodput.low)} and {amounts.num(goodput.high)}",
     )
-    yield "Per GPU", amounts.num(chosen.per_gpu), "requests/s", f"on {amounts.count(chosen.candidate.gpus, 'GPU')}"
+    unit = chosen.candidate.unit
+    yield f"Per {unit}", amounts.num(chosen.per_gpu), "requests/s", f"on {amounts.count(chosen.candidate.gpus, unit)}"
     if chosen.usd_per_hour:
         each = f"{amounts.usd_per_million(chosen.usd_per_hour, rate)} for a million requests" if rate else ""
         yield "Cost", amounts.usd(chosen.usd_per_hour), "an hour", each

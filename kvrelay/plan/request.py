@@ -35,6 +35,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=86_4
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Above0 = Annotated[float, Field(gt=0)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str | Path) else value)]
 Names = Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)]
 
 
@@ -60,7 +61,7 @@ class PlanRequest(Spec):
 
     model: str | None = setting(None, "A model directory, or a name of configs/models.", min_length=1)
     hardware: Names | None = setting(None, "A file, or a name of configs/hardware; several with commas between them.")
-    num_gpus: Count | None = setting(None, "Use so many GPUs at most.")
+    num_gpus: Count | None = setting(None, "Use so many GPUs at most; cores, with profiles of CPU workers.")
     rate: Above0 | None = setting(None, "Serve so many requests per second.")
     budget: Above0 | None = setting(None, "Spend so many USD an hour at most.")
 
@@ -78,7 +79,9 @@ class PlanRequest(Spec):
         "auto",
         f"`roofline`, `profile` or {', '.join(registry.CATALOGS)} (its own figures). Default: by what is given.",
     )  # one of LATENCIES
-    profile: Path | None = setting(None, "What kvrelay calibrate measured, instead of a roofline.")
+    profile: Paths = setting(
+        (), "What kvrelay calibrate measured, instead of a roofline. May be repeated: workers of other threads."
+    )
     margin: Path | None = setting(None, "What kvrelay verify found; it widens the intervals.")
     max_pp: Count = setting(1, "Pipeline stages to try, at most.")
     tensor_parallel: Count | None = setting(None, "This degree alone. Default: all; of mixed machines, a whole node.")
@@ -158,9 +161,9 @@ class PlanRequest(Spec):
 
     def _check_machines(self) -> None:
         kind = self.latency_kind
-        if kind == "profile" and self.profile is None:
+        if kind == "profile" and not self.profile:
             raise ValueError("`latency` is profile and there is none; give `profile`")
-        if kind != "profile" and self.profile is not None:
+        if kind != "profile" and self.profile:
             raise ValueError(f"`latency` is {self.latency}, but `profile` is given; take one of them out")
         if kind != "profile" and self.model is None:
             raise ValueError("`model` is missing; give a model directory, or a name of configs/models")
@@ -183,7 +186,7 @@ class PlanRequest(Spec):
     def latency_kind(self) -> str:
         """One of LATENCIES, but not auto."""
         if self.latency == "auto":
-            return "profile" if self.profile is not None else "roofline"
+            return "profile" if self.profile else "roofline"
         return self.latency
 
     @property

@@ -44,9 +44,10 @@ def _figures(plan: Plan) -> Table:
     for pool in chosen.candidate.pools:
         kv = f"{pool.num_pages * pool.page_size:,} tokens of KV each"
         table.add_row(f"{pool.role.capitalize()} workers", f"{pool.replicas} x {pool.degrees}, {pool.hardware}, {kv}")
-    table.add_row("GPUs", f"{chosen.candidate.gpus}")
+    unit = chosen.candidate.unit
+    table.add_row(f"{unit[0].upper()}{unit[1:]}s", f"{chosen.candidate.gpus}")
     table.add_row("Goodput (requests/s)", amounts.between(chosen.goodput))
-    table.add_row("Goodput per GPU (requests/s)", amounts.num(chosen.per_gpu))
+    table.add_row(f"Goodput per {unit} (requests/s)", amounts.num(chosen.per_gpu))
     if chosen.usd_per_hour:
         table.add_row("Cost (USD/hour)", f"{chosen.usd_per_hour:,.2f}")
     if chosen.watts:
@@ -68,7 +69,8 @@ def _latency(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = _table("Placements", "", "placement", "GPUs", "goodput", "per GPU", "USD/hour")
+    unit = plan.chosen.candidate.unit
+    table = _table("Placements", "", "placement", f"{unit}s", "goodput", f"per {unit}", "USD/hour")
     table.columns[1].justify = "left"
     table.columns[1].no_wrap = False
     shown = list(enumerate(plan.tried, start=1))

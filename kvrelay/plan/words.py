@@ -59,8 +59,15 @@ def placement_words(candidate: Candidate) -> str:
     kinds = list(dict.fromkeys(hardware_words(pool) for pool in candidate.pools))
     if len(kinds) == 1:
         pools = " and ".join(pool_words(pool) for pool in candidate.pools) + sharing_words(candidate)
-        return f"{pools}, on {count(candidate.gpus, f'{kinds[0]} GPU')}"
-    return " and ".join(f"{pool_words(p)} on {count(p.gpus, f'{hardware_words(p)} GPU')}" for p in candidate.pools)
+        return f"{pools}, on {_amount(candidate.gpus, kinds[0], candidate.unit)}"
+    return " and ".join(
+        f"{pool_words(p)} on {_amount(p.gpus, hardware_words(p), p.degrees.unit)}" for p in candidate.pools
+    )
+
+
+def _amount(number: int, hardware: str, unit: str) -> str:
+    """eight H100 GPUs; two cores of Intel(R) Xeon(R) Processor"""
+    return count(number, f"{hardware} GPU") if unit == "GPU" else f"{count(number, unit)} of {hardware}"
 
 
 def sharing_words(candidate: Candidate) -> str:
@@ -83,7 +90,7 @@ def answer(plan: Plan) -> list[str]:
     kept = f"This meets {goal(plan)} up to {between(chosen.goodput)} requests/s"
     sentences = [
         f"{first} {placement_words(chosen.candidate)}.",
-        f"{kept}, which is {num(chosen.per_gpu)} per GPU.",
+        f"{kept}, which is {num(chosen.per_gpu)} per {chosen.candidate.unit}.",
     ]
     if chosen.usd_per_hour:
         cost, each = f"{usd(chosen.usd_per_hour)} an hour", usd_per_million(chosen.usd_per_hour, rate)
@@ -103,7 +110,7 @@ def _hybrid_verdict(plan: Plan) -> str:
     pure = next((each for each in plan.tried if each.candidate.kind != "hybrid"), None)
     if hybrid is None or pure is None:
         return ""
-    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s per GPU"
+    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s per {pure.candidate.unit}"
     if is_close(hybrid, pure):
         return f"A hybrid of both comes out alike: {figures}."
     if hybrid.per_gpu < pure.per_gpu:
@@ -140,7 +147,7 @@ def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
 def _by_gpu(apart: Goodput, together: Goodput) -> str:
     ratio = apart.per_gpu / together.per_gpu
     high, low = sorted((apart.per_gpu, together.per_gpu), reverse=True)
-    figures = f"{num(high)} against {num(low)} requests/s per GPU"
+    figures = f"{num(high)} against {num(low)} requests/s per {apart.candidate.unit}"
     if is_close(apart, together):
         return f"Two pools and colocated workers come out alike: {figures}."
     if ratio > 1:

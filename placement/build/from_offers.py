@@ -109,7 +109,7 @@ def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo:
         first = sum(worker.role == pool.role for worker in workers)
         names = [f"{pool.role}-{first + i}" for i in range(pool.replicas)]
         workers += [sim_worker(name, pool.role, offer, _policy(pool)) for name in names]
-    hosts = hosts_of(offer.slowdown, workers) if offer.slowdown else ()
+    hosts = hosts_of(offers[0].slowdown, workers) if offers[0].slowdown else ()
     cluster = SimCluster(
         workers=tuple(workers),
         router=RouterOptions(**targets_told(candidate, slo)),

@@ -134,6 +134,16 @@ class ProfileWorkers:
                 f"pools[{index}] ({pool.label}) has {degrees_of(pool)}, but {profile.name} was measured at {measured}; "
                 "calibrate a cluster that runs it, or give a hardware file"
             )
+        if profile.threads and pool.threads not in ("auto", profile.threads):
+            raise PlanError(
+                f"pools[{index}].threads is {pool.threads}, but {profile.name} was measured with {profile.threads}; "
+                "calibrate a cluster that has as many"
+            )
+        if profile.is_mixed and pool.role != "mixed":
+            raise PlanError(
+                f"pools[{index}] ({pool.label}) hands KV over, which {profile.name}, of a mixed worker, did not "
+                "measure; calibrate a cluster with a prefill and a decode worker"
+            )
         if spec.page_size != profile.page_size:
             raise PlanError(
                 f"page_size is {spec.page_size}, but {profile.name} was measured with {profile.page_size}; "

@@ -19,17 +19,28 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Degrees:
-    """A worker's tensor- and pipeline-parallel degree."""
+    """A worker's tensor- and pipeline-parallel degree. `threads`: of each of its processes, where they run on a CPU, so
+    that what is counted as GPUs is cores. 0: on GPUs, or what a worker has is not known."""
 
     tp: int = 1
     pp: int = 1
+    threads: int = 0
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * max(1, self.threads)
+
+    @property
+    def unit(self) -> str:
+        """What a worker takes so many of."""
+        return "core" if self.threads else "GPU"
 
     def __str__(self) -> str:
-        return f"TP {self.tp}" if self.pp == 1 else f"TP {self.tp} x PP {self.pp}"
+        cut = f"TP {self.tp}" if self.pp == 1 else f"TP {self.tp} x PP {self.pp}"
+        if not self.threads:
+            return cut
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return threads if self.tp == self.pp == 1 else f"{cut} of {threads}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,60 +1,121 @@
-"""ProfileCatalog: the one kind of worker that `kvrelay calibrate` measured, as the planner can have it."""
+"""ProfileCatalog: the workers that `kvrelay calibrate` measured, as the planner can have them.
+
+Each profile is a kind of worker, told from the others by its threads; all are of one model on one machine. What one of
+them could not measure, it has from another: a lone mixed worker hands nothing over and shares its host with nobody, and
+a pair of prefill and decode has no step of both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from placement.catalogs.base import Degrees, MachineCost, Offer
+from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
 from placement.latency.profile import Profile
 from placement.latency.profile_latency import ProfileLatency
 
 
 class ProfileCatalog:
-    """Implements Catalog. There is one kind of worker, the one that was measured: "GPU" is the share of the machine
-    that it had."""
+    """Implements Catalog. Where threads are known a "GPU" is a core and the machine is a node; else it is the share of
+    the machine that a worker had. Raises PlanError for profiles that do not go together."""
 
-    def __init__(self, profile: Profile, *, cost: MachineCost | None = None, gpus_per_node: int = 1) -> None:
-        self.profile = profile
+    def __init__(self, *profiles: Profile, cost: MachineCost | None = None) -> None:
+        _check(profiles)
+        self.profiles = {degrees_of(profile): profile for profile in _complete(profiles)}
         self._cost = cost or MachineCost(usd_per_gpu_hour=0.0, watts_per_gpu=0.0)
-        self._gpus_per_node = gpus_per_node
-        self._latency = ProfileLatency(profile)
-        self._degrees = Degrees(profile.tp, profile.pp)
+        share = next((ProfileLatency(profile).prompt_share for profile in profiles if profile.is_mixed), None)
+        self._latency = {
+            degrees: ProfileLatency(profile, None if profile.is_mixed else share)
+            for degrees, profile in self.profiles.items()
+        }
+
+    @property
+    def _first(self) -> Profile:
+        return next(iter(self.profiles.values()))
 
     @property
     def model(self) -> str:
-        return str(self.profile.model.get("name", "model"))
+        return str(self._first.model.get("name", "model"))
 
     @property
     def hardware(self) -> str:
-        machine = self.profile.machine
+        machine = self._first.machine
         return str(machine.get("cpu") or machine.get("host") or "measured worker")
 
     @property
     def gpus_per_node(self) -> int:
-        return max(self._gpus_per_node, self._degrees.tp)
+        cores = int(self._first.machine.get("cores", 1)) if self._first.threads else 1
+        return max(cores, *(degrees.gpus for degrees in self.profiles), 1)
 
     @property
     def cost(self) -> MachineCost:
         return self._cost
 
     def degrees(self, max_gpus: int) -> Sequence[Degrees]:
-        return (self._degrees,) if self._degrees.gpus <= max_gpus else ()
+        return sorted((degrees for degrees in self.profiles if degrees.gpus <= max_gpus), key=lambda each: each.gpus)
 
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
-        if degrees != self._degrees:
-            return f"{degrees} was not measured, only {self._degrees}; calibrate a cluster that runs it"
-        prefill, decode = self.profile.prefill_pool, self.profile.decode_pool
-        error, pack_tokens = self.profile.error, prefill.options.get("pack_tokens")
+        if degrees not in self.profiles:
+            measured = " and ".join(map(str, self.profiles))
+            return f"{degrees} was not measured, only {measured}; calibrate a cluster that runs it"
+        profile = self.profiles[degrees]
+        prefill, decode = profile.prefill_pool, profile.decode_pool
+        error, pack_tokens = profile.error, prefill.options.get("pack_tokens")
         return Offer(
             degrees=degrees,
-            latency=self._latency,
+            latency=self._latency[degrees],
             num_pages=min(prefill.num_pages, decode.num_pages),
-            page_size=self.profile.page_size,
+            page_size=profile.page_size,
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
             pack_tokens=None if pack_tokens in (None, "None") else int(pack_tokens),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
-            message_s=self.profile.message_s,
-            handoff_s=self.profile.handoff_s,
+            message_s=profile.message_s,
+            handoff_s=profile.handoff_s,
             error=max(error.prefill, error.decode),
-            slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in self.profile.slowdown),
+            slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in profile.slowdown),
         )
+
+
+def degrees_of(profile: Profile) -> Degrees:
+    return Degrees(profile.tp, profile.pp, profile.threads)
+
+
+def _check(profiles: Sequence[Profile]) -> None:
+    first, *others = profiles
+    for other in others:
+        for key, value in _alike(other).items():
+            if value != (of_first := _alike(first)[key]):
+                raise PlanError(
+                    f"{key} is {value} in {other.name} and {of_first} in {first.name}; give profiles of one model and "
+                    "one machine"
+                )
+    seen: dict[Degrees, Profile] = {}
+    for profile in profiles:
+        degrees = degrees_of(profile)
+        if others and not profile.threads:
+            raise PlanError(f"{profile.name} does not say its workers' threads; measure again with kvrelay calibrate")
+        if degrees in seen:
+            raise PlanError(f"{seen[degrees].name} and {profile.name} are both of {degrees}; give one of them")
+        seen[degrees] = profile
+    if all(profile.is_mixed for profile in profiles):
+        raise PlanError(
+            f"{first.name} is of a mixed worker, which hands nothing over; give one of a prefill and a decode "
+            "worker with it, so that they can be compared"
+        )
+
+
+def _alike(profile: Profile) -> dict[str, object]:
+    """What profiles of a catalog have in common."""
+    model = {f"model.{key}": profile.model.get(key) for key in ("name", "dtype", "fingerprint")}
+    return {**model, "page_size": profile.page_size, "machine.cpu": profile.machine.get("cpu")}
+
+
+def _complete(profiles: Sequence[Profile]) -> list[Profile]:
+    """With handoffs, and what workers of a host cost each other, as they were measured of the first pair."""
+    pair = next(profile for profile in profiles if not profile.is_mixed)
+    return [
+        replace(profile, transfer=pair.transfer, handoff_s=pair.handoff_s, slowdown=pair.slowdown)
+        if profile.is_mixed
+        else profile
+        for profile in profiles
+    ]

@@ -55,9 +55,10 @@ def _on_disaggregation(findings: Findings) -> str:
         return "Do not disaggregate: no two pools keep the targets here."
     if other is None:
         return "No colocated candidate keeps the targets." if findings.asked_colocated else ""
-    ratio = f"{chosen.per_gpu / other.per_gpu:.2f} times the goodput per GPU of"
+    ratio = f"{chosen.per_gpu / other.per_gpu:.2f} times the goodput per {chosen.candidate.unit} of"
     if findings.rate:
-        ratio = f"{chosen.candidate.gpus} GPUs for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
+        taken = f"{chosen.candidate.gpus} {chosen.candidate.unit}s"
+        ratio = f"{taken} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
     if sure and findings.error:
         sure = f", if the latency model, wrong by up to {findings.error:.0%}, is wrong alike for both"

@@ -50,14 +50,13 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
     """Of the best placements: of two pools those in which one or both do both, of colocated ones that in which some
-    only read prompts. None where workers share a host: mixed ones were not measured there."""
+    only read prompts."""
     if not search.question.colocated:
         return []
     best: dict[tuple[Degrees, ...], Placement] = {}
     for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
         placement = cluster.placement
-        is_alone = not any(search.problem.offer_of(p.degrees, True).slowdown for p in placement.candidate.pools)
-        if placement.copies == 1 and cluster.goodput.goodput.value and is_alone:
+        if placement.copies == 1 and cluster.goodput.goodput.value:
             best.setdefault(tuple(pool.degrees for pool in placement.candidate.pools), placement)
     return [
         replace(placement, candidate=candidate)

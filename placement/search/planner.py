@@ -152,4 +152,7 @@ def _colocated(search: PlanSearch, workers: Sequence[WorkerGoodput]) -> list[Pla
         placements.sort(key=lambda placement: placement.candidate.gpus)
     else:
         placements.sort(key=lambda placement: -placement.promised)
-    return placements[:COLOCATED_CLUSTERS]
+    if not any(worker.offer.slowdown for worker in workers):
+        return placements[:COLOCATED_CLUSTERS]
+    best = {placement.candidate.pools[0].degrees: placement for placement in reversed(placements)}
+    return list(best.values())  # what many of one host cost each other shows only together

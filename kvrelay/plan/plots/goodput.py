@@ -49,8 +49,9 @@ def goodput_per_gpu(plan: Plan, width: Width) -> Figure | None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("requests/s per GPU")
-    axes.set_title("Goodput per GPU")
+    unit = plan.chosen.candidate.unit
+    axes.set_xlabel(f"requests/s per {unit}")
+    axes.set_title(f"Goodput per {unit}")
     return figure
 
 
@@ -99,7 +100,7 @@ def phase_goodput(plan: Plan, width: Width) -> Figure | None:
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel("requests/s per GPU")
+        axes.set_xlabel(f"requests/s per {plan.chosen.candidate.unit}")
         axes.set_title(f"A {role} worker alone", color=colour)
     return figure
 

@@ -46,7 +46,7 @@ def one_to_two() -> Plan:
 
 def test_a_plan_made_from_a_profile_is_verified_by_it(tmp_path: Path) -> None:
     write_profile(profile(client_s=0.003), tmp_path / "profile.json")
-    request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, **{"seed": 7, **WORKLOAD})
+    request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **{"seed": 7, **WORKLOAD})
     claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {"num_prompts": 30})
     assert [worker.name for worker in claim.cluster.workers] == ["prefill-0", "decode-0", "decode-1"]
     assert claim.slo == Slo(ttft_s=0.5, tpot_s=0.05)
@@ -90,7 +90,7 @@ def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
 
 def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
     write_profile(profile(), tmp_path / "profile.json")
-    request = PlanRequest(profile=tmp_path / "profile.json", num_gpus=3, **WORKLOAD)
+    request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **WORKLOAD)
     claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
     verifying.check_alike(claim, status("prefill", "decode", "decode"))
     with pytest.raises(PlanError, match="is for 2 decode workers, and 1 are ready"):

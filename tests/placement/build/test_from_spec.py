@@ -19,7 +19,7 @@ from placement.build.sources import ProfileWorkers, RooflineWorkers
 from placement.catalogs.base import PlanError
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
-from placement.latency.profile import DecodePoint, Fault, PoolFacts, PrefillPoint, Profile, TransferPoint
+from placement.latency.profile import DecodePoint, Fault, MixedPoint, PoolFacts, PrefillPoint, Profile, TransferPoint
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
 from worker.options import REPORT_GAP_S, report_gap_s
@@ -194,6 +194,16 @@ def test_a_profile_of_other_workers_is_refused() -> None:
         sim_cluster(spec(page_size=32), ProfileWorkers(profile()))
     with pytest.raises(PlanError, match=r"has TP 1, but profile was measured at TP 2; calibrate"):
         sim_cluster(spec(), ProfileWorkers(profile(tp=2)))
+    threads = [{"role": "prefill", "threads": 1}, {"role": "decode", "threads": 2}]
+    with pytest.raises(
+        PlanError, match=r"pools\[1\].threads is 2, but profile was measured with 1; calibrate a cluster"
+    ):
+        sim_cluster(spec(pools=threads), ProfileWorkers(profile(threads=1)))
+    point = MixedPoint(chunks=((8, 0),), batch_size=1, context_tokens=9, seconds=0.1)
+    with pytest.raises(
+        PlanError, match=r"pools\[0\] \(prefill\) hands KV over, which profile, of a mixed worker, did not"
+    ):
+        sim_cluster(spec(), ProfileWorkers(profile(mixed=(point,))))
 
 
 @unit

@@ -13,7 +13,7 @@ import pytest
 from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.build.from_profile import sim_cluster
-from placement.catalogs.base import Degrees
+from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.profile import ProfileCatalog
 from placement.latency.base import decode_run_s
 from placement.latency.profile import (
@@ -249,6 +249,59 @@ def test_the_catalogue_offers_the_degrees_that_were_measured_and_says_why_no_oth
     assert (offer.num_pages, offer.page_size, offer.max_batch_tokens, offer.max_batch_size) == (200, 16, 400, 32)
     assert (offer.error, offer.pack_tokens) == (0.05, 100)
     assert "TP 2 was not measured, only TP 1" in str(catalog.offer(Degrees(2, 1)))
+
+
+def two_cores() -> tuple[Profile, Profile]:
+    """One thread each for a pair, and a mixed worker of two."""
+    machine = {"cpu": "a-cpu", "cores": 2}
+    slowdown = (SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)
+    pair = profile(threads=1, machine=machine, slowdown=slowdown, handoff_s=0.003, name="pair.json")
+    return pair, mixed_profile(0.7, threads=2, machine=machine, name="both.json")
+
+
+def test_profiles_of_workers_that_differ_in_threads_are_one_catalogue() -> None:
+    catalog = ProfileCatalog(*reversed(two_cores()))
+    one, two = Degrees(threads=1), Degrees(threads=2)
+    assert list(catalog.degrees(2)) == [one, two]
+    assert list(catalog.degrees(1)) == [one]
+    assert (catalog.gpus_per_node, [degrees.gpus for degrees in (one, two)]) == (2, [1, 2])
+    offers = [catalog.offer(degrees) for degrees in (one, two)]
+    assert not any(isinstance(offer, str) for offer in offers)
+    assert "4 threads was not measured, only 2 threads and 1 thread" in str(catalog.offer(Degrees(threads=4)))
+
+
+def test_what_one_worker_could_not_measure_it_has_from_the_other() -> None:
+    """A lone mixed worker: handoffs, and what sharing a host costs. A pair: what a chunk takes beside answers."""
+    pair, both = two_cores()
+    catalog = ProfileCatalog(pair, both)
+    two, one = (catalog.offer(Degrees(threads=threads)) for threads in (2, 1))
+    assert not isinstance(one, str)
+    assert not isinstance(two, str)
+    assert (two.handoff_s, two.slowdown) == (0.003, ((4, 1.2, 1.1),))
+    assert two.latency.transfer_s(200) == ProfileLatency(pair).transfer_s(200)
+    chunks = [(40, 0)]
+    assert one.latency.mixed_s(chunks, 4, 200) == pytest.approx(ProfileLatency(pair, 0.7).mixed_s(chunks, 4, 200))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"threads": 0}, "^both.json does not say its workers' threads; measure again"),
+        ({"threads": 1}, "^pair.json and both.json are both of 1 thread; give one of them"),
+        ({"page_size": 32}, "^page_size is 32 in both.json and 16 in pair.json; give profiles of one model"),
+        ({"model": {"name": "b-model"}}, "^model.name is b-model in both.json and a-model in pair.json"),
+        ({"machine": {"cpu": "b-cpu"}}, "^machine.cpu is b-cpu in both.json and a-cpu in pair.json"),
+    ],
+)
+def test_profiles_that_do_not_go_together_are_told(change: dict[str, Any], says: str) -> None:
+    pair, both = two_cores()
+    with pytest.raises(PlanError, match=says):
+        ProfileCatalog(pair, replace(both, **change))
+
+
+def test_a_mixed_worker_alone_is_no_catalogue() -> None:
+    with pytest.raises(PlanError, match=r"^both.json is of a mixed worker, which hands nothing over; give one of a"):
+        ProfileCatalog(two_cores()[1])
 
 
 def test_the_measured_cluster_is_simulated_with_the_limits_that_it_keeps() -> None:

@@ -1,0 +1,122 @@
+"""A small machine: profiles of workers of one thread and of two are weighed by its cores, and the pick is served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.spec.load import parse_spec
+from cluster.spec.resolve import Machine, resolve, workers_of
+from kvrelay.calibrate import verifying
+from kvrelay.plan.command import command_of
+from kvrelay.plan.folder import cluster_spec, plan_object
+from kvrelay.plan.planning import asked
+from kvrelay.plan.reading import build_request
+from kvrelay.plan.request import PlanRequest
+from kvrelay.plan.words import answer
+from placement.build.from_offers import mixed_of, offers_of, pair_of
+from placement.catalogs.base import Degrees
+from placement.catalogs.profile import ProfileCatalog
+from placement.latency.profile_file import read_profile, write_profile
+from placement.plan import Candidate, Plan, Slo
+from placement.search.clusters import hybrids_of
+from placement.search.planner import plan
+from placement.search.question import PlanQuestion
+from placement.workload.requests import from_rows
+from tests.kvrelay.plan.plan_fixture import PLAN, goodput, point
+from tests.placement.latency.test_profile import two_cores
+
+pytestmark = pytest.mark.unit
+
+CORES = Machine(cores=(0, 1), memory_bytes=8 << 30)
+MODEL = "kvrelay-demo-125m"
+
+
+def request(folder: Path) -> PlanRequest:
+    files = tuple(folder / profile.name for profile in two_cores())
+    for profile, path in zip(two_cores(), files, strict=True):
+        named = replace(profile, model={**profile.model, "dtype": "bfloat16"})
+        write_profile(named, path)
+    keys = {"random_input_len": 64, "random_output_len": 16, "ttft": "500ms", "tpot": "50ms"}
+    return build_request(None, {"profile": [str(path) for path in files], "model": MODEL, "num_gpus": 2, **keys})
+
+
+def arrangements() -> dict[str, Candidate]:
+    catalog = ProfileCatalog(*two_cores())
+    one, two = (offers_of(catalog)(Degrees(threads=threads), True) for threads in (1, 2))
+    pair, halves = pair_of((one, 1), (one, 1), "a-cpu"), mixed_of(one, 2, "a-cpu", 128)
+    return {
+        "a pair": pair,
+        "one mixed": mixed_of(two, 1, "a-cpu", 128),
+        "two mixed": halves,
+        "a hybrid": hybrids_of(halves)[0],
+        "two kinds of mixed": hybrids_of(pair)[0],
+    }
+
+
+def planned(candidate: Candidate, asked_for: PlanRequest) -> Plan:
+    chosen = goodput(candidate, 2.5)
+    return replace(
+        PLAN, chosen=chosen, tried=(chosen,), at_rate=point(2.0, 2.5), slo=Slo(ttft_s=0.5, tpot_s=0.05),
+        asked=asked(asked_for),
+    )  # fmt: skip
+
+
+def test_pairs_mixed_workers_and_hybrids_are_weighed_on_the_cores_there_are() -> None:
+    workload = from_rows([[i / 10, 64, 16] for i in range(200)])
+    question = PlanQuestion(slo=Slo(ttft_s=0.5, tpot_s=0.05), num_gpus=2, processes=0, thoroughness=0.02)
+    found = plan(question, ProfileCatalog(*two_cores()), workload)
+    assert all(each.candidate.gpus == 2 for each in found.tried)
+    kinds = {tuple((p.role, p.replicas, p.degrees.threads) for p in each.candidate.pools) for each in found.tried}
+    assert kinds >= {
+        (("prefill", 1, 1), ("decode", 1, 1)),
+        (("mixed", 1, 2),),
+        (("mixed", 2, 1),),
+        (("prefill", 1, 1), ("mixed", 1, 1)),
+    }
+    assert answer(found)[0].endswith("on two cores of a-cpu.")
+    assert answer(found)[1].endswith("per core.")
+
+
+@pytest.mark.parametrize("name", arrangements())
+def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: Path) -> None:
+    candidate, asked_for = arrangements()[name], request(tmp_path)
+    text, refusal, notes = cluster_spec(planned(candidate, asked_for), asked_for)
+    assert (refusal, notes) == ("", [])
+    spec = parse_spec(yaml.safe_load(text))
+    assert spec.dtype == "bfloat16"
+    workers = workers_of(resolve(spec, CORES))
+    assert sorted(core for worker in workers for core in worker.cpus) == [0, 1]
+    assert [worker.engine["threads"] for worker in workers] == [len(worker.cpus) for worker in workers]
+
+
+@pytest.mark.parametrize("name", arrangements())
+def test_each_is_verified_as_it_was_planned(name: str, tmp_path: Path) -> None:
+    candidate, asked_for = arrangements()[name], request(tmp_path)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_object(planned(candidate, asked_for))))
+    claim = verifying.of_plan(path, {"num_prompts": 5})
+    roles = [pool.role for pool in candidate.pools for _ in range(pool.replicas)]
+    assert [worker.role for worker in claim.cluster.workers] == roles
+    assert claim.client_s == read_profile(asked_for.profile[0]).client_s
+
+
+def test_profiles_are_named_by_a_flag_each_or_by_a_list_in_a_file(tmp_path: Path) -> None:
+    by_flags = request(tmp_path)
+    assert [path.name for path in by_flags.profile] == ["pair.json", "both.json"]
+    lines = [line.strip(" \\") for line in command_of(by_flags).splitlines()]
+    assert [line for line in lines if line.startswith("--profile")] == [
+        f"--profile {path}" for path in by_flags.profile
+    ]
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        f"profile: [pair.json, both.json]\nmodel: {MODEL}\nnum_gpus: 2\nrandom_input_len: 64\nrandom_output_len: 16\n"
+        "ttft: 500ms\ntpot: 50ms\n"
+    )
+    assert [path.samefile(tmp_path / path.name) for path in build_request(file, {}).profile] == [True, True]
+    file.write_text(file.read_text().replace("[pair.json, both.json]", "pair.json"))
+    assert [path.name for path in build_request(file, {}).profile] == ["pair.json"]
