@@ -32,8 +32,9 @@ HELP = """Measure a running cluster: how long prefill, decode and handoff take.
 
 It sends random prompts of several lengths, alone and together, and reads from the answers how long each phase took:
 a couple of minutes on a cluster that nobody else uses meanwhile. Where prefill and decode share a machine it also
-measures by how much they slow each other. Some points are kept out of the tables; what the tables say of those is
-the error that the planner goes by.
+measures by how much they slow each other. A cluster of one mixed worker is measured, too: its steps of both phases
+instead of handoffs. Some points are kept out of the tables; what the tables say of those is the error that the planner
+goes by.
 
 The profile is for kvrelay plan --profile, kvrelay simulate --profile and kvrelay verify --profile.
 
@@ -70,7 +71,8 @@ def calibrate_command(
     for table in profile_tables(profile):
         Console().print(table)
     print(f"saved to {out}")
-    note(f"plan with it: kvrelay plan --profile {out} ...; check it: kvrelay verify --profile {out} ...")
+    others = " --profile PAIR" if profile.is_mixed else ""  # of a prefill and a decode worker
+    note(f"plan with it: kvrelay plan --profile {out}{others} ...; check it: kvrelay verify --profile {out} ...")
 
 
 def _effort(usual: Effort, repeats: int | None) -> Effort:

@@ -27,6 +27,8 @@ PARAGRAPHS = (
     "with --random-input-len and --random-output-len; and what is fast enough with --ttft, --tpot and --attainment. "
     "Several kinds of --hardware are mixed where that is better. A file says the same with keys named as the flags; "
     "flags win.",
+    "Profiles of CPU workers that differ in threads (--profile, once for each) are weighed against each other: a "
+    "worker of N threads takes N cores, and --num-gpus counts cores. One of them is of a prefill and a decode worker.",
     "With --out a folder is written: cluster.yaml for kvrelay up, plan.json for kvrelay verify, report.html and its "
     "plots. Exit code 2: what is asked for cannot be; one sentence says why.",
     "Examples:",
@@ -37,6 +39,8 @@ PARAGRAPHS = (
     "  kvrelay plan configs/plans/llama-70b-chat.yaml --num-gpus 16 --json",
     "  kvrelay plan --profile profile.json --num-gpus 2 --trace configs/workloads/azure-conv-2023.csv "
     "--trace-scale 0.25 --ttft 500ms --tpot 50ms",
+    "  kvrelay plan --profile pair.json --profile mixed.json --num-gpus 2 --random-input-len 256 "
+    "--random-output-len 64 --ttft 500ms --tpot 50ms",
 )
 HELP = "\n\n".join(PARAGRAPHS)
 

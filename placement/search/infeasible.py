@@ -12,16 +12,23 @@ from placement.goodput.bounds import decode_alone_s, floor_share, floors_s, mean
 from placement.goodput.targets import Targets
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
 
+MANY = 1 << 20  # GPUs: as many as any worker takes
+
 
 def raise_if_nothing_fits(problem: PlacementProblem, offers: Sequence[Offer], log: SearchLog, num_gpus: int) -> None:
     """A model that no degree holds, requests that no worker holds, targets that no degree meets when idle."""
     model, hardware = problem.catalog.model, problem.hardware
     if not offers:
-        reason = next(iter(log.refused.values()), f"no degree takes {num_gpus} or fewer GPUs")
+        reason = next(iter(log.refused.values()), f"no degree takes {num_gpus} or fewer {_unit(problem)}s")
         raise PlanError(f"{model} fits nowhere on {num_gpus} x {hardware}: {reason}")
     _raise_if_too_long(problem, offers)
     for role in ("prefill", "decode"):
         _raise_if_too_slow(problem, role, offers)
+
+
+def _unit(problem: PlacementProblem) -> str:
+    """What workers take so many of."""
+    return problem.catalog.degrees(MANY)[0].unit
 
 
 def _raise_if_too_long(problem: PlacementProblem, offers: Sequence[Offer]) -> None:
