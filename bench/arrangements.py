@@ -1,14 +1,15 @@
 """Which arrangement of workers serves most on this machine: one pool for each phase, workers of both, or a hybrid.
 
-    python -m bench.arrangements [--quick] [--rates 1,2,3,4,6] [--repeats 3] [--peers openvino,vllm] [NAMES...]
+    python -m bench.arrangements [--quick] [--plan] [--rates 1,2,3,4,6] [--repeats 3] [--peers openvino,vllm] [NAMES...]
 
 The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7M parameters in bf16, prompts of 128 to
 384 and outputs of 32 to 96 tokens, Poisson arrivals). In each repeat each arrangement is started, played at every rate
 with the same requests, and stopped; the next repeat begins with another one. With --peers other servers take their
-turns among them, on both cores (bench.peers installs them, once). The table shows medians over repeats: the
-share of requests within TTFT 500 ms and TPOT 50 ms, and from the rates that were played how many requests a second are
-served within them. Kept in bench/results/arrangements.json and drawn in docs/arrangements.svg. Exit code 1 when a
-request failed.
+turns among them, on both cores (bench.peers installs them, once). With --plan the machine is calibrated first, a worker
+of one thread for each phase and a mixed one of two; what `kvrelay plan` picks for this load is played, too, from the
+cluster.yaml that it writes. The table shows medians over repeats: the share of requests within TTFT 500 ms and TPOT 50
+ms, and from the rates that were played how many requests a second are served within them. Kept in
+bench/results/arrangements.json and drawn in docs/arrangements.svg. Exit code 1 when a request failed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,34 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
 from rich.table import Table
 
-from bench.common import about, demo_model, pyplot, save, save_plot
-from bench.e2e import QUICK_SECONDS, SECONDS, Run, cluster, console, median_of, play, problems_of, spec
+from bench.common import MODELS, about, demo_model, pyplot, save, save_plot
+from bench.e2e import (
+    QUICK_SECONDS,
+    SECONDS,
+    SLOS_S,
+    Run,
+    cluster,
+    console,
+    load_of,
+    median_of,
+    play,
+    problems_of,
+    spec,
+)
 from bench.peers import rates as peer_rates
 from bench.peers.install import PEERS
+from bench.verify_live import measure_profile
+from kvrelay.calibrate.effort import QUICK, USUAL, Effort
+from kvrelay.plan import words
+from kvrelay.plan.folder import save as save_plan
+from kvrelay.plan.planning import make_plan
+from kvrelay.plan.reading import build_request
+from kvrelay.plan.request import RANDOM
+from placement.latency.profile_file import write_profile
+from placement.plan import to_json
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
 SHORT = {
@@ -34,6 +57,8 @@ SHORT = {
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM",
 }
+PICK = "the planner's pick"
+CALIBRATED = ("1P1D, a core each", "one mixed, whole steps of 512")
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
 
 
@@ -55,7 +80,30 @@ def arrangements() -> dict[str, dict[str, Any]]:
     }
 
 
-def measure(names: Sequence[str], rates: Sequence[float], repeats: int, seconds: float) -> dict[str, list[Run]]:
+def planned(effort: Effort) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what the planner's pick has in its spec, what to keep of the plan), from measurements of this machine."""
+    model, folder = demo_model("125m"), MODELS / "plan"
+    profiles = [MODELS / f"profile-{number}.json" for number in range(len(CALIBRATED))]
+    for name, path in zip(CALIBRATED, profiles, strict=True):
+        console.print(f"[bold]{name}, calibrated")
+        with cluster(spec(model) | arrangements()[name]) as served:
+            write_profile(measure_profile(served, effort), path)
+    lengths = {key: getattr(load_of(1.0, 1.0, 0), key) for key in RANDOM}
+    targets = {key: f"{seconds}s" for key, seconds in SLOS_S.items()}
+    asked = {"model": str(model), "profile": profiles, "num_gpus": len(os.sched_getaffinity(0)), **lengths, **targets}
+    request = build_request(None, asked)
+    plan = make_plan(request)
+    save_plan(plan, request, folder)
+    console.print(*words.answer(plan))
+    written = yaml.safe_load((folder / "cluster.yaml").read_text())
+    own = {key: value for key, value in written.items() if key not in ("name", "model")}
+    kept = {"cluster": own, "goodput": {each.candidate.label: to_json(each.goodput) for each in plan.tried}}
+    return own | {"router": spec(model)["router"] | written.get("router", {})}, kept
+
+
+def measure(
+    specs: Mapping[str, dict[str, Any]], names: Sequence[str], rates: Sequence[float], repeats: int, seconds: float
+) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
@@ -63,7 +111,7 @@ def measure(names: Sequence[str], rates: Sequence[float], repeats: int, seconds:
             if name in PEERS:
                 runs[name] += peer_rates.play(name, rates, seconds, 100 * repeat)
                 continue
-            with cluster(spec(demo_model("125m")) | arrangements()[name]) as served:
+            with cluster(spec(demo_model("125m")) | specs[name]) as served:
                 runs[name] += [play(served, rate, seconds, 100 * repeat + i) for i, rate in enumerate(rates)]
     return runs
 
@@ -120,6 +168,9 @@ def draw(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.arrangements", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
+    parser.add_argument(
+        "--plan", action="store_true", help="calibrate and plan first, and play the planner's pick, too"
+    )
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="of each; default 3")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PEERS)}")
@@ -131,9 +182,11 @@ def main() -> int:
         parser.error(f"{min(unknown)!r} is no arrangement; give some of {', '.join(map(repr, arrangements()))}")
     if unknown := set(args.peers) - PEERS.keys():
         parser.error(f"--peers has {min(unknown)!r}; give some of {', '.join(PEERS)}")
-    head = about()
-    names = [*(args.names or arrangements()), *args.peers]
-    runs = measure(names, rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
+    head, specs = about(), arrangements()
+    names = [*(args.names or specs), *([PICK] if args.plan else ()), *args.peers]
+    if args.plan:
+        specs[PICK], head["plan"] = planned(QUICK if args.quick else USUAL)
+    runs = measure(specs, names, rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
     rows = {
         name: [median_of([one for one in of_name if one["asked_per_s"] == rate]) for rate in rates]
         for name, of_name in runs.items()

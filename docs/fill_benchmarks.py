@@ -85,7 +85,11 @@ def arrangements(result: Mapping[str, Any]) -> str:
         p90 = [slashed([row["latency_ms"][metric]["p90"] for metric in ("ttft", "tpot")]) for row in of_rates]
         cells = [f"{row['attainment']:.0%} ({times})" for row, times in zip(of_rates, p90, strict=True)]
         rows.append([name, *cells, f"{result['goodput'][name]:g}/s"])
-    return table(["arrangement", *rates, "90% within both to"], rows)
+    shown = table(["arrangement", *rates, "90% within both to"], rows)
+    if "plan" not in result:
+        return shown
+    picked, goodput = next(iter(result["plan"]["goodput"].items()))
+    return f"{shown}\n\nThe planner picked {picked}; it expects {goodput['value']:.3g} requests/s of it."
 
 
 def engine(result: Mapping[str, Any]) -> str:

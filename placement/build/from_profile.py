@@ -26,23 +26,21 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
     """As many workers as were measured unless told otherwise. Raises ProfileError."""
     latency = ProfileLatency(profile)
 
-    def pool(role: str, facts: PoolFacts, kind: type[RolePolicy], count: int | None) -> list[SimWorker]:
-        policy = _read(kind, facts.options, "prefill_pool" if role == "mixed" else f"{role}_pool")
+    def pool(role: str, where: str, kind: type[RolePolicy], count: int | None = None) -> list[SimWorker]:
+        facts: PoolFacts = getattr(profile, where)
+        policy = _read(kind, facts.options, where)
         caches = bool(facts.options.get("prefix_cache", True))
         model = WorkerModel(latency=latency, num_pages=facts.num_pages, page_size=profile.page_size)
         names = [f"{role}-{i}" for i in range(count or facts.count)]
         return [sim_worker(name, role, model, policy, prefix_cache=caches) for name in names]
 
-    workers = (
-        (*pool("mixed", profile.prefill_pool, MixedOptions, None),)
-        if profile.is_mixed
-        else (
-            *pool("prefill", profile.prefill_pool, PrefillOptions, num_prefill),
-            *pool("decode", profile.decode_pool, DecodeOptions, num_decode),
-        )
-    )
+    if profile.is_mixed:
+        workers = pool("mixed", "prefill_pool", MixedOptions)
+    else:
+        prefills = pool("prefill", "prefill_pool", PrefillOptions, num_prefill)
+        workers = prefills + pool("decode", "decode_pool", DecodeOptions, num_decode)
     return SimCluster(
-        workers=workers,
+        workers=tuple(workers),
         router=_read(RouterOptions, profile.router, "router"),
         message_s=profile.message_s,
         report_gap_s=report_gap_s(len(workers)),
