@@ -9,7 +9,7 @@ import pytest
 
 from cluster.spec.load import parse_spec
 from kvrelay.plan.cluster_file import spec_data
-from placement.build.from_offers import OfferOf, assemble, offers_of, pair_of
+from placement.build.from_offers import OfferOf, assemble, mixed_of, offers_of, pair_of
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
 from placement.catalogs.base import Degrees
@@ -69,6 +69,22 @@ def _compare(
         else:
             assert one.latency.decode_line(8, 9000) == other.latency.decode_line(8, 9000)
             assert one.policy == other.policy
+
+
+def test_workers_share_hosts_by_twos_whatever_their_roles() -> None:
+    offer = replace(toy_offer(), slowdown=((1, 1.2, 1.1),))
+    pair, halves = pair_of((offer, 1), (offer, 1), "toy"), mixed_of(offer, 2, "toy", 128)
+    hosts = {}
+    for candidate in (pair, halves, hybrids_of(halves)[0], mixed_of(offer, 3, "toy", 128)):
+        system = assemble(candidate, lambda degrees, near: offer, within_node=True)
+        assert isinstance(system, LiveSystem)
+        hosts[candidate.label] = [host.workers for host in system.cluster.hosts]
+    assert list(hosts.values()) == [
+        [("prefill-0", "decode-0")],
+        [("mixed-0", "mixed-1")],
+        [("prefill-0", "mixed-0")],
+        [("mixed-0", "mixed-1"), ("mixed-2",)],
+    ]
 
 
 def test_messages_and_handoffs_take_what_was_measured() -> None:
