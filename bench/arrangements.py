@@ -82,8 +82,8 @@ def arrangements() -> dict[str, dict[str, Any]]:
 
 def planned(effort: Effort) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what the planner's pick has in its spec, what to keep of the plan), from measurements of this machine."""
-    model, folder = demo_model("125m"), MODELS / "plan"
-    profiles = [MODELS / f"profile-{number}.json" for number in range(len(CALIBRATED))]
+    model, folder = demo_model("125m"), MODELS / "arrangements-plan"
+    profiles = [MODELS / f"arrangements-profile-{number}.json" for number in range(len(CALIBRATED))]
     for name, path in zip(CALIBRATED, profiles, strict=True):
         console.print(f"[bold]{name}, calibrated")
         with cluster(spec(model) | arrangements()[name]) as served:
