@@ -68,7 +68,8 @@ class Deployment:
             if machine.gpus and machine.why_no_cuda:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
-                self._local.start(namespace_of(self.spec.name), needs_of(self.spec))
+                threads = max(int(pool.threads) for pool in self.spec.pools)
+                self._local.start(namespace_of(self.spec.name), needs_of(self.spec), threads=threads)
             except Exception as error:  # Ray raises plain Exception, too
                 raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
         else:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -25,6 +26,8 @@ from unittest.mock import patch
 
 import psutil
 
+from cluster.deploy.forks import ask
+from cluster.deploy.forks.server import start_fork_server
 from worker.wire.private_files import write_private
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
@@ -56,9 +59,11 @@ class LocalRay:
         self._lock: int | None = None
         self._seen: dict[int, psutil.Process] = {}
         self._keepers: dict[str, psutil.Process] = {}
+        self._forks: subprocess.Popen[bytes] | None = None
 
-    def start(self, namespace: str, needs: Mapping[str, float]) -> None:
-        """`needs`: what all actors together ask for, by Ray's names. Raises RuntimeError or OSError."""
+    def start(self, namespace: str, needs: Mapping[str, float], *, threads: int = 0) -> None:
+        """`needs`: what all actors together ask for, by Ray's names. `threads`: a worker's, if workers may be forked
+        of one process that has imported what they need. Raises RuntimeError or OSError."""
         base = _base()
         _sweep(base)
         folder, self._lock = _make_folder(base)
@@ -67,11 +72,13 @@ class LocalRay:
         token_path = folder / "token"
         write_private(token_path, secrets.token_hex(32))
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
+        if threads and not needs.get("GPU"):  # what CUDA keeps of a fork was not tried
+            self._forks = start_fork_server(folder, threads)
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         custom = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-        with _few_helpers():
+        with _ray_params_changed(is_forking=self._forks is not None):
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -111,6 +118,8 @@ class LocalRay:
         import ray
 
         self.remember()
+        if self._forks is not None and self._forks.stdin is not None:
+            self._forks.stdin.close()
         if is_answering:
             ray.shutdown()
         else:
@@ -128,18 +137,20 @@ class LocalRay:
 
 
 @contextlib.contextmanager
-def _few_helpers() -> Iterator[None]:
+def _ray_params_changed(*, is_forking: bool) -> Iterator[None]:
     """Ray's autoscaler, log monitor and API server do nothing for a cluster on one machine without a dashboard, and
     take two seconds of a core and 170 MB. `ray.init` has no switch for them; its RayParams have one for each of the
-    first two. A Ray that is made otherwise starts them as ever.
+    first two, and name the script that a raylet runs for a worker. A Ray that is made otherwise starts all as ever.
     """
     from ray._private import parameter
     from ray._private.node import Node
 
     with contextlib.ExitStack() as undo:
-        if {"no_monitor", "include_log_monitor"} <= inspect.signature(parameter.RayParams).parameters.keys():
-            few = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
-            undo.enter_context(patch.object(parameter, "RayParams", few))
+        ours: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+        if is_forking:
+            ours["setup_worker_path"] = ask.__file__
+        if ours.keys() <= inspect.signature(parameter.RayParams).parameters.keys():
+            undo.enter_context(patch.object(parameter, "RayParams", partial(parameter.RayParams, **ours)))
         if hasattr(Node, "start_api_server") and hasattr(Node, "webui_url"):
             undo.enter_context(patch.object(Node, "start_api_server", _no_api_server))
         yield

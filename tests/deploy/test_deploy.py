@@ -276,6 +276,19 @@ def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Cli
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
+def test_workers_are_forked_of_one_process_and_come_back_without_it(cluster: Running, client: Client) -> None:
+    """After the others: who is forked of a process that is gone is nobody's child here."""
+    (victim,) = cluster.actors("PrefillActor")
+    server = psutil.Process(victim).parent()
+    assert server is not None
+    assert "cluster.deploy.forks.server" in server.cmdline()
+    server.kill()
+    os.kill(victim, signal.SIGKILL)
+    assert len(client.generate("again", max_tokens=4, ignore_eos=True).token_ids) == 4
+    (successor,) = cluster.actors("PrefillActor")
+    assert psutil.Process(successor).ppid() != server.pid
+
+
 def test_a_stopped_gcs_stops_no_request_and_no_down(cluster: Running, client: Client) -> None:
     """The last one: the cluster is ended so, and nothing may be left of it."""
     (gcs,) = (process for process in cluster.processes() if process.name() == "gcs_server")

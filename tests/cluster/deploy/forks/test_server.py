@@ -1,0 +1,121 @@
+"""A raylet gets the worker that it asked for, forked or not, and never two."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.deploy.forks import ask
+from cluster.deploy.forks.ask import GO, SOCKET_VARIABLE, STREAMS
+from cluster.deploy.forks.server import FORKED, start_fork_server
+
+TELLS_OF_ITSELF = """
+import json, os, resource, sys
+told = {"is_leader": os.getpgrp() == os.getpid(), "parent": os.getppid(),
+    "arguments": sys.argv[1:], "folder": os.getcwd(),
+    "mine": os.environ.get("MINE"), "is_imported": "sched" in sys.modules, "script": os.path.basename(sys.argv[0]),
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "oom": open("/proc/self/oom_score_adj").read().strip()}
+print(json.dumps(told), flush=True)
+"""
+TIMEOUT_S = 60.0
+PYTHON = "--language=PYTHON"
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    for name in ("default_worker.py", "setup_worker.py"):
+        (tmp_path / name).write_text(TELLS_OF_ITSELF)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def fork_server(folder: Path, *modules: str) -> Iterator[subprocess.Popen[bytes]]:
+    server = start_fork_server(folder, 1, modules)
+    try:
+        while not (folder / "forks").exists() and server.poll() is None:
+            time.sleep(0.01)
+        yield server
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait(TIMEOUT_S)
+
+
+def worker_of(scripts: Path, *flags: str) -> dict[str, object]:
+    """What the process tells that a raylet gets: asked for in a folder, with an environment and limits of its own."""
+    command = ["sh", "-c", 'ulimit -n 99; echo 7 >/proc/self/oom_score_adj; exec "$0" "$@"']
+    command += [sys.executable, ask.__file__, str(scripts / "default_worker.py"), "--worker-id=1", *flags]
+    environment = os.environ | {"MINE": "yes"}
+    asked = subprocess.run(command, env=environment, cwd=scripts, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
+    told: dict[str, object] = json.loads(asked.stdout)
+    return told
+
+
+def test_a_fork_has_what_the_raylet_gave_and_what_the_server_imported(scripts: Path) -> None:
+    with fork_server(scripts, "sched") as server:
+        told = worker_of(scripts, PYTHON)
+    assert told["parent"] == server.pid
+    assert told["is_imported"]
+    assert told["is_leader"]
+    assert told["script"] == "default_worker.py"
+    assert told["arguments"] == ["--worker-id=1"]
+    assert (told["folder"], told["mine"], told["open_files"], told["oom"]) == (str(scripts), "yes", 99, "7")
+
+
+def test_the_server_ends_with_who_started_it(scripts: Path) -> None:
+    with fork_server(scripts) as server:
+        assert server.poll() is None
+    assert server.returncode == 0
+
+
+@pytest.mark.parametrize("flag", ['--serialized-runtime-env-context={"env_vars": {}}', "--language=JAVA"])
+def test_what_needs_setting_up_is_rays_to_start(scripts: Path, flag: str) -> None:
+    with fork_server(scripts, "sched"):
+        told = worker_of(scripts, flag)
+    assert told["script"] == "setup_worker.py"
+    assert flag in str(told["arguments"])
+
+
+def test_without_a_server_ray_starts_its_worker_itself(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, str(scripts / "forks"))
+    assert worker_of(scripts, PYTHON)["script"] == "setup_worker.py"
+
+
+def test_one_with_a_second_thread_forks_nobody(scripts: Path) -> None:
+    (scripts / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    sys.path.insert(0, str(scripts))
+    try:
+        with fork_server(scripts, "threaded"):
+            assert worker_of(scripts, PYTHON)["script"] == "setup_worker.py"
+    finally:
+        sys.path.remove(str(scripts))
+
+
+def test_a_fork_that_nobody_waits_for_any_more_runs_nothing(scripts: Path) -> None:
+    script, mark = scripts / "default_worker.py", scripts / "mark"
+    script.write_text(f"open({str(mark)!r}, 'a').write('run ')")
+    with fork_server(scripts):
+        for answer in (b"", GO):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+                asker.settimeout(TIMEOUT_S)
+                asker.connect(str(scripts / "forks"))
+                socket.send_fds(asker, [json.dumps(ask._standing([str(script)])).encode()], STREAMS)
+                assert asker.recv(1) == FORKED
+                if answer:
+                    asker.send(answer)
+                    assert asker.recv(1) == b""  # it goes on, and has let go of the connection
+        deadline = time.monotonic() + TIMEOUT_S
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert mark.read_text() == "run "
