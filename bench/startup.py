@@ -84,6 +84,8 @@ def _name(process: psutil.Process) -> str:
     words: list[str] = process.cmdline() or [process.name()]
     if words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0]
+    if "cluster.deploy.forks.server" in words:
+        return "fork server"
     scripts = [Path(word).name for word in words if word.endswith(".py")]
     return "up" if "kvrelay.cli.main" in words else (scripts or [Path(words[0]).name])[-1]
 
