@@ -1,15 +1,18 @@
 """Which arrangement of workers serves most on this machine: one pool for each phase, workers of both, or a hybrid.
 
-    python -m bench.arrangements [--quick] [--plan] [--rates 1,2,3,4,6] [--repeats 3] [--peers openvino,vllm] [NAMES...]
+    python -m bench.arrangements [--quick] [--plan] [--rates 1,2,3,4,6] [--repeats 3] [--peers openvino,vllm,llamacpp]
+                                 [NAMES...]
 
 The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7M parameters in bf16, prompts of 128 to
 384 and outputs of 32 to 96 tokens, Poisson arrivals). In each repeat each arrangement is started, played at every rate
 with the same requests, and stopped; the next repeat begins with another one. With --peers other servers take their
-turns among them, on both cores (bench.peers installs them, once). With --plan the machine is calibrated first, a worker
-of one thread for each phase and a mixed one of two; what `kvrelay plan` picks for this load is played, too, from the
-cluster.yaml that it writes. The table shows medians over repeats: the share of requests within TTFT 500 ms and TPOT 50
-ms, and from the rates that were played how many requests a second are served within them. Kept in
-bench/results/arrangements.json and drawn in docs/arrangements.svg. Exit code 1 when a request failed.
+turns among them, on both cores (bench.peers installs them, once); they are started once, and stopped while others have
+their turn. With --plan the machine is calibrated first, a worker of one thread for each phase and a mixed one of two;
+what `kvrelay plan` picks for this load is played, too, from the cluster.yaml that it writes. A noisy run is played again
+(bench/rounds.py). The table shows medians over repeats: the share of requests within TTFT 500 ms and TPOT 50 ms, and
+from the rates that were played how many requests a second are served within them; a second one each other server's
+latencies over ours, in the same repeats. Kept in bench/results/arrangements.json (or arrangements_amx.json: by the kind
+of CPU) and drawn in docs/. Exit code 1 when a request failed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from bench.common import MODELS, about, demo_model, pyplot, save, save_plot
+from bench.common import MODELS, about, demo_model, on_this_cpu, pyplot, save, save_plot
 from bench.e2e import (
     QUICK_SECONDS,
     SECONDS,
@@ -37,7 +40,9 @@ from bench.e2e import (
     spec,
 )
 from bench.peers import rates as peer_rates
-from bench.peers.install import PEERS
+from bench.peers.install import PEERS, peer_names
+from bench.peers.serve import Server, servers
+from bench.rounds import Replays, counted, noise_report, spread, told
 from bench.verify_live import measure_profile
 from kvrelay.calibrate.effort import QUICK, USUAL, Effort
 from kvrelay.plan import words
@@ -56,9 +61,11 @@ SHORT = {
     "a prefill and a mixed worker, as predicted": "1 prefill, 1 mixed",
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM",
+    "llamacpp": "llama.cpp",
 }
 PICK = "the planner's pick"
 CALIBRATED = ("1P1D, a core each", "one mixed, whole steps of 512")
+COMPARED = (("ttft", "p50"), ("ttft", "p90"), ("tpot", "p50"), ("tpot", "p90"))
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
 
 
@@ -102,18 +109,59 @@ def planned(effort: Effort) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure(
-    specs: Mapping[str, dict[str, Any]], names: Sequence[str], rates: Sequence[float], repeats: int, seconds: float
+    specs: Mapping[str, dict[str, Any]],
+    peers: Mapping[str, Server],
+    rates: Sequence[float],
+    repeats: int,
+    seconds: float,
 ) -> dict[str, list[Run]]:
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    everyone = [*specs, *peers]
+    runs: dict[str, list[Run]] = {name: [] for name in everyone}
+    replays = Replays(repeats * len(rates) * len(everyone) // 3)
     for repeat in range(repeats):
-        for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
+        for name in [*everyone[repeat % len(everyone) :], *everyone[: repeat % len(everyone)]]:
             console.print(f"[bold]{name}")
-            if name in PEERS:
-                runs[name] += peer_rates.play(name, rates, seconds, 100 * repeat)
+            seed = 100 * repeat
+            if name in peers:
+                runs[name] += peer_rates.play(peers[name], rates, seconds, seed, replays)
                 continue
             with cluster(spec(demo_model("125m")) | specs[name]) as served:
-                runs[name] += [play(served, rate, seconds, 100 * repeat + i) for i, rate in enumerate(rates)]
+                runs[name] += [play(served, rate, seconds, seed + i, replays) for i, rate in enumerate(rates)]
     return runs
+
+
+def ratios(runs: Mapping[str, Sequence[Run]], rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Of each other server's latencies to ours: for each arrangement and rate, over the repeats."""
+    return [
+        {
+            "ours": name,
+            "asked_per_s": rate,
+            "ratio_to": {
+                peer: {
+                    f"{metric} {key}": _ratio(_at(runs[name], rate), _at(runs[peer], rate), metric, key)
+                    for metric, key in COMPARED
+                }
+                for peer in PEERS
+                if peer in runs
+            },
+        }
+        for name in runs
+        if name not in PEERS
+        for rate in rates
+    ]
+
+
+def _at(runs: Sequence[Run], rate: float) -> list[Run]:
+    return [one for one in runs if one["asked_per_s"] == rate]
+
+
+def _ratio(ours: Sequence[Run], theirs: Sequence[Run], metric: str, key: str) -> dict[str, float]:
+    """Over the repeats in which both were clean."""
+    pairs = [
+        {"noise": mine["noise"] or other["noise"], "pair": [one["latency_ms"][metric][key] for one in (mine, other)]}
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    return spread([(mine, other) for mine, other in (each["pair"] for each in counted(pairs))])
 
 
 def goodput(rows: Sequence[dict[str, Any]], wanted: float = 0.9) -> float:
@@ -145,6 +193,19 @@ def shown(rows: dict[str, list[dict[str, Any]]], rates: Sequence[float]) -> Tabl
     return table
 
 
+def shown_ratios(rows: Sequence[Mapping[str, Any]]) -> Table:
+    title = "Each other server's latency over ours: median (least, most) of the repeats; above 1 ours is the shorter"
+    table = Table(title=title, title_justify="left")
+    peers = list(rows[0]["ratio_to"])
+    for column in ("arrangement", "rate", "of", *(PEERS[name].title for name in peers)):
+        table.add_column(column, justify="left" if column == "arrangement" else "right", no_wrap=True)
+    for row in rows:
+        for of in next(iter(row["ratio_to"].values())):
+            cells = [told(row["ratio_to"][name][of]) for name in peers]
+            table.add_row(SHORT.get(row["ours"], row["ours"]), f"{row['asked_per_s']:g}/s", of.upper(), *cells)
+    return table
+
+
 def draw(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """docs/NAME.svg: the P90 of TTFT and of TPOT over the rate, of each arrangement and each other server."""
     plt = pyplot()
@@ -165,6 +226,44 @@ def draw(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     save_plot(name, figure)
 
 
+def run(
+    specs: Mapping[str, dict[str, Any]],
+    peers: Mapping[str, Server],
+    rates: Sequence[float],
+    repeats: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """What is written: of clusters of these specs and of other servers, at each rate."""
+    head = about()
+    runs = measure(specs, peers, rates, repeats, seconds)
+    rows = {name: [median_of(_at(of_name, rate)) for rate in rates] for name, of_name in runs.items()}
+    by_rate = {f"{name}, {rate:g}/s": _at(of_name, rate) for name, of_name in runs.items() for rate in rates}
+    return {
+        **head,
+        "goodput": {name: goodput(of_name) for name, of_name in rows.items()},
+        "rows": rows,
+        "ratios": ratios(runs, rates) if peers else [],
+        **noise_report(by_rate),
+        "runs": runs,
+    }
+
+
+def keep(result: Mapping[str, Any]) -> None:
+    name = on_this_cpu("arrangements")
+    draw(name, result["rows"])
+    console.print(f"written to {os.path.relpath(save(name, result))}")
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}, {text}"
+        for name, of_name in result["runs"].items()
+        if name not in PEERS
+        for one in of_name
+        for text in problems_of(one)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.arrangements", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
@@ -173,37 +272,26 @@ def main() -> int:
     )
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="of each; default 3")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--peers", type=peer_names, default=[], help=f"of {', '.join(PEERS)}")
     parser.add_argument("names", nargs="*", help="of the arrangements; all when none is given")
     args = parser.parse_args()
     rates = args.rates or ((1.0, 3.0) if args.quick else RATES)
     repeats = args.repeats or (1 if args.quick else 3)
     if unknown := set(args.names) - arrangements().keys():
         parser.error(f"{min(unknown)!r} is no arrangement; give some of {', '.join(map(repr, arrangements()))}")
-    if unknown := set(args.peers) - PEERS.keys():
-        parser.error(f"--peers has {min(unknown)!r}; give some of {', '.join(PEERS)}")
-    head, specs = about(), arrangements()
-    names = [*(args.names or specs), *([PICK] if args.plan else ()), *args.peers]
+    cores, seconds = sorted(os.sched_getaffinity(0))[:2], QUICK_SECONDS if args.quick else SECONDS
+    specs = {name: asked for name, asked in arrangements().items() if name in args.names or not args.names}
+    plan: dict[str, Any] = {}
     if args.plan:
-        specs[PICK], head["plan"] = planned(QUICK if args.quick else USUAL)
-    runs = measure(specs, names, rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
-    rows = {
-        name: [median_of([one for one in of_name if one["asked_per_s"] == rate]) for rate in rates]
-        for name, of_name in runs.items()
-    }
-    console.print(shown(rows, rates))
+        specs[PICK], plan["plan"] = planned(QUICK if args.quick else USUAL)
+    with servers(args.peers, demo_model("125m"), cores, console.print) as peers:
+        result = plan | run(specs, peers, rates, repeats, seconds)
+    console.print(shown(result["rows"], rates))
+    if peers:
+        console.print(shown_ratios(result["ratios"]))
     if not args.quick:
-        held = {name: goodput(of_name) for name, of_name in rows.items()}
-        path = save("arrangements", {**head, "goodput": held, "rows": rows, "runs": runs})
-        draw("arrangements", rows)
-        console.print(f"written to {os.path.relpath(path)}")
-    problems = [
-        f"{name}, {text}"
-        for name, of_name in runs.items()
-        if name not in PEERS
-        for one in of_name
-        for text in problems_of(one)
-    ]
+        keep(result)
+    problems = failures(result)
     for problem in problems:
         console.print(f"[red]{problem}")
     return 1 if problems else 0

@@ -6,13 +6,15 @@ measured used, and how much was used by anything else, so that a result carries 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ import psutil
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results"
 MODELS = REPO / ".bench"
-QUIET_CORES = 0.3  # of other work; a run with less is called quiet
 LOOK_S = 3.0
+PR_SET_PDEATHSIG = 1
+# By what matters to bfloat16 on a CPU: Intel's tiles; the same CPUs where the host keeps them from its guests; else
+# nothing, as for AMD's with AVX512-BF16.
+KINDS_OF_CPU = {"amx_bf16": "amx", "avx512_fp16": "avx512_fp16"}
 
 
 def about() -> dict[str, Any]:
@@ -44,6 +49,17 @@ def about() -> dict[str, Any]:
     }
 
 
+def on_this_cpu(name: str) -> str:
+    """What a result or a drawing is called that has a file for each kind of CPU."""
+    flags = next((line.split() for line in _lines("/proc/cpuinfo") if line.startswith("flags")), [])
+    return name + kind_of_cpu(flags)
+
+
+def kind_of_cpu(flags: Sequence[str]) -> str:
+    """The first of KINDS_OF_CPU that it has; nothing for a CPU with none of them."""
+    return next((f"_{kind}" for flag, kind in KINDS_OF_CPU.items() if flag in flags), "")
+
+
 def save(name: str, result: Mapping[str, Any]) -> Path:
     """Write bench/results/NAME.json and return its path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -57,6 +73,11 @@ def demo_model(size: Any) -> Path:
     from kvrelay.demo_model import make_demo_model
 
     return make_demo_model(MODELS / f"demo-{size}", size=size)
+
+
+def end_with_parent() -> None:
+    """Called first in a child: a stopped process would outlive whoever was to let it go on."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _git(*args: str) -> str:
@@ -127,17 +148,6 @@ def other_cores(look_s: float = LOOK_S) -> float:
     busy_s, _ = _machine_s()
     time.sleep(look_s)
     return (_machine_s()[0] - busy_s) / look_s
-
-
-def wait_quiet(timeout_s: float, *, say: Callable[[str], None], cores: float = QUIET_CORES) -> float:
-    """Until less than `cores` are busy or `timeout_s` is over; returns how many were busy at the last look."""
-    deadline = time.monotonic() + timeout_s
-    told = False
-    while (busy := other_cores()) >= cores and time.monotonic() < deadline:
-        if not told:
-            say(f"{busy:.1f} cores are busy with other work; waiting up to {timeout_s:.0f} s for them")
-            told = True
-    return busy
 
 
 def pyplot() -> Any:

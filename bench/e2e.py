@@ -5,10 +5,10 @@
 A real cluster (Ray, processes, gRPC) serves a 124.7M Llama-shaped model in bf16; what `kvrelay bench` runs is run
 against it: prompts of 128 to 384 and outputs of 32 to 96 tokens, Poisson arrivals. Router and load generator share the
 workers' cores where there are no others. Each rate is repeated with other prompts; the table shows the medians. Beside
-latencies each run keeps the CPU seconds of each process and how many cores other work took meanwhile. Runs beside half
-a core of other work or more are noisy: a rate's row is made of its quiet runs if it has any (`quiet_runs`), and
---patience says how long noisy ones are run again. All runs are kept in bench/results/e2e.json. Exit code 1 when a
-request failed, KV was damaged, or a token was computed twice.
+latencies each run keeps the CPU seconds of each process and how many cores other work took meanwhile, on this machine
+and on others of its host. A noisy run is played again with other prompts (bench/rounds.py); a rate's row is made of its
+clean runs if it has any (`clean_runs`). Runs are kept in bench/results/e2e.json. Exit code 1 when a request failed, KV
+was damaged, or a token was computed twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import REPO, CpuWatch, about, demo_model, other_cores, save, wait_quiet
+from bench.common import REPO, CpuWatch, about, demo_model, other_cores, save
+from bench.rounds import Replays, counted, noise_report
 from kvrelay.bench.metrics import METRICS, Outcome, summarise
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
@@ -44,7 +44,7 @@ SECONDS, QUICK_SECONDS = 30.0, 10.0  # of arrivals at each rate
 LEAST_REQUESTS = 40
 WARMUPS = 6
 SLOS_S = {"ttft": 0.5, "tpot": 0.05}
-QUIET_CORES = 0.5  # of other work, at most, in a quiet run: what the other servers' rows were measured beside
+AGAIN_SEED = 10**6  # apart: the same lengths and times with other prompts, which no prefix cache holds
 PERCENTILES = (50.0, 90.0, 99.0)
 QUANTILES = tuple(f"p{p:g}" for p in PERCENTILES)
 READY_TIMEOUT_S = 300.0
@@ -143,7 +143,11 @@ def load_of(rate: float, seconds: float, seed: int) -> WorkloadOptions:
     )
 
 
-async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
+def playing(seed: int, attempt: int) -> PlayOptions:
+    return PlayOptions(num_warmups=WARMUPS, prompt_seed=seed + AGAIN_SEED * attempt)
+
+
+async def play_rate(served: Cluster, rate: float, seconds: float, seed: int, attempt: int = 0) -> Run:
     """One run at one rate; the CPU is watched from the first request, after the warm-ups, to the last end."""
     options = load_of(rate, seconds, seed)
     cpu = CpuWatch(served.parts)
@@ -155,7 +159,7 @@ async def play_rate(served: Cluster, rate: float, seconds: float, seed: int) -> 
         yield lambda outcome: None
         used.update(cpu.end())
 
-    _, outcomes, duration_s = await run(served.endpoint, options, PlayOptions(num_warmups=WARMUPS), watch=watch)
+    _, outcomes, duration_s = await run(served.endpoint, options, playing(seed, attempt), watch=watch)
     return {"asked_per_s": rate, "seed": seed, **summary_of(outcomes, duration_s), **used}
 
 
@@ -175,21 +179,16 @@ def problems_of(result: Run) -> list[str]:
     return [f"at {result['asked_per_s']:g}/s: {text}" for text, count in found.items() if count]
 
 
-def is_quiet(one: Run) -> bool:
-    return bool(one["other_cores"] + one["stolen_cores"] < QUIET_CORES)
-
-
 def median_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """One row: the median of each figure over the quiet runs of one rate, over all if none was quiet."""
-    quiet = [one for one in runs if is_quiet(one)]
-    runs = quiet or runs
+    """One row: the median of each figure over the clean runs of one rate, over all if none was clean."""
+    runs = counted(runs)
     latency = {metric: _medians([one["latency_ms"][metric] for one in runs], QUANTILES) for metric in METRICS}
     figures = ("request_throughput", "output_throughput", "attainment", "other_cores", "stolen_cores")
     per_request = [{part: 1e3 * used / one["requests"] for part, used in one["cpu_s"].items()} for one in runs]
     return {
         "asked_per_s": runs[0]["asked_per_s"],
         "runs": len(runs),
-        "quiet_runs": len(quiet),
+        "clean_runs": sum(not one["noise"] for one in runs),
         "requests_per_run": runs[0]["requests"],
         **_medians(runs, figures),
         "holds": all(latency[metric]["p90"] <= 1e3 * limit_s for metric, limit_s in SLOS_S.items()),
@@ -249,28 +248,16 @@ def _slashed(values: Sequence[float], digits: int = 0) -> str:
     return "/".join(f"{value:.{digits}f}" for value in values)
 
 
-def measure(rates: Sequence[float], repeats: int, seconds: float, patience_s: float) -> tuple[list[Run], float]:
-    """Every rate `repeats` times; then, for `patience_s`, those again that have fewer quiet runs."""
-    runs: list[Run] = []
+def measure(rates: Sequence[float], repeats: int, seconds: float) -> tuple[list[Run], float]:
+    replays = Replays(repeats * len(rates))
     with cluster(spec(demo_model("125m"))) as served:
-        for rate in [*rates] * repeats:
-            runs.append(play(served, rate, seconds, len(runs)))
-        deadline_s = time.monotonic() + patience_s
-        while (noisy := _fewest_quiet(runs, rates, repeats)) is not None and time.monotonic() < deadline_s:
-            wait_quiet(deadline_s - time.monotonic(), say=console.print)
-            runs.append(play(served, noisy, seconds, len(runs)))
+        runs = [play(served, rate, seconds, index, replays) for index, rate in enumerate([*rates] * repeats)]
         return runs, served.ready_s
 
 
-def _fewest_quiet(runs: Sequence[Run], rates: Sequence[float], wanted: int) -> float | None:
-    counts = {rate: sum(is_quiet(one) for one in runs if one["asked_per_s"] == rate) for rate in rates}
-    fewest = min(counts, key=lambda rate: counts[rate])
-    return fewest if counts[fewest] < wanted else None
-
-
-def play(served: Cluster, rate: float, seconds: float, seed: int) -> Run:
+def play(served: Cluster, rate: float, seconds: float, seed: int, replays: Replays) -> Run:
     """`seed`: another one each time, so that no prompt is in a prefix cache."""
-    return noted(lambda: asyncio.run(play_rate(served, rate, seconds, seed)))
+    return replays.clean(lambda attempt: noted(lambda: asyncio.run(play_rate(served, rate, seconds, seed, attempt))))
 
 
 def noted(run_once: Callable[[], Run]) -> Run:
@@ -285,7 +272,7 @@ def _say(one: Run) -> None:
     ttft, tpot = one["latency_ms"]["ttft"], one["latency_ms"]["tpot"]
     console.print(
         f"{one['asked_per_s']:g}/s: served {one['request_throughput']:.2f}, TTFT P90 {ttft['p90']:.0f} ms, "
-        f"TPOT P90 {tpot['p90']:.1f} ms, other work {one['other_cores']:.2f} cores"
+        f"TPOT P90 {tpot['p90']:.1f} ms, other work {one['other_cores']:.2f} cores, stolen {one['stolen_cores']:.2f}"
     )
 
 
@@ -294,18 +281,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two rates, once, ten seconds each; writes no file")
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     parser.add_argument("--repeats", type=int, help="runs of each rate; default 3")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds to spend on runs instead of noisy ones")
     args = parser.parse_args()
     rates = args.rates or ((1.0, 3.0) if args.quick else RATES)
     repeats = args.repeats or (1 if args.quick else 3)
 
     head = about()
-    runs, ready_s = measure(rates, repeats, QUICK_SECONDS if args.quick else SECONDS, args.patience)
+    runs, ready_s = measure(rates, repeats, QUICK_SECONDS if args.quick else SECONDS)
     rows = [median_of([one for one in runs if one["asked_per_s"] == rate]) for rate in rates]
     held = held_rate(rows)
     console.print(latency_table(rows), cost_table(rows))
     console.print(f"TTFT P90 under 500 ms and TPOT P90 under 50 ms held to {held:g} requests/s")
-    result = {**head, "ready_s": ready_s, "held_per_s": held, "rows": rows, "runs": runs}
+    noise = noise_report({f"{rate:g}/s": [one for one in runs if one["asked_per_s"] == rate] for rate in rates})
+    result = {**head, "ready_s": ready_s, "held_per_s": held, **noise, "rows": rows, "runs": runs}
     if not args.quick:
         console.print(f"written to {os.path.relpath(save('e2e', result))}")
     problems = [problem for one in runs for problem in problems_of(one)]

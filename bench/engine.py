@@ -5,7 +5,8 @@
 Three run the same 124.7M Llama-shaped model in bfloat16 with the same number of threads, turn by turn, so that other
 work on the machine hits them alike: the engine, transformers' `generate`, and its continuous batching
 (`generate_batch`, its manager kept between calls). Each has a process of its own, which is stopped while it is not its
-turn, because an idle manager polls. A decode step of transformers is the time for 1 + N tokens less that for 1, over N.
+turn, because an idle manager polls. A turn beside too much other work is played again (bench/rounds.py). A decode step
+of transformers is the time for 1 + N tokens less that for 1, over N.
 Read the ratios; the rates are this machine's, at this load. Threads wait as a worker's do, in all three: for a
 moment, then they sleep (threads that spin at a barrier on shared cores are what keeps the awaited one from running).
 With `--peers` other servers, each in an environment of its own (bench/peers/), take turns with them: a prompt alone to
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import itertools
 import json
 import logging
 import multiprocessing
@@ -28,11 +29,12 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -40,9 +42,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import about, demo_model, other_cores, save
-from bench.peers.install import PEERS
-from bench.peers.serve import server
+from bench.common import CpuWatch, about, demo_model, end_with_parent, on_this_cpu, other_cores, save
+from bench.peers.install import PEERS, peer_names
+from bench.peers.serve import Server, servers
+from bench.rounds import Replays, counted, noise_report, spread, told
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.process import set_thread_counts
@@ -51,13 +54,13 @@ from engine.types import Chunk, SampleSpec, SamplingParams, Step
 NAMES = ("kvrelay", "generate", "generate_batch")
 PREFILL_TOKENS = (128, 256, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
+PLAN = (*(("prefill", n) for n in PREFILL_TOKENS), *(("decode", n) for n in DECODE_BATCHES))
 PROMPT_TOKENS = 128  # of a request whose decode is measured
 LEAST_TURNS = 2  # measured, whatever they take; more only within
 MEASUREMENT_S = 75.0
 FAR_BEHIND = 5.0  # times as long as ours takes one that has no more than LEAST_TURNS turns
 NUM_PAGES = 2048
 PAGE_SIZE = 16
-PR_SET_PDEATHSIG = 1
 TARGETS = {f"prefill {n}": 1.0 for n in PREFILL_TOKENS} | {"decode 1": 1.0, "decode 8": 1.5, "decode 32": 1.5}
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -183,7 +186,7 @@ def matmul_flops_per_s() -> float:
 
 def _serve(line: Connection, name: str, directory: str, threads: int, new_tokens: int) -> None:
     """A contender's process: say what the model is, then answer (kind, size, turn) until told None."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would outlive its parent
+    end_with_parent()
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
@@ -205,8 +208,17 @@ def _serve(line: Connection, name: str, directory: str, threads: int, new_tokens
     os._exit(0)  # a kept manager's thread would hold the process
 
 
+class Contending(Protocol):
+    """A contender in processes of its own, stopped between turns."""
+
+    name: str
+
+    def ask(self, kind: str, size: int = 0, turn: int = 0) -> float: ...
+    def pids(self) -> list[int]: ...
+
+
 class Runner:
-    """One contender in a process of its own, stopped between turns."""
+    """One of NAMES."""
 
     def __init__(self, name: str, directory: str, threads: int, new_tokens: int) -> None:
         self.name = name
@@ -226,35 +238,32 @@ class Runner:
         self._signal(signal.SIGSTOP)
         return took
 
+    def pids(self) -> list[int]:
+        assert self._process.pid is not None
+        return [self._process.pid]
+
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         self._line.send(None)
         self._process.join()
 
     def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        for pid in self.pids():
+            os.kill(pid, number)
 
 
 class PeerRunner:
     """Another server's, likewise."""
 
-    facts: ClassVar[dict[str, float]] = {}
-
-    def __init__(self, name: str, directory: str, threads: int, new_tokens: int) -> None:
-        self.name = name
+    def __init__(self, peer: Server, new_tokens: int) -> None:
+        self.name = peer.name
+        self.pids = peer.pids
         self._new_tokens = new_tokens
-        self._running = contextlib.ExitStack()
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        self._server = self._running.enter_context(server(name, Path(directory), cores, print))
-        self._server.pause(True)
+        self._server = peer
 
     def ask(self, kind: str, size: int = 0, turn: int = 0) -> float:
-        self._server.pause(False)
-        try:
+        with self._server.awake():
             return self._prefill(size, turn) if kind == "prefill" else self._decode(size, turn)
-        finally:
-            self._server.pause(True)
 
     def _prefill(self, tokens: int, turn: int) -> float:
         [times_s] = self._server.token_times([(0.0, prompt, 1) for prompt in prompts(1, tokens, turn)])
@@ -266,10 +275,6 @@ class PeerRunner:
         asked = [(0.0, prompt, 1 + 2 * new) for prompt in prompts(batch, PROMPT_TOKENS, turn)]
         last = max(self._server.token_times(asked), key=lambda times_s: times_s[0])
         return (last[new] - last[0]) / new
-
-    def close(self) -> None:
-        self._server.pause(False)
-        self._running.close()
 
 
 def floors(facts: dict[str, float], embedding_params: int, bandwidth: float, rate: float) -> dict[str, float]:
@@ -283,67 +288,85 @@ def floors(facts: dict[str, float], embedding_params: int, bandwidth: float, rat
     return result
 
 
-def measure(
-    runners: Sequence[Runner | PeerRunner], turns: int, say: Callable[[str], None]
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each turn, by measurement and contender; the first turn warms up and is dropped.
+Turn = dict[str, Any]  # {"seconds": {contender: of it}, and what CpuWatch and Replays say of it}
 
-    Under "machine", the rates of the machine as they were before each measurement.
-    """
-    plan = [("prefill", n) for n in PREFILL_TOKENS] + [("decode", n) for n in DECODE_BATCHES]
+
+def measure(
+    runners: Sequence[Contending], plan: Sequence[tuple[str, int]], turns: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[Turn]], dict[str, float]]:
+    """Each measurement's turns, after one that warms up; and what the machine does in a second at its best, of "memory"
+    and "matmul": looked at before each measurement. The first runner is ours."""
     machine: dict[str, list[float]] = {"memory": [], "matmul": []}
-    seconds = {"machine": machine}
+    measured = {}
+    replays = Replays(turns * len(plan))
     for kind, size in plan:
         say(f"{kind} {size}")
         for what, rates in machine.items():
             rates.append(runners[0].ask(what))
-        by_name = seconds[f"{kind} {size}"] = {runner.name: [] for runner in runners}
-        began_s = time.monotonic()
-        for turn in range(turns + 1):
-            if turn > LEAST_TURNS and time.monotonic() - began_s > MEASUREMENT_S:
-                break
-            first = turn % len(runners)
-            for runner in (*runners[first:], *runners[:first]):
-                if turn > LEAST_TURNS and _is_far_behind(by_name, runner.name):
-                    continue
-                took = runner.ask(kind, size, turn)
-                if turn:
-                    by_name[runner.name].append(took)
-    return seconds
+        measured[f"{kind} {size}"] = _turns(runners, kind, size, turns, replays)
+    return measured, {what: max(rates) for what, rates in machine.items()}
 
 
-def _is_far_behind(by_name: dict[str, list[float]], name: str) -> bool:
-    return statistics.median(by_name[name]) > FAR_BEHIND * statistics.median(by_name["kvrelay"])
+def _turns(runners: Sequence[Contending], kind: str, size: int, turns: int, replays: Replays) -> list[Turn]:
+    seeds = itertools.count()  # an attempt has prompts of its own, too
+    _turn(runners, kind, size, next(seeds))
+    played: list[Turn] = []
+    began_s = time.monotonic()
+    while len(played) < turns and (len(played) < LEAST_TURNS or time.monotonic() - began_s < MEASUREMENT_S):
+        first = len(played) % len(runners)
+        asked = [runner for runner in (*runners[first:], *runners[:first]) if not _is_far_behind(played, runner.name)]
+        played.append(_clean_turn(asked, kind, size, seeds, replays))
+    return played
 
 
-def summary(seconds: dict[str, dict[str, list[float]]], floor: dict[str, float]) -> list[dict[str, Any]]:
-    rows = []
-    for key, by_name in seconds.items():
-        size = int(key.split()[1])
-        median = {name: statistics.median(times) for name, times in by_name.items()}
-        best = min(median[name] for name in NAMES if name != "kvrelay")
-        rows.append(
-            {
-                "what": key,
-                "tokens_per_s": {name: round(size / t, 1) for name, t in median.items()},
-                "ms": {name: round(t * 1e3, 2) for name, t in median.items()},
-                "ratio_to_better": round(best / median["kvrelay"], 2),
-                "ratio_to": {name: _ratio(by_name, name) for name in by_name if name != "kvrelay"},
-                "target": TARGETS[key],
-                "share_of_floor": round(floor[key] / median["kvrelay"], 2),
-            }
-        )
-    return rows
+def _clean_turn(runners: Sequence[Contending], kind: str, size: int, seeds: Iterator[int], replays: Replays) -> Turn:
+    return replays.clean(lambda _: _turn(runners, kind, size, next(seeds)))
 
 
-def _ratio(by_name: dict[str, list[float]], name: str) -> dict[str, float]:
-    """Of its time to ours, in the turns that it had."""
-    ratios = [theirs / ours for theirs, ours in zip(by_name[name], by_name["kvrelay"], strict=False)]
+def _turn(runners: Sequence[Contending], kind: str, size: int, seed: int) -> Turn:
+    cpu = CpuWatch(lambda: {**{runner.name: runner.pids() for runner in runners}, "bench": [os.getpid()]})
+    cpu.begin()
+    seconds = {runner.name: runner.ask(kind, size, seed) for runner in runners}
+    return {"seconds": seconds, **cpu.end()}
+
+
+def _is_far_behind(played: Sequence[Turn], name: str) -> bool:
+    if len(played) < LEAST_TURNS:
+        return False
+    return _median_s(played, name) > FAR_BEHIND * _median_s(played, "kvrelay")
+
+
+def _of(turns: Sequence[Turn], name: str) -> list[Turn]:
+    """Those that count of the turns that it had."""
+    return counted(turn for turn in turns if name in turn["seconds"])
+
+
+def _median_s(turns: Sequence[Turn], name: str) -> float:
+    return float(statistics.median(turn["seconds"][name] for turn in _of(turns, name)))
+
+
+def summary(measured: dict[str, list[Turn]], floor: dict[str, float]) -> list[dict[str, Any]]:
+    return [_row(key, turns, floor[key]) for key, turns in measured.items()]
+
+
+def _row(key: str, turns: Sequence[Turn], floor_s: float) -> dict[str, Any]:
+    size = int(key.split()[1])
+    median = {name: _median_s(turns, name) for name in (*NAMES, *PEERS) if name in turns[0]["seconds"]}
+    of_transformers = [median[name] for name in NAMES[1:] if name in median]
     return {
-        "median": round(statistics.median(ratios), 2),
-        "least": round(min(ratios), 2),
-        "most": round(max(ratios), 2),
+        "what": key,
+        "tokens_per_s": {name: round(size / took_s, 1) for name, took_s in median.items()},
+        "ms": {name: round(took_s * 1e3, 2) for name, took_s in median.items()},
+        "ratio_to_better": round(min(of_transformers) / median["kvrelay"], 2) if of_transformers else None,
+        "ratio_to": {name: _ratio(turns, name) for name in median if name != "kvrelay"},
+        "target": TARGETS[key],
+        "share_of_floor": round(floor_s / median["kvrelay"], 2),
     }
+
+
+def _ratio(turns: Sequence[Turn], name: str) -> dict[str, float]:
+    """Of its time to ours, in the turns that it had."""
+    return spread([(turn["seconds"]["kvrelay"], turn["seconds"][name]) for turn in _of(turns, name)])
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -360,7 +383,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             *rates,
             f"{row['ratio_to_better']:.2f}x",
             f"{row['target']:.1f}x",
-            *("{median:.2f}x ({least:.2f}, {most:.2f})".format(**row["ratio_to"][name]) for name in peers),
+            *(told(row["ratio_to"][name]) for name in peers),
             f"{row['share_of_floor']:.0%}",
         )
     console.print(table)
@@ -371,48 +394,53 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns and tokens; figures are rough")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
-    parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="of each; default %(default)s")
-    parser.add_argument("--peers", default="", metavar="NAMES", help=f"beside these, too: {', '.join(PEERS)}")
-    args = parser.parse_args()
-    peers = [name for name in args.peers.split(",") if name]
-    if unknown := [name for name in peers if name not in PEERS]:
-        parser.error(f"--peers has {unknown[0]!r}; give some of {', '.join(PEERS)}")
-    turns, new_tokens = (2, 6) if args.quick else (15, 8)
-    console = Console()
-    set_thread_counts(args.threads)  # as a worker's; read by the contenders' processes when they start
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+def run(
+    names: Sequence[str], peers: Mapping[str, Server], plan: Sequence[tuple[str, int]], quick: bool, threads: int
+) -> dict[str, Any]:
+    """What is written: of `names`, ours the first, and of the other servers, for each measurement of the plan."""
+    turns, new_tokens = (3, 6) if quick else (15, 8)
     directory = str(demo_model("125m"))
     config = transformers.AutoConfig.from_pretrained(directory)
     before = other_cores()
-    runners: list[Runner | PeerRunner] = []
-    try:
-        runners += [Runner(name, directory, args.threads, new_tokens) for name in NAMES]
-        runners += [PeerRunner(name, directory, args.threads, new_tokens) for name in peers]
-        seconds = measure(runners, turns, lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
-    finally:
-        for runner in runners:
-            runner.close()
-    machine = seconds.pop("machine")
-    embedding_params = config.vocab_size * config.hidden_size
-    floor = floors(runners[0].facts, embedding_params, max(machine["memory"]), max(machine["matmul"]))
-    result = {
+    with contextlib.ExitStack() as running:
+        own = [Runner(name, directory, threads, new_tokens) for name in names]
+        for runner in own:
+            running.callback(runner.close)
+        runners: list[Contending] = [*own, *(PeerRunner(peer, new_tokens) for peer in peers.values())]
+        measured, machine = measure(runners, plan, turns, partial(print, "measuring", file=sys.stderr, flush=True))
+    floor = floors(own[0].facts, config.vocab_size * config.hidden_size, machine["memory"], machine["matmul"])
+    return {
         **about(),
-        "threads": args.threads,
+        "threads": threads,
         "turns": turns,
         "transformers": transformers.__version__,
         "other_cores_before": round(before, 2),
         "other_cores_after": round(other_cores(), 2),
         "floor": floor,
-        "rows": summary(seconds, floor),
-        "seconds": seconds,
+        "rows": summary(measured, floor),
+        **noise_report(measured),
+        "rounds": measured,
     }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer turns and tokens; figures are rough")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, not to bench/results")
+    parser.add_argument("--threads", type=int, default=min(2, psutil.cpu_count()), help="of each; default %(default)s")
+    parser.add_argument(
+        "--peers", type=peer_names, default=[], metavar="NAMES", help=f"beside, too: {', '.join(PEERS)}"
+    )
+    args = parser.parse_args()
+    console = Console()
+    set_thread_counts(args.threads)  # as a worker's; read by the contenders' processes when they start
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    cores = sorted(os.sched_getaffinity(0))[: args.threads]
+    with servers(args.peers, demo_model("125m"), cores, print) as peers:
+        result = run(NAMES, peers, PLAN, args.quick, args.threads)
     show(result, console)
     if args.json is None:
-        console.print(f"written to {save('engine', result)}")
+        console.print(f"written to {save(on_this_cpu('engine'), result)}")
     else:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

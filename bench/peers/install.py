@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,6 +37,14 @@ PEERS = {
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
 }
+
+
+def peer_names(text: str) -> list[str]:
+    """Of `--peers`."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no other server; give some of {', '.join(PEERS)}")
+    return names
 
 
 def installed(name: str, say: Callable[[str], object]) -> Path:

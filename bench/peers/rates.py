@@ -9,29 +9,32 @@ from functools import partial
 from pathlib import Path
 
 from bench.common import CpuWatch, demo_model
-from bench.e2e import WARMUPS, Run, console, load_of, noted, summary_of
-from bench.peers.serve import Server, server
-from kvrelay.bench.options import PlayOptions, WorkloadOptions
+from bench.e2e import Run, load_of, noted, playing, summary_of
+from bench.peers.serve import Server
+from bench.rounds import Replays
 from kvrelay.bench.run import drawn
 from kvrelay.bench.workload import timed_shapes
 from kvrelay.client.types import ServedModel
 
 
-def play(name: str, rates: Sequence[float], seconds: float, first_seed: int) -> list[Run]:
-    """Start it, play every rate, stop it. As bench.e2e's rows; no handoffs are in them."""
-    model = demo_model("125m")
-    with server(name, model, sorted(os.sched_getaffinity(0))[:2], console.print) as peer:
-        play_one = partial(_play_rate, peer, _model_of(model))
-        return [noted(partial(play_one, rate, load_of(rate, seconds, first_seed + i))) for i, rate in enumerate(rates)]
+def play(peer: Server, rates: Sequence[float], seconds: float, first_seed: int, replays: Replays) -> list[Run]:
+    """Every rate; as bench.e2e's rows, no handoffs are in them."""
+    with peer.awake():
+        return [_clean_run(peer, rate, seconds, first_seed + i, replays) for i, rate in enumerate(rates)]
 
 
-def _play_rate(peer: Server, model: ServedModel, rate: float, load: WorkloadOptions) -> Run:
-    warmups, requests = drawn(load, PlayOptions(num_warmups=WARMUPS), model, timed_shapes(load))
+def _clean_run(peer: Server, rate: float, seconds: float, seed: int, replays: Replays) -> Run:
+    return replays.clean(lambda attempt: noted(partial(_play_rate, peer, rate, seconds, seed, attempt)))
+
+
+def _play_rate(peer: Server, rate: float, seconds: float, seed: int, attempt: int) -> Run:
+    load = load_of(rate, seconds, seed)
+    warmups, requests = drawn(load, playing(seed, attempt), _model_of(demo_model("125m")), timed_shapes(load))
     peer.play(warmups)
-    cpu = CpuWatch(peer.parts)
+    cpu = CpuWatch(lambda: {peer.name: peer.pids(), "client": [os.getpid()]})
     cpu.begin()
     outcomes, duration_s = peer.play(requests)
-    return {"asked_per_s": rate, "seed": load.seed, **summary_of(outcomes, duration_s), **cpu.end()}
+    return {"asked_per_s": rate, "seed": seed, **summary_of(outcomes, duration_s), **cpu.end()}
 
 
 def _model_of(folder: Path) -> ServedModel:

@@ -2,7 +2,9 @@
 
     peer     {}                                        it is ready
     driver   {"requests": [[at_s, [token ids], tokens to make], ...]}
-    peer     {"began_s": perf_counter of the start, "token_times_s": [[each request's], ...]}, also by perf_counter
+    peer     {"began_s": perf_counter of the start, "token_times_s": [[each request's], ...], "tokens": [[ids], ...]}
+
+Times are by perf_counter, too; an id that is not told is -1.
 
 Imported by programs that run in the peer's own environment: nothing but the standard library. What the peer's libraries
 print goes to stderr.
@@ -27,8 +29,10 @@ class Lines:
         line = sys.stdin.readline()
         return json.loads(line)["requests"] if line else None
 
-    def played(self, began_s: float, token_times_s: list[list[float]]) -> None:
-        self._say({"began_s": began_s, "token_times_s": token_times_s})
+    def played(self, began_s: float, answers: list[tuple[list[float], list[int]]]) -> None:
+        """When each token of each request came, and which it was."""
+        times_s, tokens = zip(*answers, strict=True)
+        self._say({"began_s": began_s, "token_times_s": times_s, "tokens": tokens})
 
     def _say(self, said: dict[str, Any]) -> None:
         print(json.dumps(said), file=self._out, flush=True)

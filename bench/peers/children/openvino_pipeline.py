@@ -36,10 +36,12 @@ def pipeline(model: Path, threads: int) -> openvino_genai.ContinuousBatchingPipe
     return openvino_genai.ContinuousBatchingPipeline(str(exported(model)), scheduling, "CPU", options)
 
 
-def play(pipe: openvino_genai.ContinuousBatchingPipeline, requests: list[list[Any]]) -> tuple[float, list[list[float]]]:
-    """When it began, and when each token of each request came."""
+def play(
+    pipe: openvino_genai.ContinuousBatchingPipeline, requests: list[list[Any]]
+) -> tuple[float, list[tuple[list[float], list[int]]]]:
+    """When it began; when each token of each request came, and which it was."""
     began_s = time.perf_counter()
-    times_s: list[list[float]] = [[] for _ in requests]
+    answers: list[tuple[list[float], list[int]]] = [([], []) for _ in requests]
     handles: dict[int, object] = {}
     due = sorted(range(len(requests)), key=lambda i: requests[i][0])
     while due or handles:
@@ -56,12 +58,14 @@ def play(pipe: openvino_genai.ContinuousBatchingPipeline, requests: list[list[An
         pipe.step()
         now_s = time.perf_counter()
         for index, handle in list(handles.items()):
+            times_s, tokens = answers[index]
             while handle.can_read():
-                read = handle.read()
-                times_s[index] += [now_s] * sum(len(output.generated_ids) for output in read.values())
-            if len(times_s[index]) >= requests[index][2]:
+                for output in handle.read().values():
+                    tokens += output.generated_ids
+            times_s += [now_s] * (len(tokens) - len(times_s))
+            if len(tokens) >= requests[index][2]:
                 del handles[index]
-    return began_s, times_s
+    return began_s, answers
 
 
 def main() -> None:

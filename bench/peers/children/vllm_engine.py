@@ -17,15 +17,17 @@ async def main() -> None:
     engine = AsyncLLM.from_engine_args(arguments)
     runs = 0
 
-    async def play_one(name: str, due_s: float, prompt: list[int], max_tokens: int) -> list[float]:
+    async def play_one(name: str, due_s: float, prompt: list[int], max_tokens: int) -> tuple[list[float], list[int]]:
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0.0, output_kind=RequestOutputKind.DELTA
         )
         times_s: list[float] = []
+        tokens: list[int] = []
         async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id=name):
-            times_s += [time.perf_counter()] * len(output.outputs[0].token_ids)
-        return times_s
+            tokens += output.outputs[0].token_ids
+            times_s += [time.perf_counter()] * (len(tokens) - len(times_s))
+        return times_s, tokens
 
     async for _ in engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4), request_id="first"):
         pass
@@ -36,7 +38,7 @@ async def main() -> None:
         played = [
             play_one(f"{runs}-{i}", began_s + at_s, prompt, count) for i, (at_s, prompt, count) in enumerate(requests)
         ]
-        lines.played(began_s, list(await asyncio.gather(*played)))
+        lines.played(began_s, await asyncio.gather(*played))
 
 
 if __name__ == "__main__":
