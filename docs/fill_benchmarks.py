@@ -86,27 +86,66 @@ def arrangements(result: Mapping[str, Any]) -> str:
         cells = [f"{row['attainment']:.0%} ({times})" for row, times in zip(of_rates, p90, strict=True)]
         rows.append([name, *cells, f"{result['goodput'][name]:g}/s"])
     shown = table(["arrangement", *rates, "90% within both to"], rows)
-    if "plan" not in result:
-        return shown
-    picked, goodput = next(iter(result["plan"]["goodput"].items()))
-    return f"{shown}\n\nThe planner picked {picked}; it expects {goodput['value']:.3g} requests/s of it."
+    parts = [shown]
+    if ratios := result.get("ratios"):
+        parts += [_arriving_ratios(ratios), noise(result)]
+    if "plan" in result:
+        picked, goodput = next(iter(result["plan"]["goodput"].items()))
+        parts.append(f"The planner picked {picked}; it expects {goodput['value']:.3g} requests/s of it.")
+    return "\n\n".join(parts)
+
+
+def _arriving_ratios(of_rates: Sequence[Mapping[str, Any]]) -> str:
+    names = list(of_rates[0]["ratio_to"])
+    rows = [
+        [
+            f"{row['ours']}, {row['asked_per_s']:g}/s, {of.upper()}",
+            *(spread(row["ratio_to"][name][of]) for name in names),
+        ]
+        for row in of_rates
+        for of in row["ratio_to"][names[0]]
+        if of.endswith("p90")
+    ]
+    return table(["their time over ours", *names], rows)
+
+
+def peers(result: Mapping[str, Any]) -> str:
+    names = list(result["rows"][0]["ratio_to"])
+    rows = [
+        [row["what"], f"{row['ms']:.1f}", *(spread(row["ratio_to"][name]) for name in names)] for row in result["rows"]
+    ]
+    tokens = [
+        f"{name} {found['equal']} of {found['requests']}, {len(found['ties'])} at a tie"
+        for name, found in result["tokens"].items()
+    ]
+    shown = table(["", "ours, ms", *(f"{name}'s time over ours" for name in names)], rows)
+    look = "A quick look. " if result["quick"] else ""
+    return f"{shown}\n\n{look}{noise(result)} The same greedy tokens as ours: {'; '.join(tokens)}."
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['least']:.2f}, {ratio['most']:.2f})"
+
+
+def noise(result: Mapping[str, Any]) -> str:
+    return f"Rounds played again: {len(result['played_again'])}; not to be had clean: {len(result['not_clean'])}."
 
 
 def engine(result: Mapping[str, Any]) -> str:
     names = list(result["rows"][0]["tokens_per_s"])
-    peers = names[3:]  # after ours and transformers' two
+    beside = names[3:]  # after ours and transformers' two
     rows: list[list[object]] = [
         [
             row["what"],
             *(f"{rate:,.0f}" for rate in row["tokens_per_s"].values()),
             f"{row['ratio_to_better']:.2f}x of {row['target']:.1f}x",
-            *(f"{row['ratio_to'][name]['median']:.2f}x" for name in peers),
+            *(spread(row["ratio_to"][name]) for name in beside),
             f"{row['share_of_floor']:.0%}",
         ]
         for row in result["rows"]
     ]
     floor = result["floor"]
-    ratios = ["to the better of transformers' two, wanted", *(f"to {name}'s" for name in peers)]
+    ratios = ["to the better of transformers' two, wanted", *(f"to {name}'s" for name in beside)]
     columns = ["tokens/s", *names, *ratios, "of the floor"]
     return (
         f"{table(columns, rows)}\n\n{result['threads']} threads; memory {floor['memory_gb_per_s']:.0f} GB/s, products "
@@ -705,8 +744,10 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "e2e": e2e,
     "arrangements": arrangements,
     "arrangements_amx": arrangements,
+    "arrangements_avx512_fp16": arrangements,
     "engine": engine,
     "engine_amx": engine,
+    "engine_avx512_fp16": engine,
     "fuzz": fuzz,
     "handoff": handoff,
     "paper_distserve": paper_distserve,
@@ -717,6 +758,9 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "hybrids": hybrids,
     "kv_fp8": kv_fp8,
     "moves": moves,
+    "peers": peers,
+    "peers_amx": peers,
+    "peers_avx512_fp16": peers,
     "placements": placements,
     "replan": replan,
     "shift": shift,

@@ -214,7 +214,11 @@ def differences(
 
 
 def compare(
-    wanted: Sequence[Ask], served: Sequence[Sequence[int]], alone: Sequence[Sequence[int]], reference: Any
+    wanted: Sequence[Ask],
+    served: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[int]],
+    reference: Any,
+    tie_nats: float = TIE_NATS,
 ) -> dict[str, Any]:
     ties: list[dict[str, Any]] = []
     wrong: list[dict[str, Any]] = []
@@ -227,9 +231,9 @@ def compare(
             "tokens": [served[index][at], alone[index][at]],
             "gap_nats": gap,
         }
-        (ties if gap <= TIE_NATS else wrong).append(row)
+        (ties if gap <= tie_nats else wrong).append(row)
     equal = len(wanted) - len(ties) - len(wrong)
-    return {"requests": len(wanted), "equal": equal, "ties": ties, "wrong": wrong, "tie_nats": TIE_NATS}
+    return {"requests": len(wanted), "equal": equal, "ties": ties, "wrong": wrong, "tie_nats": tie_nats}
 
 
 def bench(model: str, rehearse: bool) -> dict[str, Any]:
