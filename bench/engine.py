@@ -77,8 +77,8 @@ class Contender:
 
 
 def prompts(count: int, tokens: int, turn: int) -> list[list[int]]:
-    """New ones each turn, so that no cache of prefixes helps anybody."""
-    generator = torch.Generator().manual_seed(turn * 1000 + count)
+    """New ones each turn and for each length, so that no cache of prefixes helps anybody."""
+    generator = torch.Generator().manual_seed((turn * 1000 + count) * 10000 + tokens)
     return torch.randint(3, 30000, (count, tokens), generator=generator).tolist()
 
 

@@ -72,6 +72,14 @@ def test_an_unknown_peer_is_refused_by_name() -> None:
         peer_names("vllm,sglang")
 
 
+def test_no_prompt_begins_another() -> None:
+    """A server that keeps prefixes would compute the rest alone."""
+    beginnings = [
+        prompt[:16] for tokens in (128, 256, 512) for turn in (1, 2) for prompt in engine.prompts(2, tokens, turn)
+    ]
+    assert len({*map(tuple, beginnings)}) == len(beginnings)
+
+
 def turn(noise: str = "", **seconds: float) -> dict[str, Any]:
     return {"seconds": seconds, "noise": noise, "played_again": []}
 
