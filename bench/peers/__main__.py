@@ -54,7 +54,8 @@ def play(peers: Mapping[str, Server], quick: bool, rates: Sequence[float] | None
     alone = engine.run(names, peers, plan, quick, THREADS)
     rates = rates or rates_for(alone["rows"], QUICK_LOADS if quick else LOADS)
     ours, repeats, seconds = (QUICK_OURS, QUICK_REPEATS, QUICK_SECONDS) if quick else (OURS, REPEATS, SECONDS)
-    return alone, arrangements.run(ours, peers, rates, repeats, seconds)
+    specs = {name: asked for name, asked in arrangements.arrangements().items() if name in ours}
+    return alone, arrangements.run(specs, peers, rates, repeats, seconds)
 
 
 def rows_of(alone: Result, arriving: Result) -> list[dict[str, Any]]:
