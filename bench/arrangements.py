@@ -8,9 +8,9 @@ The clusters and the load of bench.e2e (two cores, a Llama-shaped model of 124.7
 with the same requests, and stopped; the next repeat begins with another one. With --peers other servers take their
 turns among them, on both cores (bench.peers installs them, once); they are started once, and stopped while others have
 their turn. With --plan the machine is calibrated first, a worker of one thread for each phase and a mixed one of two;
-what `kvrelay plan` picks for this load is played, too, from the cluster.yaml that it writes. A noisy run is played again
-(bench/rounds.py). The table shows medians over repeats: the share of requests within TTFT 500 ms and TPOT 50 ms, and
-from the rates that were played how many requests a second are served within them; a second one each other server's
+what `kvrelay plan` picks for this load is played, too, from the cluster.yaml that it writes. A noisy run is played
+again (bench/rounds.py). The table shows medians over repeats: the share of requests within TTFT 500 ms and TPOT 50 ms,
+and from the rates that were played how many requests a second are served within them; a second one each other server's
 latencies over ours, in the same repeats. Kept in bench/results/arrangements.json (or arrangements_amx.json: by the kind
 of CPU) and drawn in docs/. Exit code 1 when a request failed.
 """
