@@ -399,6 +399,7 @@ def run(
 ) -> dict[str, Any]:
     """What is written: of `names`, ours the first, and of the other servers, for each measurement of the plan."""
     turns, new_tokens = (3, 6) if quick else (15, 8)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     directory = str(demo_model("125m"))
     config = transformers.AutoConfig.from_pretrained(directory)
     before = other_cores()
@@ -434,7 +435,6 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     set_thread_counts(args.threads)  # as a worker's; read by the contenders' processes when they start
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     with servers(args.peers, demo_model("125m"), cores, print) as peers:
         result = run(NAMES, peers, PLAN, args.quick, args.threads)
