@@ -119,11 +119,7 @@ def draw(cases: Mapping[str, Any]) -> None:
                 axes.text(x, y, _told(found[ttft_s, tpot_s]), ha="center", va="center", fontsize=8, color="black")
         axes.set_xticks(range(len(tpots_s)), [f"{1e3 * s:g}" for s in tpots_s])
         axes.set_yticks(range(len(ttfts_s)), [f"{1e3 * s:g}" for s in ttfts_s])
-        axes.set(
-            xlabel="TPOT ms",
-            ylabel="TTFT ms",
-            title=f"{name}, {gpus} GPUs\nno targets: {cases[name]['ceiling_per_s']:.0f}/s",
-        )
+        axes.set(xlabel="TPOT ms", ylabel="TTFT ms", title=f"{name}, {gpus} GPUs")
     save_plot("hybrids", figure)
 
 

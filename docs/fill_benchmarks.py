@@ -409,6 +409,20 @@ def hybrids(result: Mapping[str, Any]) -> str:
             found = [f"{row['best'][kind]['per_s']:g}" for kind in ("two pools", "one pool", "hybrid")]
             rows.append([name, asked, *found, row["best"][row["chosen"]]["label"]])
     columns = ["case", "TTFT / TPOT ms", "two pools, requests/s", "one mixed pool", "hybrid", "the plan"]
+    return f"{_balanced(result['cases'])}\n\n{table(columns, rows)}"
+
+
+def _balanced(cases: Mapping[str, Any]) -> str:
+    """What could be gained where both targets are the middle ones, at most."""
+    rows: list[list[object]] = []
+    for name, case in cases.items():
+        middle = case["rows"][len(case["rows"]) // 2]["best"]
+        served = [best["per_s"] for row in case["rows"] for best in row["best"].values()]
+        most = max(*served, case.get("ceiling_per_s", 0.0))
+        pure = max(middle["two pools"]["per_s"], middle["one pool"]["per_s"])
+        hybrid = middle["hybrid"]["per_s"]
+        rows.append([name, f"{pure:g}", f"{hybrid:g}", f"{hybrid / pure:.2f}x", f"{most:g}", f"{most / pure:.2f}x"])
+    columns = ["balanced", "the better pure one", "hybrid", "", "the most for any targets", "so at most"]
     return table(columns, rows)
 
 
