@@ -7,7 +7,7 @@ Each case is a model on so many GPUs with a workload; three TTFT and three TPOT 
 A cell tells the goodput of the best hybrid as a multiple of the better pure placement's; the plan takes the best of all
 three, so that 1 is the least it can serve. What keeps tighter targets keeps these, too: what a search missed at a cell,
 it has from there. Wanted: at no cell below 0.99, 1.15 where both targets are balanced. What the best serves for targets
-that bind nobody is told for each case: no placement serves more for any targets.
+that bind nobody is looked for, too: how much could be gained at all.
 Writes bench/results/hybrids.json, keeping the cases that are not named, and draws docs/hybrids.svg.
 """
 

@@ -240,11 +240,12 @@ inline Sums spread(float x) {
 #endif
 
 constexpr int SUMS = sizeof(Sums) / sizeof(float);
-constexpr int64_t PAIRS_OF_A_PART = 512;  // of a panel: 128 KB, which a core's cache holds
-constexpr int64_t INPUTS = 2;             // that are multiplied at once
+constexpr int64_t INPUTS = 2;  // that are multiplied at once
 
 // ROWS rows' inputs of a part, as the micro-kernel takes them
 #ifdef __AVX512BF16__
+constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
+
 struct Rows {
     const uint16_t* x;
     int64_t stride;
@@ -272,6 +273,8 @@ inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (
     }
 }
 #else
+constexpr int64_t PAIRS_OF_A_PART = 512;  // half as many, for widened rows are to stay in the smallest cache
+
 class Rows {  // widened once for all outputs of a panel
     alignas(64) float x[ROWS_AT_ONCE][2 * PAIRS_OF_A_PART + LANES];  // no two rows in the same lines of the cache
 
