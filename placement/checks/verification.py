@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from placement.latency.scaled import factors_of
 from placement.plan import Interval, Slo, to_json
 from placement.simulator.cluster import SimCluster
 from placement.simulator.outcome import percentiles
@@ -96,7 +97,7 @@ class Verification:
 def predict(cluster: SimCluster, workload: Workload, *, client_s: float = 0.0, error: float = 0.0) -> Prediction:
     """Simulate the workload; and once with every time longer, once shorter by `error`."""
     error, system = max(error, LEAST_ERROR), LiveSystem(cluster)
-    bounds = tuple(_simulated(system.scaled(factor), workload, client_s) for factor in (1 - error, 1 + error))
+    bounds = tuple(_simulated(system.scaled(factor), workload, client_s) for factor in factors_of(error))
     return Prediction(workload=workload, expected=_simulated(system, workload, client_s), bounds=bounds, error=error)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from placement.goodput.runner import used_cpu_s
 from placement.goodput.stationary import is_growing, mser, percentile_interval, share_interval
 from placement.goodput.targets import Targets
+from placement.latency.scaled import factors_of
 from placement.plan import Interval, RatePoint
 from placement.simulator.outcome import Outcome
 from placement.simulator.systems import System
@@ -97,7 +98,7 @@ def estimate(
             break
         count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
-    for factor in (1 + error, 1 - error) if error else ():
+    for factor in factors_of(error) if error else ():
         other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
         estimated = _widened(estimated, other.estimate(rate, count, is_settled=True))
     return replace(estimated, cpu_s=used_cpu_s() - began_s)

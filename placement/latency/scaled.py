@@ -10,6 +10,13 @@ from dataclasses import dataclass
 
 from placement.latency.base import DecodeLine, LatencyModel
 
+MOST_TOO_LONG = 0.9  # of a time that was predicted: all of it would leave no time at all
+
+
+def factors_of(error: float) -> tuple[float, float]:
+    """By how much times may be longer and shorter than a model says whose error is so large, above 1 or not."""
+    return 1 + error, 1 - min(error, MOST_TOO_LONG)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLatency:

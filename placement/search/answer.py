@@ -10,6 +10,7 @@ from typing import Any
 
 from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import find_goodput
+from placement.latency.scaled import factors_of
 from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
 from placement.search.clusters import JOINT
@@ -106,7 +107,7 @@ class PlanAnswer:
                 goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor),
                 top=1.05 * value / factor,
             )
-            for factor in (1 + error, 1 - min(error, 0.9))
+            for factor in factors_of(error)
         ]
         slow, fast = self.search.runner.map(find_goodput, searches, "with the latency model's error")
         for knee in (slow, fast):

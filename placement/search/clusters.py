@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
 from placement.goodput.search import Knee, find_goodput, verify_goodput
+from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.placements import Placement, goodput_problem
 from placement.search.problem import PlanSearch
@@ -150,10 +151,10 @@ def _clusters(search: PlanSearch, placements: Sequence[Placement], knees: Sequen
 
 def _goodput(search: PlanSearch, candidate: Candidate, knee: Knee) -> Goodput:
     cost, error = search.problem.catalog.cost, search.error_of(candidate)
-    value = knee.goodput
+    value, (slower, faster) = knee.goodput, factors_of(error)
     return Goodput(
         candidate=candidate,
-        goodput=Interval(value.value, value.low / (1 + error), value.high / (1 - min(error, 0.9))),
+        goodput=Interval(value.value, value.low / slower, value.high / faster),
         curve=tuple(estimate.point for estimate in knee.estimates),
         usd_per_hour=candidate.gpus * cost.usd_per_gpu_hour,
         watts=candidate.gpus * cost.watts_per_gpu,

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from placement.goodput.stationary import wilson
+from placement.latency.scaled import factors_of
 from placement.mixes.designs import Resource
 from placement.mixes.report.advice import ByOtherRules, advice
 from placement.mixes.report.rated import RatedMix, first_miss, interval, points_of
@@ -95,8 +96,8 @@ def _rate_point(rated: RatedMix, rate: float, results: Sequence[PointResult]) ->
 def _times(values: Sequence[float], error: float) -> Interval:
     if max(values) == float("inf"):
         return Interval(max(values), min(values), max(values))
-    drawn = interval(values, 0.0)
-    return Interval(drawn.value, drawn.low * (1 - min(error, 0.9)), drawn.high * (1 + error))
+    drawn, (longer, shorter) = interval(values, 0.0), factors_of(error)
+    return Interval(drawn.value, drawn.low * shorter, drawn.high * longer)
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

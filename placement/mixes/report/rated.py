@@ -8,6 +8,7 @@ from math import sqrt
 
 from placement.goodput.stationary import t_90
 from placement.goodput.targets import Judgement
+from placement.latency.scaled import factors_of
 from placement.mixes.designs import Mix
 from placement.mixes.scenario import LoadPoint
 from placement.mixes.simulations import Simulations
@@ -92,7 +93,8 @@ def interval(values: Sequence[float], least_half: float, error: float = 0.0) -> 
         half = max(least_half, t_90(len(values) - 1) * deviation / sqrt(len(values)))
     else:
         half = least_half
-    return Interval(mean, max(0.0, mean - half) / (1 + error), (mean + half) / (1 - min(error, 0.9)))
+    longer, shorter = factors_of(error)
+    return Interval(mean, max(0.0, mean - half) / longer, (mean + half) / shorter)
 
 
 def spoken(target: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.router.options import RouterOptions
 from mixed_worker.options import MixedOptions
 from placement.build.from_offers import phase_alone
 from placement.goodput.bounds import decode_bound, prefill_alone_s, prefill_bound, relaxed
@@ -26,6 +27,7 @@ from placement.plan import RequestClass, Slo
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic, with_classes
+from tests.placement.simulator.test_simulate import cluster, workers
 from tests.placement.toys import Toy, alike, toy_offer
 
 SERVICE_S = 0.1
@@ -97,6 +99,14 @@ def test_the_latency_models_error_widens_the_interval() -> None:
     assert unsure.point.attainment.low < sure.point.attainment.low - 0.05
     assert unsure.point.attainment.high > sure.point.attainment.high + 0.02
     assert unsure.point.ttft_s["50"].high >= 1.2 * SERVICE_S
+
+
+def test_a_model_that_is_wrong_by_more_than_all_still_has_an_interval() -> None:
+    """A disturbed calibration says so. The router predicts by times that are shorter by its error."""
+    router = RouterOptions(slo_ttft_ms=500, slo_tpot_ms=50)
+    system, targets = LiveSystem(cluster(workers("mixed", 2), router=router)), Targets(slo=Slo(ttft_s=0.5))
+    wrong = estimate(system, Traffic(source=alike()), 2.0, targets, effort=QUICK, error=1.5).point.attainment
+    assert wrong.low < wrong.value <= wrong.high <= 1.0
 
 
 def test_a_burst_flatters() -> None:
