@@ -35,9 +35,11 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-docs: $(STAMP)  ## the tables of docs/serving.md and docs/reliability.md, from what the code goes by
+docs: $(STAMP)  ## the tables of docs/, from what the code goes by and from bench/results, whose pictures are drawn
 	$(BIN)/python docs/fill_serving.py
 	$(BIN)/python docs/fill_reliability.py
+	$(BIN)/python docs/fill_benchmarks.py
+	$(BIN)/python -m bench.plots
 
 bench: $(STAMP)  ## every benchmark, results in bench/results (an hour and a half)
 	$(BIN)/python -m bench

@@ -1,7 +1,8 @@
 """`python -m bench [NAMES...] [--quick]`: run benchmarks one after another, each in a process of its own.
 
 A benchmark is a module under this folder that runs by itself (`python -m bench.NAME`), takes --quick and writes a file
-of bench/results. One that fails does not stop the others; the exit code says how many failed.
+of bench/results. One that fails does not stop the others; the exit code says how many failed. At the end the pictures
+of docs/plots are drawn again (bench/plots.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 
 from bench.common import REPO, RESULTS
+from bench.plots import PLOTS, redraw
 
 NAMES = (
     "engine",
@@ -52,6 +54,8 @@ def main() -> int:
     if unknown := [name for name in args.names if name not in NAMES]:
         parser.error(f"there is no benchmark {unknown[0]!r}; give some of {', '.join(NAMES)}")
     failed = [name for name in args.names or NAMES if not run(name, args.quick)]
+    if not args.quick:
+        redraw(PLOTS)
     print(f"\nresults are in {RESULTS.relative_to(REPO)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return len(failed)
 

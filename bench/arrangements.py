@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from bench.common import MODELS, about, demo_model, on_this_cpu, pyplot, save, save_plot
+from bench.common import MODELS, about, demo_model, on_this_cpu, save
 from bench.e2e import (
     QUICK_SECONDS,
     SECONDS,
@@ -42,6 +42,7 @@ from bench.e2e import (
 from bench.peers import rates as peer_rates
 from bench.peers.install import PEERS, peer_names
 from bench.peers.serve import Server, servers
+from bench.plots import PICK, SHORT, draw
 from bench.rounds import Replays, counted, noise_report, spread, told
 from bench.verify_live import measure_profile
 from engine.process import set_thread_counts
@@ -55,16 +56,6 @@ from placement.latency.profile_file import write_profile
 from placement.plan import to_json
 
 RATES = (1.0, 2.0, 3.0, 4.0, 6.0)
-SHORT = {
-    "1P1D, a core each": "1 prefill, 1 decode",
-    "one mixed, whole steps of 512": "1 mixed",
-    "two mixed, a core each, as predicted": "2 mixed",
-    "a prefill and a mixed worker, as predicted": "1 prefill, 1 mixed",
-    "openvino": "OpenVINO GenAI",
-    "vllm": "vLLM",
-    "llamacpp": "llama.cpp",
-}
-PICK = "the planner's pick"
 CALIBRATED = ("1P1D, a core each", "one mixed, whole steps of 512")
 COMPARED = (("ttft", "p50"), ("ttft", "p90"), ("tpot", "p50"), ("tpot", "p90"))
 BOTH = {"role": "mixed", "kv_memory": "512MiB"}
@@ -207,26 +198,6 @@ def shown_ratios(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def draw(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """docs/NAME.svg: the P90 of TTFT and of TPOT over the rate, of each arrangement and each other server."""
-    plt = pyplot()
-    figure, grid = plt.subplots(1, 2, figsize=(9.6, 3.6))
-    for axes, (key, target_ms) in zip(grid, (("ttft", 500), ("tpot", 50)), strict=True):
-        for label, of_rates in rows.items():
-            style = {"linestyle": "--"} if label in PEERS else {"marker": "o"}
-            asked = [row["asked_per_s"] for row in of_rates]
-            axes.plot(
-                asked, [row["latency_ms"][key]["p90"] for row in of_rates], label=SHORT.get(label, label), **style
-            )
-        axes.axhline(target_ms, color="#808080", linewidth=0.8, linestyle=":")
-        axes.set(xlabel="requests/s", title=f"{key.upper()} P90, ms (target {target_ms})", yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_xticks(asked, [f"{rate:g}" for rate in asked])
-    grid[0].legend(fontsize=8)
-    save_plot(name, figure)
-
-
 def run(
     specs: Mapping[str, dict[str, Any]],
     peers: Mapping[str, Server],
@@ -251,8 +222,8 @@ def run(
 
 def keep(result: Mapping[str, Any]) -> None:
     name = on_this_cpu("arrangements")
-    draw(name, result["rows"])
     console.print(f"written to {os.path.relpath(save(name, result))}")
+    draw(name, result)
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:

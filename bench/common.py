@@ -148,24 +148,3 @@ def other_cores(look_s: float = LOOK_S) -> float:
     busy_s, _ = _machine_s()
     time.sleep(look_s)
     return (_machine_s()[0] - busy_s) / look_s
-
-
-def pyplot() -> Any:
-    """matplotlib's, for files whose bytes are the same each time."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "kvrelay"
-    for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
-        mpl.rcParams[key] = "#808080"  # to be read on a light page and on a dark one
-    mpl.rcParams["savefig.transparent"] = True
-    mpl.rcParams["legend.facecolor"] = "none"
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save_plot(name: str, figure: Any) -> None:
-    """As docs/NAME.svg."""
-    figure.tight_layout()
-    figure.savefig(REPO / "docs" / f"{name}.svg", metadata={"Date": None})

@@ -8,7 +8,7 @@ A cell tells the goodput of the best hybrid as a multiple of the better pure pla
 three, so that 1 is the least it can serve. What keeps tighter targets keeps these, too: what a search missed at a cell,
 it has from there. Wanted: at no cell below 0.99, 1.15 where both targets are balanced. What the best serves for targets
 that bind nobody is looked for, too: how much could be gained at all.
-Writes bench/results/hybrids.json, keeping the cases that are not named, and draws docs/hybrids.svg.
+Writes bench/results/hybrids.json, keeping the cases that are not named, and draws docs/plots/hybrids.svg.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import REPO, RESULTS, about, pyplot, save, save_plot
+from bench.common import REPO, RESULTS, about, save
 from bench.placement_search import trace
+from bench.plots import draw
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
 from placement.compiled.build import compiled_folder
@@ -100,35 +101,6 @@ def ratio(row: Mapping[str, Any]) -> float | None:
     return round(best["hybrid"] / pure, 3) if pure and best.get("hybrid") else None
 
 
-def draw(cases: Mapping[str, Any]) -> None:
-    """docs/hybrids.svg: a map for each case, TTFT down and TPOT across."""
-    plt = pyplot()
-    shown = [name for name in CASES if name in cases]
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.9 * columns, 3.1 * rows), squeeze=False)
-    for axes in grid.flat[len(shown) :]:
-        axes.axis("off")
-    for axes, name in zip(grid.flat, shown, strict=False):
-        (_, _, gpus, ttfts_s, tpots_s), _ = CASES[name]
-        found = {(row["ttft_s"], row["tpot_s"]): row for row in cases[name]["rows"]}
-        values = [[found[t, p].get("hybrid_ratio") or np.nan for p in tpots_s] for t in ttfts_s]
-        axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=1.3)
-        for y, ttft_s in enumerate(ttfts_s):
-            for x, tpot_s in enumerate(tpots_s):
-                axes.text(x, y, _told(found[ttft_s, tpot_s]), ha="center", va="center", fontsize=8, color="black")
-        axes.set_xticks(range(len(tpots_s)), [f"{1e3 * s:g}" for s in tpots_s])
-        axes.set_yticks(range(len(ttfts_s)), [f"{1e3 * s:g}" for s in ttfts_s])
-        axes.set(xlabel="TPOT ms", ylabel="TTFT ms", title=f"{name}, {gpus} GPUs")
-    save_plot("hybrids", figure)
-
-
-def _told(row: Mapping[str, Any]) -> str:
-    if not row.get("hybrid_ratio"):
-        return str(row.get("chosen", "none"))
-    return f"{row['hybrid_ratio']:.2f}x\n{max(best['per_s'] for best in row['best'].values()):.0f}/s"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.hybrids", description="One pool, two, or a hybrid.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all when none is given")
@@ -149,7 +121,7 @@ def main() -> None:
         cases[name]["ceiling_per_s"] = ceiling(name, thoroughness)
         print(f"  targets that bind nobody: {cases[name]['ceiling_per_s']:g}", flush=True)
         save("hybrids", result | {"cases": cases})
-    draw(cases)
+    draw("hybrids", {"cases": cases})
     print(f"saved to {path.relative_to(REPO)}")
 
 

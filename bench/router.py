@@ -4,8 +4,8 @@
 
 Four processes: this client, the router, the fake workers, and a bare grpc.aio server that streams the same messages
 with nothing behind it. Wall-clock figures on a loaded machine mean little; the ratios to the bare server and the CPU
-time of the router process do. Writes bench/results/router.json and draws docs/router.svg: what a request and a token
-cost by how many workers there are.
+time of the router process do. Writes bench/results/router.json and draws docs/plots/router.svg: what a request and a
+token cost by how many workers there are.
 """
 
 from __future__ import annotations
@@ -383,23 +383,6 @@ async def serve_client(address: str, num_streams: str, max_tokens: str) -> None:
             print(json.dumps(told), flush=True)
 
 
-def draw(growth: Sequence[dict[str, Any]]) -> None:
-    """docs/router.svg: what a request and a token cost, and what the router takes without either, by workers."""
-    from bench.common import pyplot, save_plot  # with torch, which the processes that are measured do not load
-
-    plt = pyplot()
-    figure, grid = plt.subplots(1, 3, figsize=(9.6, 2.8))
-    titles = {"request_cpu_us": "a request, us", "token_cpu_us": "a token, us", "idle_cores": "no request, cores"}
-    for axes, (name, title) in zip(grid, titles.items(), strict=True):
-        axes.plot([row["workers"] for row in growth], [row[name] for row in growth], marker="o")
-        axes.set(xscale="log", xlabel="workers", title=title)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks([row["workers"] for row in growth], [str(row["workers"]) for row in growth])
-        axes.minorticks_off()
-    figure.suptitle("CPU time of one router process")
-    save_plot("router", figure)
-
-
 def write(name: str, results: dict[str, Any]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -431,7 +414,9 @@ def main() -> None:
     print(json.dumps(results, indent=2))
     if not arguments.quick:
         write("router", results)
-        draw(results["growth"])
+        from bench.plots import draw  # with matplotlib, which the processes that are measured do not load
+
+        draw("router", results)
 
 
 if __name__ == "__main__":

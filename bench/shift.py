@@ -9,7 +9,7 @@ Workers of a core each know the targets (TTFT 500 ms, TPOT 50 ms); both runs beg
 thread of `kvrelay up` looks and has workers change as it does for anybody. With --most-devices it may start more of
 them, and end them; they have no core of their own then. Printed: the share of requests
 within both targets in each phase, what changed, when and why. Kept in bench/results/shift.json beside what began with
-other roles; docs/shift.svg shows all over time. Exit code 1 when a request failed, was sent again or had a token
+other roles; docs/plots/shift.svg shows all over time. Exit code 1 when a request failed, was sent again or had a token
 computed twice.
 """
 
@@ -31,9 +31,10 @@ from typing import Any
 import numpy as np
 
 from bench.arrangements import BOTH
-from bench.common import RESULTS, CpuWatch, about, demo_model, pyplot, save, save_plot
+from bench.common import RESULTS, CpuWatch, about, demo_model, save
 from bench.e2e import SLOS_S, WARMUPS, Cluster, cluster, spec
 from bench.placement_search import trace
+from bench.plots import draw
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
@@ -141,37 +142,6 @@ def _over_time(outcomes: Sequence[Outcome], met: Sequence[bool]) -> list[tuple[f
     return [(i * PART_S, round(float(np.array(met)[part == i].mean()), 3)) for i in sorted(set(part.tolist()))]
 
 
-def draw(shown: Mapping[str, Mapping[str, Any]]) -> None:
-    """docs/shift.svg: for each beginning the share within targets over time, phases behind it, changes as lines."""
-    plt = pyplot()
-    figure, grid = plt.subplots(len(shown), 1, figsize=(9, 3.2 * len(shown)), squeeze=False)
-    for axes, (begin, result) in zip(grid.flat, shown.items(), strict=True):
-        _draw(axes, result)
-        axes.set(title=f"begins with {begin}", ylabel="% within both targets", ylim=(0, 102))
-    grid.flat[-1].set(xlabel="s")
-    save_plot("shift", figure)
-
-
-def _draw(axes: Any, result: Mapping[str, Any]) -> None:
-    runs, begin_s = result["runs"], 0.0
-    for kind, seconds in result["phases"]:
-        if kind == "code":
-            axes.axvspan(
-                begin_s, begin_s + seconds, color="0.92", label="code" if begin_s == result["phases"][0][1] else None
-            )
-        begin_s += seconds
-    for mode, color in {"off": "tab:gray", "act": "tab:blue"}.items():
-        of_mode = [dict(one["over_time"]) for one in runs if one["mode"] == mode]
-        times = sorted(set.intersection(*(set(one) for one in of_mode)))
-        shares = [100 * float(np.mean([one[at_s] for one in of_mode])) for at_s in times]
-        axes.step(times, shares, where="post", color=color, label=f"replan: {mode}")
-    for one in runs:
-        for change in one["changes"]:
-            axes.axvline(change["at_s"], color="tab:blue", linestyle=":", linewidth=1)
-    axes.set_xlim(0, begin_s)
-    axes.legend(loc="lower left", fontsize=8)
-
-
 def _say(one: Mapping[str, Any]) -> None:
     by_phase = ", ".join(f"{share:.0%}" for share in one["phases"])
     print(
@@ -222,7 +192,7 @@ def main() -> int:
             "runs": runs,
         }
         print(f"written to {os.path.relpath(save('shift', {**head, 'begins': kept}))}")
-        draw(kept)
+        draw("shift", {"begins": kept})
     bad = [one for one in runs if one["failed"] or one["sent_again"] or one["recomputed_tokens"]]
     return 1 if bad else 0
 

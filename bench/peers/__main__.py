@@ -26,6 +26,7 @@ from bench.e2e import QUICK_SECONDS, SECONDS, console
 from bench.peers.install import PEERS, peer_names
 from bench.peers.serve import Server, servers
 from bench.peers.tokens import checked
+from bench.plots import SHORT, draw
 from bench.rounds import told
 from engine.process import set_thread_counts
 
@@ -76,7 +77,7 @@ def _arriving_rows(of_rate: Mapping[str, Any], medians: Mapping[str, Any]) -> li
     [ours] = [one for one in medians[name] if one["asked_per_s"] == rate]
     return [
         {
-            "what": f"{arrangements.SHORT[name]}, {rate:g}/s, {metric.upper()} {key.upper()}",
+            "what": f"{SHORT[name]}, {rate:g}/s, {metric.upper()} {key.upper()}",
             "ms": ours["latency_ms"][metric][key],
             "ratio_to": {peer: ratios[f"{metric} {key}"] for peer, ratios in of_rate["ratio_to"].items()},
         }
@@ -118,6 +119,7 @@ def main() -> int:
     if not args.quick:
         engine.show(alone, console)
         save(on_this_cpu("engine"), alone)
+        draw(on_this_cpu("engine"), alone)
         arrangements.keep(arriving)
     noise = {key: alone[key] + arriving[key] for key in ("played_again", "not_clean")}
     result = {**head, "quick": args.quick, "tokens": tokens, **noise, "rows": rows_of(alone, arriving)}
@@ -126,6 +128,7 @@ def main() -> int:
         f"played again: {len(noise['played_again'])} rounds; not clean: {'; '.join(noise['not_clean']) or 'none'}"
     )
     console.print(f"written to {os.path.relpath(save(on_this_cpu('peers'), result))}")
+    draw(on_this_cpu("peers"), result)
     problems = problems_of(result, arriving)
     for problem in problems:
         console.print(f"[red]{problem}")

@@ -15,6 +15,7 @@ from bench import arrangements, engine
 from bench.peers.__main__ import rates_for, rows_of
 from bench.peers.install import CHILDREN, PEERS, peer_names
 from bench.peers.serve import Server
+from bench.plots import SHORT
 
 FAKE = f"""
 import sys
@@ -63,7 +64,7 @@ def test_a_peer_that_ends_is_named(peer: Server) -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_has_a_program(name: str) -> None:
     assert (CHILDREN / PEERS[name].program).exists()
-    assert arrangements.SHORT[name]
+    assert SHORT[name]
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:
