@@ -1,7 +1,7 @@
 """`python docs/fill_benchmarks.py`: writes the tables of docs/benchmarks.md from bench/results/*.json, no more.
 
-Each table stands between `<!-- NAME -->` and `<!-- /NAME -->`. A result that is not there leaves a sentence that says
-so; one that has no table of its own here is shown as what it holds, one row for each figure.
+Each stands between `<!-- NAME -->` and `<!-- /NAME -->`, with the result's picture above (`python -m bench.plots` draws
+those). A result that is not there leaves a sentence that says so. What is long is folded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,44 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
-HEAD_KEYS = ("date", "commit", "has_uncommitted_changes", "machine", "torch", "grpcio")
-MAX_FIGURES = 60
-SHOWN_TOKENS = (2048, 32 * 1024, 32 * 576)  # of the roofline's steps
+SHOWN_BOUNDS = (  # of chaos; the others are folded
+    *("worker-killed", "worker-stopped", "rank-killed", "router-killed", "router-stopped"),
+    *("engine-failed", "engine-hung", "pair-cut", "link-reset", "segment"),
+)
+BESIDE = "The P90s of TTFT and of TPOT over the request rate, of our arrangements and of other servers"
+ENGINES = "Tokens a second of prefill and decode, ours and others'"
+RATIOS = "Other servers' times over ours, with their least and most"
+PICTURES = {  # what each shows, for who does not see it
+    "arrangements": BESIDE,
+    "arrangements_amx": BESIDE,
+    "arrangements_avx512_fp16": BESIDE,
+    "chaos": "The longest time of each fault as a share of its bound: all are below 1",
+    "e2e": "P50, P90 and P99 of TTFT and TPOT over the request rate",
+    "engine": ENGINES,
+    "engine_amx": ENGINES,
+    "engine_avx512_fp16": ENGINES,
+    "flood": "The slowest health check and the most memory of a router in each flood",
+    "handoff": "The exposed part of handoffs with and without prefill, and GB/s of each transport by size",
+    "hybrids": "Goodput of the best hybrid over the better pure placement, a map of targets for each case",
+    "kv_fp8": "Errors of fp8 pages beside those of bfloat16",
+    "moves": "Gaps between tokens: undisturbed, moved, and moved and killed",
+    "paper_distserve": "Goodput per GPU: published, of a burst, and in the long run",
+    "paper_splitwise": "Requests a second of Splitwise's mixes, by the published rule, by the table, and live",
+    "peers": RATIOS,
+    "peers_amx": RATIOS,
+    "peers_avx512_fp16": RATIOS,
+    "placements": "Goodput of four ways to give requests to eight workers",
+    "protocol": "States looked at in each setting, exhausted or bounded",
+    "replan": "Share within both targets over time: roles that stay, and by both policies",
+    "roofline": "Planned over published time of single steps, by source",
+    "router": "CPU time of a router by the number of workers",
+    "shift": "Share of requests within both targets over time, with and without replanning",
+    "simulator": "Speed beside their simulators, and by size of the cluster",
+    "startup": "Memory and idle CPU of each process",
+    "two_hosts": "Seconds until a stream failed, a request was refused and it served again, for both cuts",
+    "verify_live": "Attainment and the P90s of TTFT and TPOT over the rate: predicted, and measured twice",
+    "versions_unused": "Latencies and CPU time after over before, with what half of the rounds lie within",
+}
 
 
 def main() -> None:
@@ -39,7 +74,18 @@ def section(name: str) -> str:
     if not path.exists():
         return f"Not measured yet: `{path.relative_to(ROOT)}` is not there."
     result = json.loads(path.read_text())
-    return f"{heading(result)}\n\n{TABLES.get(name, figures)(result)}"
+    return "\n\n".join([*picture(name), heading(result), TABLES[name](result)])
+
+
+def picture(name: str) -> list[str]:
+    """In the page's colours; none where a table says all."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="plots/{name}-dark.svg">'
+    light = f'<img alt="{PICTURES.get(name)}" src="plots/{name}.svg">'
+    return [f"<picture>{dark}{light}</picture>"] if name in PICTURES else []
+
+
+def folded(summary: str, *parts: str) -> str:
+    return "\n\n".join([f"<details><summary>{summary}</summary>", *parts, "</details>"])
 
 
 def heading(result: Mapping[str, Any]) -> str:
@@ -62,19 +108,17 @@ def slashed(values: Mapping[str, float] | Sequence[float]) -> str:
 
 
 def e2e(result: Mapping[str, Any]) -> str:
-    rows: list[list[object]] = [
+    rows = [
         [
-            "kvrelay 1P1D, a core each",
             f"{row['asked_per_s']:g}, {row['request_throughput']:.2f}",
-            slashed(row["latency_ms"]["ttft"]),
-            slashed(row["latency_ms"]["tpot"]),
+            *(slashed(row["latency_ms"][metric]) for metric in ("ttft", "tpot")),
             f"{row['attainment']:.0%}",
             f"{row['other_cores']:.2f}",
         ]
         for row in result["rows"]
     ]
-    columns = ["server", "requests/s asked, served", "TTFT P50/P90/P99 ms", "TPOT P50/P90/P99 ms"]
-    shown = table([*columns, "meet both", "cores of other work"], rows)
+    columns = ["requests/s asked, served", "TTFT P50/P90/P99 ms", "TPOT P50/P90/P99 ms", "meet both"]
+    shown = table([*columns, "cores of other work"], rows)
     return f"{shown}\n\nHeld to {result['held_per_s']:g} requests/s. Ready after {result['ready_s']:.1f} s."
 
 
@@ -88,7 +132,7 @@ def arrangements(result: Mapping[str, Any]) -> str:
     shown = table(["arrangement", *rates, "90% within both to"], rows)
     parts = [shown]
     if ratios := result.get("ratios"):
-        parts += [_arriving_ratios(ratios), noise(result)]
+        parts += [folded("Each other server's time over ours", _arriving_ratios(ratios)), noise(result)]
     if "plan" in result:
         picked, goodput = next(iter(result["plan"]["goodput"].items()))
         parts.append(f"The planner picked {picked}; it expects {goodput['value']:.3g} requests/s of it.")
@@ -110,17 +154,21 @@ def _arriving_ratios(of_rates: Sequence[Mapping[str, Any]]) -> str:
 
 
 def peers(result: Mapping[str, Any]) -> str:
+    """The engine's rows, then what arrives by chance."""
     names = list(result["rows"][0]["ratio_to"])
+    columns = ["", "ours, ms", *(f"{name}'s time over ours" for name in names)]
     rows = [
         [row["what"], f"{row['ms']:.1f}", *(spread(row["ratio_to"][name]) for name in names)] for row in result["rows"]
     ]
+    alone = [row for row in rows if row[0].startswith(("prefill", "decode"))]
+    arriving = table(columns, [row for row in rows if row not in alone])
     tokens = [
         f"{name} {found['equal']} of {found['requests']}, {len(found['ties'])} at a tie"
         for name, found in result["tokens"].items()
     ]
-    shown = table(["", "ours, ms", *(f"{name}'s time over ours" for name in names)], rows)
     look = "A quick look. " if result["quick"] else ""
-    return f"{shown}\n\n{look}{noise(result)} The same greedy tokens as ours: {'; '.join(tokens)}."
+    told = f"{look}{noise(result)} The same greedy tokens as ours: {'; '.join(tokens)}."
+    return "\n\n".join([table(columns, alone), folded("Requests that arrive by chance", arriving), told])
 
 
 def spread(ratio: Mapping[str, float]) -> str:
@@ -134,39 +182,72 @@ def noise(result: Mapping[str, Any]) -> str:
 def engine(result: Mapping[str, Any]) -> str:
     names = list(result["rows"][0]["tokens_per_s"])
     beside = names[3:]  # after ours and transformers' two
-    rows: list[list[object]] = [
+    rows = [
         [
             row["what"],
             *(f"{rate:,.0f}" for rate in row["tokens_per_s"].values()),
             f"{row['ratio_to_better']:.2f}x of {row['target']:.1f}x",
-            *(spread(row["ratio_to"][name]) for name in beside),
             f"{row['share_of_floor']:.0%}",
         ]
         for row in result["rows"]
     ]
+    shown = table(["tokens/s", *names, "to the better of transformers' two, wanted", "of the floor"], rows)
     floor = result["floor"]
-    ratios = ["to the better of transformers' two, wanted", *(f"to {name}'s" for name in beside)]
-    columns = ["tokens/s", *names, *ratios, "of the floor"]
-    return (
-        f"{table(columns, rows)}\n\n{result['threads']} threads; memory {floor['memory_gb_per_s']:.0f} GB/s, products "
+    told = (
+        f"{result['threads']} threads; memory {floor['memory_gb_per_s']:.0f} GB/s, products "
         f"{floor['matmul_gflop_per_s']:,.0f} GFLOP/s."
     )
+    ratios = [[row["what"], *(spread(row["ratio_to"][name]) for name in beside)] for row in result["rows"] if beside]
+    more = [folded("Ours over each other server", table(["rate", *beside], ratios))] if beside else []
+    return "\n\n".join([shown, told, *more])
 
 
 def handoff(result: Mapping[str, Any]) -> str:
-    rows = [
-        [f"{row['model']}, {row['prompt_tokens']}, {way}", f"{row['mbytes']:.0f}", f"{speed:.1f}"]
-        + [f"{speed / row['gbytes_per_s'][base]:.0%}" for base in ("memcpy", "raw_gloo")]
-        for row in result["bytes"]
-        for way, speed in row["gbytes_per_s"].items()
-        if "/" in way
+    """What prefill hides, then of each prompt the time alone and the bytes' speed, a column for each way."""
+    hidden = [
+        [
+            row["transport"],
+            row["prompt_tokens"],
+            *(f"{row[key]:.3g}" if row[key] < 1000 else f"{row[key]:.0f}" for key in HIDDEN),
+            f"{row['hidden_share']:.0%}",
+        ]
+        for row in result["hidden"]
     ]
-    parts = [table(["Bytes: model, prompt tokens, way", "MB", "GB/s", "of memcpy", "of raw gloo"], rows)]
-    for key, title in (("handoff", "Handoff"), ("hidden", "Hidden")):
-        head = list(result[key][0])
-        cells = [[cell(row[name]) for name in head] for row in result[key]]
-        parts.append(table([f"{title}: {head[0]}", *(name.replace("_", " ") for name in head[1:])], cells))
-    return "\n\n".join(parts)
+    columns = ["transport", "prompt tokens", "prefill ms", "handoff alone ms", "exposed ms", "hidden"]
+    ways = [way for way in result["bytes"][0]["gbytes_per_s"] if "/" in way]
+    speeds = [
+        [f"{row['model']}, {row['prompt_tokens']}", f"{row['mbytes']:.0f}"]
+        + [_share(row["gbytes_per_s"], way) for way in ways]
+        for row in result["bytes"]
+    ]
+    sizes: dict[str, list[str]] = {}
+    for row in result["handoff"]:
+        sizes.setdefault(f"{row['model']}, {row['prompt_tokens']}", []).append(f"{row['handoff_ms']:.3g}")
+    runs = dict.fromkeys(
+        f"{row['transport']}, {'' if row['checksums'] else 'no '}checksums" for row in result["handoff"]
+    )
+    return "\n\n".join(
+        [
+            table(columns, hidden),
+            folded(
+                "GB/s, and the share of its base: shared memory of one memcpy, tcp of one sendall, else of raw gloo",
+                table(["model, prompt tokens", "MB", *(way.replace("/", ", ") for way in ways)], speeds),
+            ),
+            folded(
+                "A handoff through the control stream, all layers ready at once, ms",
+                table(["model, prompt tokens", *runs], [[name, *times] for name, times in sizes.items()]),
+            ),
+        ]
+    )
+
+
+HIDDEN = ("prefill_ms", "handoff_alone_ms", "exposed_ms")
+BASES = {"shared_memory": "memcpy", "tcp": "raw_tcp"}
+
+
+def _share(speeds: Mapping[str, float], way: str) -> str:
+    base = BASES.get(way.partition("/")[0], "raw_gloo")
+    return f"{speeds[way]:.1f}, {speeds[way] / speeds[base]:.0%}"
 
 
 def router(result: Mapping[str, Any]) -> str:
@@ -202,7 +283,7 @@ def router(result: Mapping[str, Any]) -> str:
             ["without a request, cores", *(row["idle_cores"] for row in grown)],
         ],
     )
-    return f"{first}\n\n{table(columns, rows)}\n\n{beside}\n\n{growth}"
+    return "\n\n".join([first, folded("CPU time, and by the number of workers", table(columns, rows), beside, growth)])
 
 
 def two_hosts(result: Mapping[str, Any]) -> str:
@@ -225,16 +306,19 @@ def two_hosts(result: Mapping[str, Any]) -> str:
     cut_columns = ["cable cut", "for s", "a running stream failed after s", "a new request was refused in s"]
     return "\n\n".join(
         [
-            table(["promise", "kept"], promises),
-            table(["requests", "good receipts", "transport", "pages", "MB"], served),
             table([*cut_columns, "served again, s after the mend"], cuts),
             f"`ray up` took {result['ray_up_s']:.0f} s, `ray down` {result['ray_down_s']:.0f} s.",
+            folded(
+                "What was promised, and what was served",
+                table(["promise", "kept"], promises),
+                table(["requests", "good receipts", "transport", "pages", "MB"], served),
+            ),
         ]
     )
 
 
 def roofline(result: Mapping[str, Any]) -> str:
-    """How wrong each source's steps are foretold, then some of its steps."""
+    """How wrong each source's steps are foretold."""
     rows = [
         [
             row["source"],
@@ -246,15 +330,7 @@ def roofline(result: Mapping[str, Any]) -> str:
         for row in result["sources"]
     ]
     columns = ["steps published by", "steps", "as in the file: mean", "9 of 10 within", "with its engine: mean"]
-    first = table([*columns, "9 of 10 within", "prefill", "decode"], rows)
-    shown = [row for row in result["steps"] if row["batch"] in (1, 32) and row["tokens"] in SHOWN_TOKENS]
-    steps = [
-        [f"{row['model']}, TP {row['tp']}, {row['kind']}, {row['source']}", row["batch"], row["tokens"]]
-        + [cell(float(row[key])) for key in ("published_ms", "as_in_file_ms", "with_its_engine_ms")]
-        for row in shown
-    ]
-    columns = ["step", "batch", "tokens", "published ms", "as in the file", "with its engine"]
-    return f"{first}\n\n{table(columns, steps)}"
+    return table([*columns, "9 of 10 within", "prefill", "decode"], rows)
 
 
 def verify_live(result: Mapping[str, Any]) -> str:
@@ -293,8 +369,11 @@ def verify_live(result: Mapping[str, Any]) -> str:
             f"{1e3 * slo['tpot_s']:.0f} ms. Error of the profile: prefill {error['prefill']:.1%}, decode "
             f"{error['decode']:.1%}. Noise: the live runs against each other (points, TTFT P90, TPOT P90).",
             table(columns, rows),
-            table(["mean of each phase, ms", *(name.replace("_", " ") for name in names)], phases),
             f"Not as wanted: {'; '.join(broken)}." if broken else "All as wanted.",
+            folded(
+                "Where the time went, mean of each phase, ms",
+                table(["of the knee", *(name.replace("_", " ") for name in names)], phases),
+            ),
         ]
     )
 
@@ -304,7 +383,7 @@ def _against(predicted: float, measured: Sequence[float], digits: int) -> str:
 
 
 def paper_splitwise(result: Mapping[str, Any]) -> str:
-    """Its known runs beside ours, its mixes and the best ones by each rule, its claims, and why."""
+    """Its claims for conversation; folded its known runs beside ours, every claim and why, and live."""
     rows = result["given_rows"]
     same = sum(row["slo_met"][0] == row["slo_met"][1] for row in rows)
     near = sum(row["largest_difference"] < 0.003 for row in rows)
@@ -312,81 +391,42 @@ def paper_splitwise(result: Mapping[str, Any]) -> str:
         [f"{name} {_counts(row)}", row["splitwise"], f"{row['published']:g}", f"{row['table']:g}"]
         for name, row in result["given_rates_code"].items()
     ]
-    parts = [
-        f"Of its {len(rows)} known runs, {same} have the same verdict here, and {near} agree within 0.3% in every "
-        "percentile of TTFT, TBT and E2E.",
-        table(
-            ["code, equal power, grid of 10 requests/s: largest rate", "Splitwise", "here, published", "here, table"],
-            known,
-        ),
-        table(
-            ["mixes", "design", "published: machines, requests/s", "table: machines, requests/s", "cost", "power"],
-            [row for name, rules in result["traces"].items() for row in _mix_rows(name, rules)],
-        ),
+    head = ["claim", "trace", "rule", "mix", "against", "times", "cost", "power"]
+    claimed = [
+        [
+            *(row["claim"], row["trace"], row["rule"], row["mix"] + (", its own" if row.get("its") else "")),
+            *(row["against"], f"**{row['times']:.2f}**", f"{row['cost']:.0f}", f"{row['power']:.0f}"),
+        ]
+        for row in result["claims"]
     ]
-    if "claims" in result:
-        head = ["claim", "trace", "rule", "mix", "against", "times", "cost", "power"]
-        claimed = [
-            [
-                *(row["claim"], row["trace"], row["rule"], row["mix"] + (", its own" if row.get("its") else "")),
-                *(row["against"], f"**{row['times']:.2f}**", f"{row['cost']:.0f}", f"{row['power']:.0f}"),
-            ]
-            for row in result["claims"]
+    said = [
+        [row["what"], f"{row['paper']:g}", f"{row['published']:.2f}", f"{row['table']:.2f}"]
+        for row in result["paper_figures"]
+    ]
+    ways = ["drawn, published / table", "real timestamps, published / table", "live policies, table"]
+    return "\n\n".join(
+        [
+            table(["conversation", "paper", "here, published", "here, table"], said),
+            folded(
+                "Its known runs, and the largest rate of code at equal power on a grid of 10 requests/s",
+                f"Of its {len(rows)} known runs, {same} have the same verdict here, and {near} agree within 0.3% in "
+                "every percentile of TTFT, TBT and E2E.",
+                table(["design", "Splitwise", "here, published", "here, table"], known),
+            ),
+            folded(
+                "Each claim, and why", table(head, claimed), "\n".join(f"- {reason}" for reason in result["reasons"])
+            ),
+            folded(
+                "The largest rate of its mixes at equal power, drawn, at real times, and live",
+                table(["trace", "design", *ways], list(_other_ways(result))),
+            ),
         ]
-        said = [
-            [row["what"], f"{row['paper']:g}", f"{row['published']:.2f}", f"{row['table']:.2f}"]
-            for row in result["paper_figures"]
-        ]
-        parts.append(table(["conversation, as the paper has it", "paper", "here, published", "here, table"], said))
-        parts += [table(head, claimed), "\n".join(f"- {sentence}" for sentence in result["reasons"])]
-        parts.append(
-            table(
-                [
-                    "its mixes at equal power: largest rate",
-                    "design",
-                    "drawn, published / table",
-                    "real timestamps, published / table",
-                    "live policies, table",
-                ],
-                list(_other_ways(result)),
-            )
-        )
-    return "\n\n".join(parts)
-
-
-MIXES = {
-    "its_mixes_iso_power": "its own, equal power",
-    "its_mixes_iso_cost": "its own, equal cost",
-    "best_iso_power": "best, equal power",
-    "best_iso_cost": "best, equal cost",
-    "least_cost": "least cost",
-    "least_power": "least power",
-}
-
-
-def _mix_rows(name: str, rules: Mapping[str, Any]) -> Iterator[list[object]]:
-    flat, right = ({**rules[rule], **rules[rule].get("iso_throughput", {})} for rule in ("published", "table"))
-    for key, title in MIXES.items():
-        for design in flat.get(key, ()):
-            first, second = flat[key][design], right.get(key, {}).get(design)
-            cells = [f"{_counts(row)} {_rate(row)}" if row else "" for row in (first, second)]
-            taken = [_taken(first, second, what) for what in ("cost", "power")]
-            yield [f"{name}: {title}", design, *cells, *taken]
+    )
 
 
 def _counts(row: Mapping[str, Any]) -> str:
     prompt, token = row["machines"]
     return f"({prompt},{token})" if token else f"({prompt})"
-
-
-def _rate(row: Mapping[str, Any]) -> str:
-    spread = row.get("interval")
-    return f"{row['rate']:g}" + (f" [{spread[0]:g} to {spread[1]:g}]" if spread else "")
-
-
-def _taken(first: Mapping[str, Any], second: Mapping[str, Any] | None, what: str) -> str:
-    values = [f"{row[what]:.0f}" for row in (first, second) if row]
-    return values[0] if len(set(values)) == 1 else ", ".join(values)
 
 
 def _other_ways(result: Mapping[str, Any]) -> Iterator[list[object]]:
@@ -409,7 +449,8 @@ def hybrids(result: Mapping[str, Any]) -> str:
             found = [f"{row['best'][kind]['per_s']:g}" for kind in ("two pools", "one pool", "hybrid")]
             rows.append([name, asked, *found, row["best"][row["chosen"]]["label"]])
     columns = ["case", "TTFT / TPOT ms", "two pools, requests/s", "one mixed pool", "hybrid", "the plan"]
-    return f"{_balanced(result['cases'])}\n\n{table(columns, rows)}"
+    every = folded(f"All {len(rows)} cells", table(columns, rows))
+    return f"{_balanced(result['cases'])}\n\n{every}"
 
 
 def _balanced(cases: Mapping[str, Any]) -> str:
@@ -493,30 +534,25 @@ def paper_distserve(result: Mapping[str, Any]) -> str:
         for row in result.get("bursts", [])
     ]
     its = "its simulator"
+    pairs = ["best pair", "best colocated, same profile"]
     return "\n\n".join(
         [
-            table(["run: both met %, P90 TTFT, TPOT ms", its, "its rules here", "live policies"], runs),
-            table(["search: per GPU", its, "its rules here", "configurations alike", "best pair, long run"], searches),
-            table(
-                [
-                    "placement",
-                    "published prefill, decode (tp, pp)",
-                    "Algorithm 1: prefill",
-                    "decode",
-                    "best pair",
-                    "best colocated, same profile",
-                ],
-                placements,
-            ),
             table(["goodput per GPU", "published", "its rules, a burst", "long run"], [*figures, *gains]),
-            table(
-                [
-                    "per GPU by number of requests: known, here",
-                    *counts,
-                    "its rules, long run",
-                    "live policies, long run",
-                ],
-                bursts,
+            folded(
+                "Its runs: both met %, P90 of TTFT and TPOT ms",
+                table(["run", its, "its rules here", "live policies"], runs),
+            ),
+            folded(
+                "Its searches and placements, per GPU",
+                table(["search", its, "its rules here", "configurations alike", "best pair, long run"], searches),
+                table(
+                    ["placement", "published prefill, decode (tp, pp)", "Algorithm 1: prefill", "decode", *pairs],
+                    placements,
+                ),
+            ),
+            folded(
+                "Goodput per GPU by the number of requests: known, here",
+                table(["placement", *counts, "its rules, long run", "live policies, long run"], bursts),
             ),
         ]
     )
@@ -566,13 +602,9 @@ def guards(result: Mapping[str, Any]) -> str:
 
 
 def simulator(result: Mapping[str, Any]) -> str:
-    columns = ["case", "rules", "requests a CPU second", "not compiled", "times their simulator"]
-    rows = [
-        [row["case"], row["rules"], f"{row['requests_per_cpu_s']:,}", row.get("uncompiled", "-"), row.get("times", "-")]
-        for part in ("distserve", "splitwise", "growth")
-        for row in result[part]
-    ]
-    return table(columns, rows)
+    """By size of the cluster; what is beside other simulators is drawn."""
+    rows = [[row["case"], f"{row['requests_per_cpu_s']:,}", row.get("uncompiled", "-")] for row in result["growth"]]
+    return table(["under the live policies", "requests a CPU second", "not compiled"], rows)
 
 
 def kv_fp8(result: Mapping[str, Any]) -> str:
@@ -585,7 +617,7 @@ def kv_fp8(result: Mapping[str, Any]) -> str:
     }
     sides = (result["fp8_against_bfloat16"], result["bfloat16_against_float32"])
     rows = [[text, *(cell(side[name]) for side in sides)] for name, text in names.items()]
-    rows.append(["bytes of KV a token", *(cell(result["kv_bytes"][name]) for name in ("fp8", "bfloat16"))])
+    rows.append(["bytes of KV a token", *(f"{result['kv_bytes'][name]:,.0f}" for name in ("fp8", "bfloat16"))])
     of = f"{sides[0]['positions']:,} positions of {result['prompts']} prompts, {result['model']}"
     note = ", random weights: a rehearsal of how it is measured" if result["is_rehearsal"] else ""
     return f"{of}{note}.\n\n{table(['', 'fp8 against bfloat16', 'bfloat16 against float32'], rows)}"
@@ -600,22 +632,6 @@ def two_versions(result: Mapping[str, Any]) -> str:
     busy = "cpu_ms_per_request"
     rows += [[f"{name}, CPU ms a request", before[busy][name], after[busy][name]] for name in before[busy]]
     return table([f"{result['rate']:g} requests/s, {result['rounds']} rounds", "before", "after"], rows)
-
-
-def figures(result: Mapping[str, Any]) -> str:
-    """What is known of a result without its own table: its figures, by their names."""
-    rows = [[f"`{key}`", cell(value)] for key, value in leaves(result) if key.split(".")[0] not in HEAD_KEYS]
-    left_out = f"\n\n{len(rows) - MAX_FIGURES} more are in the file." if len(rows) > MAX_FIGURES else ""
-    return table(["figure", ""], rows[:MAX_FIGURES]) + left_out
-
-
-def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
 
 
 def cell(value: object) -> str:
@@ -637,23 +653,49 @@ def chaos(result: Mapping[str, Any]) -> str:
     verdict = f"Broken in {', '.join(broken)}." if broken else "Every bound was kept."
     verdict += "".join(f" But {problem}." for problem in result["problems"])
     growth = ", ".join(f"{value:g} {name}" for name, value in result["growth"].items())
-    return (
+    shown = [row for row in rows if row[0] in SHOWN_BOUNDS]
+    others = table(columns, [row for row in rows if row not in shown])
+    told = (
         f"{result['faults']:,} faults in {result['duration_s'] / 60:.0f} minutes. Requests: {ended}. {verdict} Most "
-        f"that a process grew while it lived: {growth}.\n\n{table(columns, rows)}"
+        f"that a process grew while it lived: {growth}."
     )
+    return "\n\n".join([table(columns, shown), folded(f"{len(rows) - len(shown)} more bounds", others), told])
 
 
 def protocol(result: Mapping[str, Any]) -> str:
+    """How many settings are exhausted; each is folded."""
+    settings = result["settings"]
+    kinds = {
+        "exhausted": [row for row in settings.values() if row.get("left") == 0],
+        "bounded": [row for row in settings.values() if row.get("left")],
+        "broken": [row for row in settings.values() if "left" not in row],
+    }
+    sums = ("states", "histories", "left", "walks", "seconds")
+    totals = [
+        [name, len(rows), *(f"{sum(row.get(key, 0) for row in rows):,.0f}" for key in sums)]
+        for name, rows in kinds.items()
+        if rows
+    ]
     columns = ("states", "histories", "left", "turns", "walks", "seconds")
     rows = [
         [f"{name} ({row['commit']})" if "commit" in row else name, *(row.get(c, "broken") for c in columns)]
-        for name, row in result["settings"].items()
+        for name, row in settings.items()
     ]
-    return table(["setting", *columns], rows)
+    every = folded(f"All {len(rows)} settings", table(["setting", *columns], rows))
+    return f"{table(['', 'settings', *sums], totals)}\n\n{every}"
 
 
 def moves(result: Mapping[str, Any]) -> str:
-    columns = ("run", "moves", "of prompts", "failed", "role changes", "kills", "sent again", "computed twice")
+    columns = (
+        "run",
+        "moves",
+        "of prompts",
+        "moves that failed",
+        "role changes",
+        "kills",
+        "sent again",
+        "computed twice",
+    )
     keys = ("moves", "passed", "moves_failed", "role_changes", "kills", "sent_again", "recomputed_tokens")
     rows = []
     for name, row in result["rows"].items():
@@ -721,7 +763,7 @@ def flood(result: Mapping[str, Any]) -> str:
         late = f"{other['ttft_ms']['max']:.0f}" + (f", {gave_up}" if gave_up else "")
         times = slashed([check["p50"], check["p99"], check["max"]])
         rows.append([name.replace("_", " "), ended, times, late, part["most_rss_mb"], part["router_cpu_s"]])
-    columns = ("flood", "ended", "health P50/P99/max", "other", "most memory", "router's CPU s")
+    columns = ("flood", "ended", "health P50/P99/max ms", "other ms", "most memory MB", "router's CPU s")
     left = f"Memory before {result['before']['rss_mb']:.0f}, a minute after the last {result['after']['rss_mb']:.0f}."
     return f"{table(columns, rows)}\n\n{left}"
 
@@ -737,6 +779,41 @@ def fuzz(result: Mapping[str, Any]) -> str:
         for name, door in result["doors"].items()
     ]
     return table(["door", "cases", "outcomes", "unclear"], rows)
+
+
+def gpu_env(result: Mapping[str, Any]) -> str:
+    columns = ("name", "capability", "multiprocessors", "memory_gib")
+    return table(("GPU", *columns[1:]), [[gpu[key] for key in columns] for gpu in result["gpus"]])
+
+
+def gpu_engine(result: Mapping[str, Any]) -> str:
+    columns = ("what", "found", "wanted")
+    return table(columns, [[row[key] for key in columns] for row in result["summary"]])
+
+
+def gpu_transports(result: Mapping[str, Any]) -> str:
+    columns = ("devices", "transport", "prompt_tokens", "pages", "gbytes_per_s", "share_of_plain_copy")
+    rows = [[cell(row[key]) for key in columns] for row in result["bytes"]]
+    return table([key.replace("_", " ") for key in columns], rows)
+
+
+def gpu_cluster(result: Mapping[str, Any]) -> str:
+    tokens, handed = result["tokens"], result["handoff"]
+    rows = [
+        ["greedy tokens of a request equal", f"{tokens['equal']} of {tokens['requests']}"],
+        ["at a tie, wrong", f"{len(tokens['ties'])}, {len(tokens['wrong'])}"],
+        [f"exposed of {handed['prompt_tokens']} tokens, ms", f"{handed['exposed_ms']:.2f}"],
+        ["wanted, ms", f"{handed['wanted_exposed_ms']:g}"],
+    ]
+    return table(["two processes beside one engine", ""], rows)
+
+
+def gpu_one_gpu(result: Mapping[str, Any]) -> str:
+    rows = [
+        [row["serving"], f"{row['rate']:g}", *(slashed(row[f"{key}_ms"]) for key in ("ttft", "tpot", "itl"))]
+        for row in result["rows"]
+    ]
+    return table(["serving", "requests/s", *(f"{key} P50/P90/P99 ms" for key in ("TTFT", "TPOT", "ITL"))], rows)
 
 
 CHAOS_TIMES = ("noticed", "next_token", "pages")
@@ -767,6 +844,11 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "paper_distserve": paper_distserve,
     "paper_splitwise": paper_splitwise,
     "placement_search": placement_search,
+    "gpu_cluster": gpu_cluster,
+    "gpu_engine": gpu_engine,
+    "gpu_env": gpu_env,
+    "gpu_one_gpu": gpu_one_gpu,
+    "gpu_transports": gpu_transports,
     "guards": guards,
     "guards_amd": guards,
     "hybrids": hybrids,

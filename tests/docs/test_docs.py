@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+from bench.plots import PLOTS
 from cluster.front.server import RouterServer, server_options
 from cluster.router.monitoring.families import PREFIX, families
 from cluster.router.monitoring.metrics import COUNTERS, HISTOGRAMS
@@ -192,6 +193,51 @@ def test_every_counter_of_workers_is_described() -> None:
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_a_heading_lead_to_one(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(((?!https)[^)#]*)#([^)]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def pictures(page: Path) -> list[str]:
+    return re.findall(r'(?:src|srcset)="([^"]+)"', page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_are_there_for_light_pages_and_dark_ones(page: Path) -> None:
+    shown = pictures(page)
+    for path in shown:
+        assert (page.parent / path).exists(), path
+        if "plots/" in path:
+            plain = path.replace("-dark.svg", ".svg")
+            assert {plain, plain.replace(".svg", "-dark.svg")} <= set(shown)
+
+
+def test_every_result_has_a_table_and_every_plot_a_place() -> None:
+    page = fill("fill_benchmarks")
+    results = {path.stem for path in (ROOT / "bench" / "results").glob("*.json")}
+    assert results <= page.TABLES.keys()
+    assert page.PICTURES.keys() == PLOTS.keys() <= page.TABLES.keys()
+    for name in results & PLOTS.keys():
+        for ending in (".svg", "-dark.svg", ".png", "-dark.png"):
+            assert (ROOT / "docs" / "plots" / f"{name}{ending}").exists(), "run python -m bench.plots"
+
+
+def test_every_question_about_a_result_is_answered_in_the_same_form() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        question = section.partition("\n")[0]
+        assert question.endswith("?")
+        labels = re.findall(r"^- \*\*(\w[^*]*):\*\*", section, re.MULTILINE)
+        assert labels == ["Run it", "It does not show", "Raw"], question
 
 
 def test_the_benchmarks_page_takes_every_result() -> None:
