@@ -67,7 +67,7 @@ class Carrier:
     def _set_role(self, change: Change) -> Change:
         client = self._client
         before = {each.name: each.role for each in client.status().workers}.get(change.worker)
-        client.set_role(change.worker, change.role, change.chunk_tokens)
+        client.set_role(change.worker, change.role, change.chunk_tokens, force=change.force)
         done = _until(
             change,
             lambda: _has_role(client.status(), change),

@@ -22,6 +22,7 @@ class Change:
     worker: str = ""
     role: str = ""
     chunk_tokens: int | None = None
+    force: bool = False  # new requests waited for it
     pool: str = ""
     replicas: int = 0
     seconds: float = 0.0  # that it took

@@ -41,6 +41,7 @@ class SetRole:
     worker: str
     role: str
     chunk_tokens: int | None = None  # None: as it has them
+    force: bool = False  # nobody else computes its phase meanwhile: new requests wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ def shrunk(roles: Roles) -> Iterator[Arrangement]:
 
 
 def moves(roles: Roles, wanted: Arrangement) -> tuple[Move, ...] | None:
-    """In an order in which, while each worker changes, another one computes each of its phases; None: there is none."""
+    """In an order in which, while each worker changes, another one computes each of its phases, if there is such an
+    order; else each phase is computed before and after each change. None: there is none of either."""
     have, want = _pools(roles), _pools(wanted.roles)
     scaled = [Scale(pool=pool, replicas=len(want.get(pool, ()))) for pool in have]
     changing = _in_order({name: role for name, role in roles.items() if name in wanted.roles}, wanted.roles)
@@ -112,7 +114,10 @@ def moves(roles: Roles, wanted: Arrangement) -> tuple[Move, ...] | None:
     same = [name for name in wanted.chunks if name not in changing and name not in new]
     return (
         *(scale for scale in scaled if scale.replicas != len(have[scale.pool])),
-        *(SetRole(worker=n, role=wanted.roles[n], chunk_tokens=wanted.chunks.get(n)) for n in (*new, *changing, *same)),
+        *(
+            SetRole(worker=n, role=wanted.roles[n], chunk_tokens=wanted.chunks.get(n), force=changing.get(n, False))
+            for n in (*new, *changing, *same)
+        ),
     )
 
 
@@ -143,18 +148,22 @@ def _number(name: str) -> tuple[int, str]:
     return (int(number) if number.isdigit() else 0), name
 
 
-def _in_order(roles: Roles, wanted: Roles) -> Sequence[str] | None:
-    """Those that change, so that each phase is computed at every moment; None: there is no such order."""
+def _in_order(roles: Roles, wanted: Roles) -> Mapping[str, bool] | None:
+    """Those that change, one after another, and whether a phase has nobody meanwhile; None: there is no order in which
+    each has somebody after each change. A phase may be without only where none keeps it all the time."""
     changing = [name for name, role in roles.items() if wanted[name] != role]
-    for order in permutations(changing):
-        now = dict(roles)
-        for name in order:
-            if not _computes_all([role for other, role in now.items() if other != name]):
-                break
-            now[name] = wanted[name]
-        else:
-            return order if _computes_all(now.values()) else None
-    return None
+    found = (pauses for order in permutations(changing) if (pauses := _pauses(roles, wanted, order)) is not None)
+    return min(found, key=lambda pauses: sum(pauses.values()), default=None)
+
+
+def _pauses(roles: Roles, wanted: Roles, order: Sequence[str]) -> Mapping[str, bool] | None:
+    now, pauses = dict(roles), dict[str, bool]()
+    for name in order:
+        pauses[name] = not _computes_all([role for other, role in now.items() if other != name])
+        now[name] = wanted[name]
+        if not _computes_all(now.values()):
+            return None
+    return pauses
 
 
 def _computes_all(roles: Collection[str]) -> bool:

@@ -144,10 +144,18 @@ def test_chunks_are_of_each_size_of_mixed_workers() -> None:
 
 
 def test_a_phase_has_a_worker_at_every_moment() -> None:
-    """The only writer changes after another one has come to write, though its name comes first; and it stays where
-    there is no such order."""
+    """The only writer changes after another one has come to write, though its name comes first."""
     roles = {"decode-0": "decode", "prefill-0": "prefill", "prefill-1": "prefill"}
     other = played(roles | {"prefill-1": "mixed", "decode-0": "mixed"}, 0.9)
     decision = decide(played(roles, 0.2), [other], Terms(wanted=0.9, seen_s=600.0, measured=0.2))
     assert decision.moves == (SetRole(worker="prefill-1", role="mixed"), SetRole(worker="decode-0", role="mixed"))
-    assert nearby({"prefill-0": "prefill", "decode-0": "decode"}, 2) == []
+
+
+def test_the_only_one_of_a_phase_may_come_to_do_more_while_new_requests_wait() -> None:
+    """And both phases are computed before and after."""
+    roles = {"prefill-0": "prefill", "decode-0": "decode"}
+    assert {str(near) for near in nearby(roles, 2)} == {"1 prefill, 1 mixed", "1 decode, 1 mixed", "2 mixed"}
+    other = played({"prefill-0": "mixed", "decode-0": "mixed"}, 0.9)
+    first, then = decide(played(roles, 0.2), [other], Terms(wanted=0.9, seen_s=600.0, measured=0.2)).moves
+    assert first == SetRole(worker="prefill-0", role="mixed", force=True)
+    assert then == SetRole(worker="decode-0", role="mixed")
