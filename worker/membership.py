@@ -24,4 +24,5 @@ class Greeting:
 
     secrets: Secrets
     last_address: str = ""  # where a router was reached before it was restarted
+    last_http: str = ""  # likewise over HTTP
     load_delay_s: float = 0.0  # to wait before it loads, when earlier ones died of that

@@ -39,7 +39,7 @@ STDERR = 2
 
 class Service(Protocol):
     async def start(self) -> Any:
-        """Listen; returns an object with `.address`, or the address as text."""
+        """Listen; returns an object with `.address`, and `.http` where it has one, or the address as text."""
 
     async def stop(self, grace_s: float) -> None: ...
 
@@ -58,6 +58,7 @@ class ServiceEvent:
     stage: str  # started, then the engine's stages, then ready, failed or ended
     fraction: float = 0.0  # of the stage
     address: str = ""  # host:port, once ready
+    http: str = ""  # likewise, where it serves that, too
     reason: str = ""  # failed: one sentence
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,7 +154,8 @@ class ServiceThread:
         self._service, self._loop = service, asyncio.get_running_loop()
         give_memory_back()  # 50 MB of a small model's load
         gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
-        self._say("ready", 1.0, address=str(getattr(started, "address", started)))
+        address, http = getattr(started, "address", started), getattr(started, "http", "")
+        self._say("ready", 1.0, address=str(address), http=http)
         turning = asyncio.ensure_future(self._say_that_it_turns())
         broken = asyncio.ensure_future(service.wait_broken())
         stopped = asyncio.ensure_future(self._stop.wait())

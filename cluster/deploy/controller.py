@@ -76,10 +76,11 @@ class Controller:
         if (name := event["name"]) not in self._roster:
             self._kill(name, "it is on no roster", no_restart=True)
             raise LookupError(f"{name} is on no roster")
-        served_as = self._roster.member(name).served_as
+        member = self._roster.member(name)
         return Greeting(
             secrets=await asyncio.shield(self._secrets),
-            last_address=served_as[0] if served_as is not None else "",
+            last_address=member.served_as[0] if member.served_as is not None else "",
+            last_http=member.served_http,
             load_delay_s=self._roster.load_delay_s(name),
         )
 

@@ -27,7 +27,7 @@ MAX_LOAD_DELAY_S = 60.0
 SERVED_WELL_S = 10.0
 MAX_PAST = 16  # earlier incarnations of a member that are remembered; none of them lives on for so many starts
 ROUTER = "router"
-SAID = ("incarnation", "stage", "fraction", "address", "pid", "host", "reason")  # of a ServiceEvent
+SAID = ("incarnation", "stage", "fraction", "address", "http", "pid", "host", "reason")  # of a ServiceEvent
 
 
 class Version(NamedTuple):
@@ -66,6 +66,7 @@ class Member:
     stage: str = "waiting"
     fraction: float = 0.0
     address: str = ""
+    http: str = ""  # of a router: where it serves HTTP
     incarnation: str = ""
     pid: int = 0
     host: str = ""
@@ -74,6 +75,7 @@ class Member:
     deaths: int = 0  # since it last served well
     last_death: str = ""  # the reason of the newest of them
     served_as: tuple[str, str] | None = None  # address and incarnation when it was last ready
+    served_http: str = ""  # likewise
     past: list[str] = field(default_factory=list)  # its earlier incarnations
     is_added: bool = False  # since the start: the controller creates its actor
     # leaving: for good, once nothing runs there; gone: nothing does, and its process is being ended; returning: it was
@@ -136,7 +138,7 @@ class Roster:
         for key, value in said.items():
             setattr(member, key, value)
         if member.is_ready:
-            member.served_as = (member.address, member.incarnation)
+            member.served_as, member.served_http = (member.address, member.incarnation), member.http
             self.was_ready = self.was_ready or all(other.is_ready for other in self._members.values())
         self._note_change()
         self._give_up_if_hopeless(member, "its process ended")

@@ -14,11 +14,12 @@ from ray.exceptions import RayError
 
 from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
-from cluster.spec.model import ClusterSpec
+from cluster.spec.model import USUAL_HTTP_PORT, ClusterSpec, RouterSpec
 from engine.process import set_thread_counts
 from worker.actor import MemberActor
 from worker.membership import Greeting, Membership
 from worker.process import Progress, Service
+from worker.wire.tls import is_loopback
 
 if TYPE_CHECKING:
     from cluster.front.server import ServerOptions
@@ -101,6 +102,7 @@ def _options(spec: ClusterSpec, index: int, greeting: Greeting) -> ServerOptions
         model=spec.model,
         model_name=spec.model_name,
         metrics_port=router.metrics_port + index if router.metrics_port else router.metrics_port,
+        http_ports=_http_ports(router, index, _port_of(greeting.last_http)),
         router=router.options(RouterOptions),
         front=router.options(FrontOptions),
         tokens_file=router.tokens_file or "",
@@ -108,6 +110,18 @@ def _options(spec: ClusterSpec, index: int, greeting: Greeting) -> ServerOptions
         worker_tls=spec.tls.files if spec.tls else None,
         reflection=router.reflection,
     )
+
+
+def _http_ports(router: RouterSpec, index: int, last: int) -> tuple[int, ...]:
+    """Those to try, one after the other; first the one that its clients know."""
+    if router.http_port is None:
+        return ()
+    if router.http_port != "auto":
+        return (router.http_port + index if router.http_port else last,)
+    if not is_loopback(router.host):
+        return ()
+    usual = (USUAL_HTTP_PORT + index,) if router.port else ()
+    return (*filter(None, (last,)), *usual, 0)
 
 
 def _port_of(address: str) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cluster.deploy.roster import Newest, WorkerEntry
 from cluster.front.memory import put_off_collections
@@ -16,6 +17,11 @@ from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.links.worker_link import WorkerEndpoint
 
 logger = logging.getLogger(__name__)
+
+
+class Listening(NamedTuple):
+    address: str
+    http: str  # empty: it does not serve HTTP
 
 
 class RouterService:
@@ -33,12 +39,13 @@ class RouterService:
         self._workers = workers
         self._newest = Newest()
 
-    async def start(self) -> str:
+    async def start(self) -> Listening:
         port = await self._server.start()
         if self._workers:
             self._server.set_workers(self._workers)
         where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
-        return f"{where}:{port}"
+        http_port = self._server.http_port
+        return Listening(f"{where}:{port}", f"{where}:{http_port}" if http_port is not None else "")
 
     async def wait_serving(self, timeout_s: float) -> str:
         """Why it does not serve by then; empty if it does."""

@@ -19,11 +19,21 @@ from worker.convert import FINISH_REASON_TO_PROTO
 class ChoiceAnswer:
     """Turns the tokens of one choice into messages."""
 
-    def __init__(self, request_id: str, index: int, params: SamplingParams, codec: TextCodec | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        codec: TextCodec | None,
+        shown_special: frozenset[int] = frozenset(),
+    ) -> None:
         self._request_id = request_id
         self._index = index
         self._text = Detokenizer(
-            codec.backend if codec is not None else None, stop=params.stop, min_tokens=params.min_tokens
+            codec.backend if codec is not None else None,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            shown_special=shown_special,
         )
         self.num_tokens = 0
 

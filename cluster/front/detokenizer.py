@@ -34,14 +34,22 @@ class Detokenizer:
     Without a tokenizer all text is empty.
     """
 
-    def __init__(self, tokenizer: Any | None, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        shown_special: frozenset[int] = frozenset(),
+    ) -> None:
         """`tokenizer` is a fast tokenizer of transformers or a tokenizers.Tokenizer; None: the model has none.
+        `shown_special`: special tokens that are not left out of the text.
 
         Raises InvalidRequest for stop strings without a tokenizer.
         """
         if stop and tokenizer is None:
             raise InvalidRequest(f"stop has {len(stop)} strings but the model has no tokenizer; give stop_token_ids")
-        self._stream = None if tokenizer is None else _TextStream(tokenizer)
+        self._stream = None if tokenizer is None else _TextStream(tokenizer, shown_special)
         self._stops = tuple(stop)
         self._min_tokens = min_tokens
         self._pending = ""  # may begin a stop string
@@ -114,6 +122,12 @@ def _possible_start(text: str, stop: str) -> int:
     return len(text)
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Of a tokenizers.Tokenizer."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
 class _TextStream:
     """Whole characters from tokens: decodes a short window again for each token and emits what is new.
 
@@ -124,10 +138,9 @@ class _TextStream:
         text:    [ shown           | new | held: U+FFFD that may become a character ]
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown_special: frozenset[int]) -> None:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._special = special_ids(self._tokenizer) - shown_special
         self._window: list[int] = []
         self._context_len = 0  # tokens
         self._shown = ""

@@ -47,7 +47,7 @@ class Endings:
         except InvalidRequest as error:
             ending.code, ending.reason = "INVALID_ARGUMENT", str(error)
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             ending.code, ending.reason = "CANCELLED", "the client went away"
             raise
         except BaseException as error:

@@ -47,8 +47,12 @@ def grpc_options(options: FrontOptions) -> list[tuple[str, int]]:
 
 
 def retry_after(seconds: float) -> tuple[str, str]:
-    """The trailer that says when to come again, jittered."""
-    return "retry-after-ms", str(max(1, round(seconds * 1000 * random.uniform(1, 1 + JITTER))))
+    """The trailer that says when to come again."""
+    return "retry-after-ms", str(jittered_ms(seconds))
+
+
+def jittered_ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000 * random.uniform(1, 1 + JITTER)))
 
 
 class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -100,6 +104,13 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @property
     def running(self) -> int:
         return self._calls.total
+
+    def begin(self) -> str:
+        """Count the call of this task, to its end. Why not; empty if so."""
+        if why := self._why_full(CALLER.get()):
+            return why
+        self._count()
+        return ""
 
     def count_choices(self, num: int) -> str:
         """The call of this task, counted once already, is for so many choices: each is a call. Why not; empty if so."""

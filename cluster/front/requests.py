@@ -55,7 +55,7 @@ async def check_request(
     the caller gets nothing now.
     """
     check_model(request.model, served_name)
-    request_id = _checked_id(request.request_id)
+    request_id = checked_id(request.request_id)
     cache_salt = _cache_salt(request.cache_salt, CALLER.get())
     slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
     priority = _priority(request.priority, CALLER.get())
@@ -94,7 +94,7 @@ def check_model(name: str, served: str) -> None:
         raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"model is {name[:200]!r}; this router serves {served!r}")
 
 
-def _checked_id(request_id: str) -> str:
+def checked_id(request_id: str) -> str:
     """The client's id, or a new one. It goes into trailing metadata, which carries printable ASCII only."""
     if not request_id:
         return secrets.token_hex(8)
@@ -155,13 +155,19 @@ async def _prompt_ids(
     return list(ids)
 
 
-async def encode(text: str, model: generate_pb2.GetModelInfoResponse, codec: TextCodec | None) -> list[int]:
+async def encode(
+    text: str,
+    model: generate_pb2.GetModelInfoResponse,
+    codec: TextCodec | None,
+    *,
+    special_tokens: bool = True,
+) -> list[int]:
     """Token ids of a text that may fit the model. Raises InvalidRequest."""
     if codec is None:
         raise InvalidRequest("the prompt is text but no tokenizer is loaded; give token_ids")
     if not text:
         raise InvalidRequest("the prompt is empty; give text with at least one token")
-    return await codec.encode(text, model.max_model_len)
+    return await codec.encode(text, model.max_model_len, special_tokens=special_tokens)
 
 
 def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -20,6 +20,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.authentication import client_door, owner_of
+from cluster.front.generation import Generation
 from cluster.front.grpc import GENERATE_SERVICE, GenerateService
 from cluster.front.health import Health
 from cluster.front.limits import CallLimit, grpc_options
@@ -37,6 +38,9 @@ from engine.knobs import knobs_of, read
 from worker.wire.rpc import bind, make_server
 from worker.wire.tls import TlsFiles, why_open
 from worker.wire.tokens import Keyring
+
+if TYPE_CHECKING:
+    from cluster.front.http.listening import HttpListener
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class ServerOptions:
     model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
     model_name: str = ""  # the name that requests give; empty: as the workers say
     metrics_port: int | None = None  # None: not exposed; 0: any free one
+    http_ports: tuple[int, ...] = ()  # the first that is free serves HTTP (0: any free one); none: nobody does
     router: RouterOptions = field(default_factory=RouterOptions)
     front: FrontOptions = field(default_factory=FrontOptions)
     record: str = ""  # a folder to write the policy's calls into, for placement/checks/replay.py; empty: none is
@@ -99,6 +104,7 @@ class RouterServer:
         self.serving = asyncio.Event()  # once a worker of each role was ready
         self.port = 0
         self.metrics_port: int | None = None
+        self.http_port: int | None = None
         self._codec = codec
         self._pools = pools
         self._health = Health(
@@ -106,7 +112,8 @@ class RouterServer:
         )
         self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s, self.router.turns)
         self._letting_go: asyncio.Task[None] | None = None
-        self._generate: GenerateService | None = None
+        self._generation: Generation | None = None
+        self._http: HttpListener | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
@@ -116,7 +123,7 @@ class RouterServer:
             self._codec = await asyncio.to_thread(
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
-        self._generate = GenerateService(
+        self._generation = Generation(
             self.router, codec=self._codec, model_name=options.model_name, options=options.front, calls=self._calls
         )
         self._server = make_server(
@@ -125,7 +132,7 @@ class RouterServer:
             options=grpc_options(options.front),
         )
         services = {
-            GENERATE_SERVICE: self._generate.handlers(),
+            GENERATE_SERVICE: GenerateService(self._generation).handlers(),
             CLUSTER_SERVICE: ClusterService(self.router, self._pools).handlers(),
             health.SERVICE_NAME: self._health.handlers(),
         }
@@ -136,6 +143,8 @@ class RouterServer:
         self.port = bind(self._server, options.host, options.port, options.tls)
         if options.metrics_port is not None:
             self.metrics_port = self._expose(options, options.metrics_port)
+        if options.http_ports:
+            self.http_port = await self._serve_http(self._generation, options.http_ports)
         await self._server.start()
         self.router.loop_clock.start()
         self._letting_go = asyncio.create_task(let_go_forever(self._num_busy))
@@ -148,15 +157,17 @@ class RouterServer:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse what is new, let what runs end within `grace_s`, then cancel it and close."""
-        if self._server is None or self._generate is None:
+        if self._server is None or self._generation is None:
             return
-        self._generate.is_draining = True
+        self._generation.is_draining = True
         self._health.set(is_serving=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self.router.num_submissions:
                     await asyncio.sleep(DRAIN_POLL_S)
         await self.router.close()
+        if self._http is not None:
+            await self._http.stop()
         await self._server.stop(0.5)  # the last messages and statuses still go out
         await self.router.loop_clock.stop()
         if self._letting_go is not None:
@@ -171,7 +182,7 @@ class RouterServer:
             return self.router.metrics.expose(
                 host,
                 port,
-                model=lambda: self._generate.model_name if self._generate is not None else "",
+                model=lambda: self._generation.model_name if self._generation is not None else "",
                 scrape=partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
                 may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
                 tls=options.tls,
@@ -179,6 +190,36 @@ class RouterServer:
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
+
+    async def _serve_http(self, generation: Generation, ports: tuple[int, ...]) -> int:
+        """On the first of the ports that is free. Raises OSError when none is, TlsError."""
+        from cluster.front.http.app import Probes, make_app
+        from cluster.front.http.guard import Guard
+        from cluster.front.http.listening import HttpListener
+
+        options = self.options
+        probes = Probes(
+            is_ready=lambda: self.router.is_ready and not generation.is_draining, metrics=self._metrics_text
+        )
+        guard = Guard(
+            make_app(generation, probes, self.router),
+            keyring=self._keyring,
+            calls=self._calls,
+            max_body_bytes=options.front.max_message_bytes,
+            max_stall_s=options.front.max_stall_s,
+            turn=self.router.turns.wait,
+        )
+        self._http = HttpListener(guard, max_connections=options.front.max_connections, tls=options.tls)
+        for port in ports:
+            try:
+                return await self._http.start(options.host, port)
+            except OSError as error:
+                why = f"cannot serve HTTP on {options.host}:{port}: {(error.strerror or str(error)).lower()}"
+        raise OSError(f"{why}; give another http_port, or 0 for any free one")
+
+    async def _metrics_text(self) -> bytes:
+        assert self._generation is not None, "it was started"
+        return await asyncio.to_thread(self.router.metrics.text, self._generation.model_name, await self.scrape())
 
     def _scrape_from_a_thread(self, loop: asyncio.AbstractEventLoop) -> Scrape:
         """Whatever lives is read in the event loop. Raises TimeoutError where that hangs: then the scrape fails."""
@@ -201,7 +242,7 @@ class RouterServer:
         return self._calls.running + self.router.num_live
 
     def _on_readiness(self, is_ready: bool) -> None:
-        if self._generate is not None and not self._generate.is_draining:
+        if self._generation is not None and not self._generation.is_draining:
             self._health.set(is_serving=is_ready)
             if is_ready:
                 self.serving.set()

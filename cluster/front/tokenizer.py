@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
+from cluster.front.detokenizer import special_ids
 from cluster.front.options import FrontOptions
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
@@ -48,6 +50,7 @@ class TextCodec:
             raise TokenizerError(f"{type(tokenizer).__name__} is no fast tokenizer; convert it to a tokenizer.json")
         backend.no_truncation()
         backend.no_padding()
+        self.tokenizer = tokenizer
         self.backend = backend
         self.longest_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
         self.max_waiting_bytes = max_waiting_bytes
@@ -55,19 +58,33 @@ class TextCodec:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
         self._slots = asyncio.Semaphore(THREADS)  # so that what waits is here, and can leave
 
-    async def encode(self, text: str, max_model_len: int) -> list[int]:
-        """Token ids with the special tokens that the tokenizer adds to a prompt.
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return special_ids(self.backend)
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Of those that are one special token each."""
+        return self.special_ids & {self.backend.token_to_id(token) for token in tokens}
+
+    def token_text(self, token_id: int) -> str:
+        return str(self.backend.decode([token_id], skip_special_tokens=False))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
+
+    async def encode(self, text: str, max_model_len: int, *, special_tokens: bool = True) -> list[int]:
+        """Token ids, with `special_tokens` those that the tokenizer adds to a prompt.
 
         Raises InvalidRequest where no output would fit behind them, RequestFailed (RESOURCE_EXHAUSTED) when too much
         waits.
         """
         num_bytes = self._checked_bytes(text, max_model_len)
         if len(text) <= INLINE_CHARS:
-            return self._encode(text, max_model_len)
+            return self._encode(text, max_model_len, special_tokens)
         with self._waiting(num_bytes):
             if len(text) > USUAL_CHARS * max_model_len:
                 await self._check_pieces(text, max_model_len)
-            return await self._in_thread(lambda: self._encode(text, max_model_len))
+            return await self._in_thread(lambda: self._encode(text, max_model_len, special_tokens))
 
     def _checked_bytes(self, text: str, max_model_len: int) -> int:
         """How many the text has. Refuses, before it is tokenised, one with more than so many of the longest token."""
@@ -115,15 +132,15 @@ class TextCodec:
         if not future.cancelled():
             future.exception()  # is heard by now: who has left does not ask
 
-    def _encode(self, text: str, max_model_len: int) -> list[int]:
-        encoding = self._tokenise(text)
+    def _encode(self, text: str, max_model_len: int, special_tokens: bool) -> list[int]:
+        encoding = self._tokenise(text, special_tokens)
         if len(encoding) >= max_model_len:  # before a list is made of them, which holds the interpreter lock
             raise _too_long(str(len(encoding)), max_model_len)
         return list(encoding.ids)
 
-    def _tokenise(self, text: str) -> Any:
+    def _tokenise(self, text: str, special_tokens: bool = True) -> Any:
         try:
-            return self.backend.encode_batch_fast([text])[0]
+            return self.backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is no Exception

@@ -28,6 +28,7 @@ from worker.wire.tls import why_open
 
 Name = Annotated[str, Field(min_length=1)]
 MAX_PORT = 65_535
+USUAL_HTTP_PORT = 8000  # vLLM's
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -39,6 +40,11 @@ class RouterSpec(Spec):
     port: Port = setting(50051, "router i listens on port + i; 0: any free ones")
     metrics_port: Port | None = setting(
         None, "router i serves `/metrics` on this + i, on `host`; 0: any free ones; null: not at all"
+    )
+    http_port: Port | Literal["auto"] | None = setting(
+        "auto",
+        "router i serves OpenAI's API and `/metrics` on this + i, on `host`; 0: any free ones; null: not at all; auto: "
+        "on loopback 8000 + i, or any free one where that is taken or `port` is 0, and elsewhere not at all",
     )
     auth: bool = setting(
         True, "clients send a token; false: everyone may call, on loopback or with `tls.client_ca` only"
@@ -172,8 +178,9 @@ def _check_auth(router: RouterSpec) -> None:
 
 
 def _check_ports(router: RouterSpec) -> None:
-    for key, port in (("port", router.port), ("metrics_port", router.metrics_port)):
-        if port and port + router.replicas - 1 > MAX_PORT:
+    ports = {"port": router.port, "metrics_port": router.metrics_port, "http_port": router.http_port}
+    for key, port in ports.items():
+        if isinstance(port, int) and port + router.replicas - 1 > MAX_PORT:
             raise ValueError(
                 f"router.{key} is {port}, too high for {router.replicas} replicas with a port each; "
                 f"give {MAX_PORT + 1 - router.replicas} or less"

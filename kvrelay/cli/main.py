@@ -41,18 +41,20 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, calibrate, chaos, generate, make_model, plan, simulate, verify
-    from kvrelay.cli.cluster import down, drain, replan, role, scale, status, up
+    from kvrelay.cli import bench, calibrate, chaos, chat, generate, make_model, plan, simulate, verify
+    from kvrelay.cli.cluster import down, drain, replan, role, scale, status, token, up
 
     modules: list[Any] = [
         up,
         down,
         status,
+        token,
         drain,
         role,
         scale,
         replan,
         generate,
+        chat,
         bench,
         plan,
         simulate,
@@ -76,10 +78,9 @@ def _find_endpoint(arguments: list[str]) -> None:
         os.environ[ENDPOINT_VARIABLE] = endpoints[0]
 
 
-ASK_A_ROUTER = ("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions")
-
-
-ASK_A_ROUTER = ("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions")
+ASK_A_ROUTER = (
+    *("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions", "token"),
+)
 
 
 def main() -> None:

@@ -37,7 +37,13 @@ RouterFlags = Annotated[
     Flags(
         of=RouterSpec,
         prefix="router_",
-        flags={"host": "--host", "port": "--port", "auth": "--auth/--no-auth", "tokens_file": "--tokens-file"},
+        flags={
+            "host": "--host",
+            "port": "--port",
+            "http_port": "--http-port",
+            "auth": "--auth/--no-auth",
+            "tokens_file": "--tokens-file",
+        },
         panels=dict.fromkeys(RouterSpec.model_fields, "Router"),
     ),
 ]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from worker.wire.private_files import PrivateFileError, read_private
+from worker.wire.tokens import TokenError, read_tokens
 
 Mode = Literal["foreground", "daemon", "joined"]
 ENDED = ("Z", "X")  # and not reaped yet
@@ -30,6 +31,7 @@ class ClusterState:
     started: str  # of that process (`start_of`), so that a pid that was given again is not taken for ours
     address: str = ""  # joined: of the Ray
     endpoints: tuple[str, ...] = ()  # empty until ready
+    http: tuple[str, ...] = ()  # likewise: URLs of OpenAI's API
     model: str = ""
     token: str = field(default="", repr=False)  # that `up` made, or was given
     tokens_file: str = ""  # whose first token is ours
@@ -59,7 +61,7 @@ def read(name: str) -> ClusterState | None:
     """None when there is none, or it cannot be read."""
     try:
         data: dict[str, Any] = json.loads(read_private(directory() / f"{name}.json", "the state"))
-        return ClusterState(**{**data, "endpoints": tuple(data["endpoints"])})
+        return ClusterState(**{**data, **{key: tuple(data.get(key, ())) for key in ("endpoints", "http")}})
     except (PrivateFileError, ValueError, TypeError, KeyError):
         return None
 
@@ -83,6 +85,14 @@ def noted(endpoint: str) -> str:
     else may listen."""
     host, _, port = endpoint.rpartition(":")
     return f"127.0.0.1:{port}" if host == "localhost" else endpoint
+
+
+def token_of(cluster: ClusterState) -> str | None:
+    """A file that is gone, or not ours any more, gives none: the router then says what is missing."""
+    try:
+        return read_tokens(cluster.tokens_file)[0].value.decode("ascii") if cluster.tokens_file else cluster.token
+    except TokenError:
+        return None
 
 
 def start_of(pid: int) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+from openai import OpenAI
 
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
-from tests.deploy.running import Running, gone, kvrelay, until
+from tests.deploy.running import COMMAND, Running, environment, gone, kvrelay, until
 from worker.wire.tls import is_loopback
 
 pytestmark = pytest.mark.alone
@@ -67,6 +71,34 @@ def test_a_request_goes_through_both_pools(client: Client) -> None:
     assert answer.receipt is not None
     assert answer.receipt.checksums_ok
     assert answer.receipt.pages > 0
+
+
+def test_openais_client_finds_the_same_model_over_http(cluster: Running) -> None:
+    [base_url] = cluster.summary["http"]
+    token = kvrelay(cluster.state_dir, "token", "--endpoint", cluster.endpoint).stdout.strip()
+    with OpenAI(base_url=f"{base_url}/v1", api_key=token, max_retries=0) as openai:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 8, "seed": 1}
+        whole = openai.chat.completions.create(**asked).choices[0].message.content
+        parts = [part.choices[0].delta.content or "" for part in openai.chat.completions.create(**asked, stream=True)]
+        assert whole
+        assert "".join(parts) == whole
+
+
+def test_a_talk_goes_on_from_what_was_said(cluster: Running) -> None:
+    talk = subprocess.run(
+        [*COMMAND, "chat", "--max-tokens", "8", "--temperature", "0"],
+        env=environment(cluster.state_dir),
+        input="A first question that fills a page of tokens or two, surely, and so is found in the cache.\nAnd now?\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert talk.returncode == 0, talk.stderr
+    figures = re.findall(r"prompt (\d+) tokens, (\d+) of them cached", talk.stderr)
+    assert len(figures) == 2
+    assert int(figures[1][0]) > int(figures[0][0]) > 0
+    assert int(figures[1][1]) > 0
 
 
 def test_status_shows_every_worker(cluster: Running, client: Client) -> None:
@@ -274,6 +306,9 @@ def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Cli
     with Client(cluster.endpoint, token=cluster.token) as again:
         again.wait_ready(READY_TIMEOUT_S)
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
+    [base_url] = cluster.summary["http"]
+    with OpenAI(base_url=f"{base_url}/v1", api_key=cluster.token, max_retries=0) as openai:
+        assert [model.id for model in openai.models.list()] == ["tiny"]
 
 
 def test_workers_are_forked_of_one_process_and_come_back_without_it(cluster: Running, client: Client) -> None:

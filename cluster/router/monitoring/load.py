@@ -33,21 +33,25 @@ class Load:
 
     def __init__(self) -> None:
         self._rows = bytearray(ROW.size * KEPT)
-        self._count = 0  # of all that were ever noted
+        self.count = 0  # of all that were ever noted
 
     def __len__(self) -> int:
-        return min(self._count, KEPT)
+        return min(self.count, KEPT)
 
     def __iter__(self) -> Iterator[Ended]:
         """As they are now, whatever is noted meanwhile."""
+        return self.since(0)
+
+    def since(self, count: int) -> Iterator[Ended]:
+        """Those that came after so many, as far as they are kept."""
         rows = bytes(self._rows)
-        for number in range(self._count - len(self), self._count):
+        for number in range(max(count, self.count - len(self)), self.count):
             yield _ended(rows, number)
 
     @property
     def whole_since_s(self) -> float:
         """None is missing that came since: what was dropped had ended when the oldest did that is kept."""
-        return -math.inf if self._count <= KEPT else _ended(self._rows, self._count).ended_s
+        return -math.inf if self.count <= KEPT else _ended(self._rows, self.count).ended_s
 
     def note(self, live: LiveRequest, *, failed: bool = False) -> None:
         timeline, num_tokens = live.timeline, len(live.output_ids)
@@ -62,8 +66,8 @@ class Load:
             handoff_s=timeline.phases().get("handoff", 0.0),
             failed=failed,
         )
-        ROW.pack_into(self._rows, self._count % KEPT * ROW.size, *ended)
-        self._count += 1
+        ROW.pack_into(self._rows, self.count % KEPT * ROW.size, *ended)
+        self.count += 1
 
 
 def _ended(rows: bytes | bytearray, number: int) -> Ended:

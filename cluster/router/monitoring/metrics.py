@@ -19,6 +19,7 @@ from cluster.router.monitoring.scraping import ScrapeServer
 from worker.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 LATENCY_BUCKETS = (
@@ -77,12 +78,24 @@ class RouterMetrics:
 
         `scrape` is called in the metrics server's thread, at each scrape.
         """
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import make_wsgi_app
+
+        app = make_wsgi_app(self._registry(model, scrape))
+        self._server = ScrapeServer(host, port, app, may_enter=may_enter, tls=tls)
+        return self._server.server_port
+
+    def text(self, model: str, scrape: Scrape) -> bytes:
+        """What /metrics says, in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry(lambda: model, lambda: scrape))
+
+    def _registry(self, model: Callable[[], str], scrape: Callable[[], Scrape]) -> CollectorRegistry:
+        from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry()
         registry.register(_Exposed(self._histograms, model, scrape))
-        self._server = ScrapeServer(host, port, make_wsgi_app(registry), may_enter=may_enter, tls=tls)
-        return self._server.server_port
+        return registry
 
     def close(self) -> None:
         if self._server is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import asdict, fields
+from typing import Any
 
 from cluster.router.driver import Router
 from cluster.router.links.worker_link import LinkState, WorkerLink
+from cluster.router.monitoring.load import Ended
 from kvrelay.v1 import cluster_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import step_costs_from_proto
@@ -68,6 +70,10 @@ def _worker_status(
     return status
 
 
+def told_of(ended: Ended) -> dict[str, Any]:
+    return {key: getattr(ended, key) for key in TOLD}
+
+
 async def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadResponse:
     """`window_s` 0: of all that is kept. A few at a time: the loop has others to serve."""
     now, load = router.now, router.metrics.load
@@ -76,8 +82,7 @@ async def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadRespons
     answer = cluster_pb2.GetLoadResponse(whole_s=whole_s)
     for number, ended in enumerate(load):
         if now - ended.arrived_s < window_s:
-            told = {key: getattr(ended, key) for key in TOLD}
-            answer.requests.add(age_s=now - ended.arrived_s, **told)
+            answer.requests.add(age_s=now - ended.arrived_s, **told_of(ended))
         if number % AT_ONCE == AT_ONCE - 1:
             await asyncio.sleep(0)
     return answer

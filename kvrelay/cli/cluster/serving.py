@@ -57,18 +57,24 @@ def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, log_dir: st
 
 def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
     """Ask before Ray is started: some seconds sooner. The router's own bind is what counts."""
-    if not is_local or spec.router.port == 0:
+    if not is_local:
         return
     host = "127.0.0.1" if spec.router.host == "auto" else spec.router.host
-    for port in range(spec.router.port, spec.router.port + spec.router.replicas):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                why = (error.strerror or str(error)).lower()
-                raise CliError(f"router cannot listen on {host}:{port}: {why}; give another --port, or 0") from None
+    for flag, first in {"--port": spec.router.port, "--http-port": spec.router.http_port}.items():
+        if isinstance(first, int) and first:
+            for port in range(first, first + spec.router.replicas):
+                _check_port(host, port, flag)
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise CliError(f"router cannot listen on {host}:{port}: {why}; give another {flag}, or 0") from None
 
 
 def _serve(
@@ -91,10 +97,12 @@ def _serve(
             snapshot = _until_ready(deployment, view)
             ready_s = time.monotonic() - began_s
             endpoints = tuple(_endpoints(snapshot))
-            own_state = replace(own_state, endpoints=endpoints, pid=0 if mode == "joined" else own_state.pid)
+            told = summary(deployment, snapshot, ready_s)
+            own_pid = 0 if mode == "joined" else own_state.pid
+            own_state = replace(own_state, endpoints=endpoints, http=tuple(told["http"]), pid=own_pid)
             state.write(own_state)
             keep = mode == "joined"
-            view.ready(summary(deployment, snapshot, ready_s) | {"detached": keep})
+            view.ready(told | {"detached": keep})
             if keep:
                 return 0
             with _replanning(deployment.spec, endpoints):
@@ -169,12 +177,14 @@ def _watch(deployment: Deployment, view: View) -> NoReturn:
 def summary(deployment: Deployment, snapshot: dict[str, Any], ready_s: float) -> dict[str, Any]:
     """What --json prints when the cluster is ready."""
     spec = deployment.spec
+    scheme = "https" if spec.router.tls else "http"
     keys = ("name", "role", "address", "pid", "host")
     return {
         "name": spec.name,
         "model": spec.model,
         "served_model_name": spec.model_name,
         "endpoints": _endpoints(snapshot),
+        "http": [f"{scheme}://{member['http']}" for member in snapshot["members"] if member["http"]],
         "ready_s": round(ready_s, 3),
         "logs": deployment.logs,
         "members": [{key: member[key] for key in keys} for member in snapshot["members"]],

@@ -208,6 +208,8 @@ def print_ready(summary: dict[str, Any]) -> None:
     for endpoint in summary["endpoints"]:
         _answer(endpoint)
     note(f'{summary["served_model_name"]} is served in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
+    for address in summary["http"]:
+        note(f"OpenAI's API: {address}/v1; a page to watch: {address}/")
     note(f"logs: {summary['logs']}")
     note(f"end it with: kvrelay down {summary['name']}" if summary.get("detached") else "end it with Ctrl-C")
 

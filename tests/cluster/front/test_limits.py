@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.front import limits
+from cluster.front.generation import Generation
 from cluster.front.grpc import GenerateService
 from cluster.front.health import Health
 from cluster.front.options import FrontOptions
@@ -62,7 +63,7 @@ async def refused(call: Any) -> tuple[str, dict[str, str]]:
 
 def service_of(h: Harness, options: FrontOptions) -> GenerateService:
     calls = limits.CallLimit(options.max_calls, options.max_stall_s, h.router.turns)
-    return GenerateService(h.router, codec=None, model_name="fake", options=options, calls=calls)
+    return GenerateService(Generation(h.router, codec=None, model_name="fake", options=options, calls=calls))
 
 
 async def deaf(h: Harness, max_stall_s: float, **sampling: Any) -> DeafContext:

@@ -83,7 +83,7 @@ class StuckBackend:
     def get_vocab(self) -> dict[str, int]:
         return {"x" * 100: 0}
 
-    def encode_batch_fast(self, texts: list[str]) -> list[Encoded]:
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoded]:
         self.texts += texts
         assert self.go_on.wait(20)
         return [Encoded([0] * len(text)) for text in texts]
@@ -157,7 +157,7 @@ async def test_a_panic_of_the_tokenizer_refuses_the_text_that_caused_it() -> Non
 
     backend, codec = stuck_codec()
 
-    def panic(texts: list[str]) -> list[Encoded]:
+    def panic(texts: list[str], **_: bool) -> list[Encoded]:
         raise Panic("index out of bounds")
 
     backend.encode_batch_fast = panic  # type: ignore[method-assign]

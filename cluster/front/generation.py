@@ -1,0 +1,171 @@
+"""Generation has requests checked, submits them and makes answers of what comes, whoever asks: over gRPC (grpc.py) or
+HTTP (http/). That a client has left, and its deadline, reach the router from here.
+
+One message is made for each wake-up and choice: what came while the last one was being written goes out together, so
+a slow client gets fewer, larger messages and costs less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+import grpc
+
+from cluster.front.answers import ChoiceAnswer, conclude, merged, trailers
+from cluster.front.endings import Ending, Endings
+from cluster.front.limits import CallLimit
+from cluster.front.options import FrontOptions
+from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
+from cluster.front.stalls import Stalls
+from cluster.front.tokenizer import TextCodec
+from cluster.router.driver import Router
+from cluster.router.live.requests import RequestFailed, Submission
+from kvrelay.v1 import generate_pb2
+from worker.wire.door import CALLER
+
+
+class Call(Protocol):
+    """What is known of whoever asks, and told beside the answer. gRPC's context is one."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds to its deadline, if it has one."""
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str], ...], /) -> None:
+        """The request's id, as soon as it has one; and its timeline, with the end of the answer."""
+
+
+class Generation:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        codec: TextCodec | None,
+        model_name: str,
+        options: FrontOptions,
+        calls: CallLimit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.codec = codec
+        self.stalls = Stalls(options.max_stall_s)
+        self.endings = Endings(router.metrics, options.log_requests)
+        self.is_draining = False
+        self._router = router
+        self._model_name = model_name
+        self._options = options
+        self._calls = calls
+        self._clock = clock
+        self._too_old = f"the request has lived {options.max_request_s:g} s, the most that this router allows"
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give: as configured, or as the workers say."""
+        if self._model_name or self._router.model is None:
+            return self._model_name
+        return self._router.model.name
+
+    async def encode(self, text: str, model: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises InvalidRequest, RequestFailed."""
+        return await encode(text, self.open_model(model), self.codec, special_tokens=special_tokens)
+
+    def begin_call(self) -> None:
+        """One more, of this task: it ends with it. Raises RequestFailed."""
+        if why := self._calls.begin():
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+
+    async def responses(
+        self,
+        request: generate_pb2.GenerateRequest,
+        call: Call,
+        ending: Ending,
+        *,
+        is_kept: bool = False,
+        shown_special: frozenset[int] = frozenset(),
+    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+        """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
+
+        `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end. The message goes as
+        soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `shown_special`:
+        special tokens whose text is part of the answer's.
+        """
+        checked = await self._check(request, call)
+        del request
+        call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
+        submission = ending.submission = self._router.submit(checked.new)
+        numbers = [live.choice for live in submission.choices]
+        answers = [ChoiceAnswer(submission.id, i, checked.params, self.codec, shown_special) for i in numbers]
+        try:
+            async for response in self._choice_responses(submission, answers, is_kept=is_kept):
+                yield response
+            call.set_trailing_metadata(trailers(submission))
+        finally:
+            ending.num_tokens = sum(answer.num_tokens for answer in answers)
+            try:
+                if not submission.is_over:  # all clients may leave in one moment, each with many choices
+                    await self._router.turns.wait(checked.new.owner)
+            finally:
+                self._router.cancel(submission, "the client went away")
+                self._router.unread.forget(submission)
+
+    async def _choice_responses(
+        self, submission: Submission, answers: Sequence[ChoiceAnswer], *, is_kept: bool
+    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+        running = {live.choice for live in submission.choices}
+        while running:
+            updates = await submission.updates()
+            for index, tokens, finish in merged(updates):
+                if index not in running:
+                    continue  # came before the workers heard of the stop string
+                response = answers[index].response(tokens, finish)
+                if response.finish_reason:
+                    running.discard(index)
+                    self._router.stop_choice(submission, index)
+                    if not running:
+                        conclude(response, submission, sum(answer.num_tokens for answer in answers))
+                yield response
+            if not is_kept:
+                self._router.unread.release(submission, updates)
+
+    async def _check(self, request: generate_pb2.GenerateRequest, call: Call) -> CheckedRequest:
+        arrived_s = self._clock()
+        model = self.open_model(request.model)
+        limits = self._limits(arrived_s, call.time_remaining())
+        return await check_request(
+            request,
+            model=model,
+            served_name=self.model_name,
+            codec=self.codec,
+            admit=self._admit,
+            limits=limits,
+        )
+
+    def _admit(self, request_id: str, num_choices: int) -> None:
+        self._router.admit(request_id, CALLER.get())
+        if why := self._calls.count_choices(num_choices):
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+
+    def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
+        """The client's deadline, or the router's own where that is earlier."""
+        longest_s, reason = self._options.max_request_s, self._too_old
+        if left_s is not None and left_s < longest_s:
+            longest_s, reason = left_s, "the request's deadline is over"
+        return TimeLimits(
+            arrived_s=arrived_s,
+            deadline_s=arrived_s + longest_s,
+            deadline_reason=reason,
+            queue_deadline_s=arrived_s + self._options.max_queue_s,
+        )
+
+    def open_model(self, name: str) -> generate_pb2.GetModelInfoResponse:
+        """For what costs something: a router that is stopping refuses it. Raises RequestFailed."""
+        if self.is_draining:
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another")
+        return self.checked_model(name)
+
+    def checked_model(self, name: str) -> generate_pb2.GetModelInfoResponse:
+        """What is served, if that is its name. Raises RequestFailed."""
+        if self._router.model is None:
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker is ready yet; try again later")
+        check_model(name, self.model_name)
+        return self._router.model

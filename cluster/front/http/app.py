@@ -1,0 +1,197 @@
+"""The HTTP API of a router: OpenAI's, with what vLLM adds to it, over the same Generation as gRPC.
+
+    request --schemas--> GenerateRequest --Generation--> GenerateResponse --shapes--> answer, or events
+
+It decides nothing about a request that gRPC would decide otherwise. The document of all this is at /openapi.json.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from cluster.front.generation import Generation
+from cluster.front.http import errors
+from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.chats import ChatAnswer, chat_ids
+from cluster.front.http.completions import CompletionAnswer
+from cluster.front.http.guard import HttpCall
+from cluster.front.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from cluster.front.http.shapes import ChatBody, CompletionBody, ModelBody, ModelsBody, PromptBody, TokensBody
+from cluster.front.http.streams import EventStream
+from cluster.front.http.watching import add_page
+from cluster.front.requests import checked_id
+from cluster.router.driver import Router
+from cluster.router.live.requests import RequestFailed
+from engine.types import InvalidRequest
+
+VERSION = version("kvrelay")
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {"model": errors.ErrorBody} for status in (400, 401, 403, 404, 409, 413, 429, 500, 503, 504, "default")
+}
+NOT_FOUND = "there is nothing at {path}; see /openapi.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """What is asked of the server besides answers."""
+
+    is_ready: Callable[[], bool]
+    metrics: Callable[[], Awaitable[bytes]]  # in Prometheus' text format
+
+
+def make_app(generation: Generation, probes: Probes, router: Router) -> FastAPI:
+    app = FastAPI(title="kvrelay", version=VERSION, docs_url=None, redoc_url=None, responses=FAILURES)
+    _tell_failures(app)
+    _add_answers(app, generation)
+    _add_tokens(app, generation)
+    _add_models(app, generation)
+    _add_probes(app, probes)
+    add_page(app, router, generation.stalls)
+    return app
+
+
+def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
+    """What there is besides failures: whole, or as events."""
+    return {200: {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+def _add_answers(app: FastAPI, generation: Generation) -> None:
+    template = ChatTemplate(generation.codec.tokenizer) if generation.codec is not None else None
+
+    @app.post("/v1/completions", responses=_answers(CompletionBody))
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        answer = CompletionAnswer(generation, _named(asked, request), asked)
+        return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
+
+    @app.post("/v1/chat/completions", responses=_answers(ChatBody))
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        call = _named(asked, request)
+        asked.check_served()
+        more = {"reasoning_effort": asked.reasoning_effort} if asked.reasoning_effort is not None else {}
+        prompt, ids = await chat_ids(generation, template, asked, asked.model or "", **more)
+        assert template is not None, "there is a prompt"
+        answer = ChatAnswer(generation, call, asked, template, prompt, ids)
+        return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
+
+    @app.post("/tokenize", responses={200: {"model": TokensBody}})
+    async def tokenize(asked: TokenizeRequest | TokenizeChatRequest) -> Response:
+        model = asked.model or ""
+        if isinstance(asked, TokenizeChatRequest):
+            _, ids = await chat_ids(generation, template, asked, model)
+        else:
+            ids = await generation.encode(asked.prompt, model, special_tokens=asked.add_special_tokens)
+        strings = None
+        if asked.return_token_strs and generation.codec is not None:
+            strings = [generation.codec.token_text(each) for each in ids]
+        longest = generation.checked_model(model).max_model_len
+        body: TokensBody = {"tokens": ids, "count": len(ids), "max_model_len": longest, "token_strs": strings}
+        return JSONResponse(body)
+
+
+def _add_tokens(app: FastAPI, generation: Generation) -> None:
+    @app.post("/detokenize", responses={200: {"model": PromptBody}})
+    async def detokenize(asked: DetokenizeRequest) -> Response:
+        vocab_size = generation.open_model(asked.model or "").vocab_size
+        if generation.codec is None:
+            raise InvalidRequest("tokens is a list of ids, and no tokenizer is loaded")
+        if asked.tokens and (largest := max(asked.tokens)) >= vocab_size:
+            raise InvalidRequest(f"tokens has {largest}; the model's ids go from 0 to {vocab_size - 1}")
+        body: PromptBody = {"prompt": generation.codec.text_of(asked.tokens)}
+        return JSONResponse(body)
+
+
+def _add_models(app: FastAPI, generation: Generation) -> None:
+    began = int(time.time())
+
+    def described() -> ModelBody:
+        model, name = generation.checked_model(""), generation.model_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": began,
+            "owned_by": "kvrelay",
+            "root": name,
+            "max_model_len": model.max_model_len,
+        }
+
+    @app.get("/v1/models", responses={200: {"model": ModelsBody}})
+    async def models() -> Response:
+        body: ModelsBody = {"object": "list", "data": [described()]}
+        return JSONResponse(body)
+
+    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}})
+    async def model(name: str) -> Response:
+        generation.checked_model(name)
+        return JSONResponse(described())
+
+
+def _add_probes(app: FastAPI, probes: Probes) -> None:
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_class=Response, responses={200: {"description": "The router answers."}})
+    async def health() -> Response:
+        return Response()
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", response_class=Response, responses={200: {"description": "A worker of each phase is ready."}})
+    async def ready() -> Response:
+        if not probes.is_ready():
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker of each phase is ready; try again later")
+        return Response()
+
+    @app.get("/version")
+    async def told_version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(await probes.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _named(asked: Sampled, request: Request) -> HttpCall:
+    """By the name in the body, else the header's, else our own. Raises InvalidRequest."""
+    call: HttpCall = request.state.call
+    if asked.request_id:
+        call.request_id = checked_id(asked.request_id)
+    return call
+
+
+def _tell_failures(app: FastAPI) -> None:
+    @app.exception_handler(RequestFailed)
+    @app.exception_handler(InvalidRequest)
+    async def refused(_: Request, error: Any) -> Response:
+        return errors.refused(error)
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def no_text(_: Request, error: Any) -> Response:
+        return errors.refused(InvalidRequest(f"the body has text that is no UTF-8: {error.reason}"))
+
+    @app.exception_handler(RequestValidationError)
+    async def unreadable(_: Request, error: Any) -> Response:
+        return errors.unreadable(error.errors())
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: Any) -> Response:
+        message = NOT_FOUND.format(path=request.url.path) if error.status_code == 404 else str(error.detail)
+        body = errors.body_of(message, "invalid_request_error", code=str(error.status_code))
+        return errors.answer(error.status_code, body, error.headers)
+
+    @app.exception_handler(Exception)
+    async def ours(_: Request, error: Any) -> Response:
+        return errors.answer(500, errors.body_of("the router has failed; its log says how", "server_error"))

@@ -1,0 +1,103 @@
+"""ChatTemplate makes a prompt of a chat's messages, by the template that the model's tokenizer brings, and knows by
+which marks the model's answers say that they reason or call a tool."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cluster.front.http.schemas import Message, Prompted
+from engine.types import InvalidRequest
+
+TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
+FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
+REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where a part of an answer begins and ends; empty: it has none, or ends with the answer."""
+
+    reasoning: tuple[str, str] = ("", "")
+    tools: tuple[str, str] = ("", "")
+
+    @property
+    def all(self) -> Sequence[str]:
+        return [mark for mark in (*self.reasoning, *self.tools) if mark]
+
+
+class ChatTemplate:
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: of transformers."""
+        self._tokenizer = tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):  # by name
+            template = "\n".join(template.values())
+        self.is_there = bool(template)
+        self._own_names = (*inspect.signature(tokenizer.apply_chat_template).parameters,) if template else ()
+        self.marks = _marks_of(template or "")
+
+    def prompt(self, asked: Prompted, more: Mapping[str, Any] | None = None) -> str:
+        """`more`: what the template may want to know. Raises InvalidRequest."""
+        if not self.is_there:
+            raise InvalidRequest("messages cannot be read: the model has no chat template; use /v1/completions")
+        if asked.add_generation_prompt and asked.continue_final_message:
+            raise InvalidRequest("continue_final_message is true with add_generation_prompt; give one of them")
+        for key in asked.chat_template_kwargs or ():
+            if key in self._own_names and key not in FOR_TEMPLATES:
+                raise InvalidRequest(f"chat_template_kwargs has {key}, which is not the template's to know")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [_read(number, message) for number, message in enumerate(asked.messages)],
+                    tools=asked.tools or None,
+                    add_generation_prompt=asked.add_generation_prompt,
+                    continue_final_message=asked.continue_final_message,
+                    tokenize=False,
+                    **{**(more or {}), **(asked.chat_template_kwargs or {})},
+                )
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            if isinstance(error, InvalidRequest):
+                raise
+            raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
+
+
+def _marks_of(template: str) -> Marks:
+    reasoning = next((marks for marks in REASONING_MARKS if marks[1] in template), ("", ""))
+    tools = next((marks for marks in TOOL_MARKS if marks[0] in template), ("", ""))
+    return Marks(reasoning, tools)
+
+
+def _read(number: int, message: Message) -> dict[str, Any]:
+    """As templates want it: one text, and a call's arguments as an object."""
+    read = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        read["content"] = "\n".join(_text(number, part) for part in message.content)
+    read.setdefault("content", "")
+    if message.tool_calls:
+        read["tool_calls"] = [_called(call) for call in message.tool_calls]
+    return read
+
+
+def _text(number: int, part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type", "text") not in ("text", "input_text") or not isinstance(text, str):
+        kind = str(part.get("type"))[:80]
+        raise InvalidRequest(f"messages.{number}.content has a part of type {kind}; this model reads text alone")
+    return text
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return dict(call)
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except ValueError as error:
+        raise InvalidRequest(f"tool_calls has arguments that are no JSON: {error}") from None

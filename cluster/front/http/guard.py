@@ -1,0 +1,167 @@
+"""Guard stands before the HTTP application: who may call, how many at once, how large a request may be and how long it
+may take to come. It names each call, and ends it when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import grpc
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.front.authentication import REFUSAL, owner_of
+from cluster.front.http.errors import refused
+from cluster.front.limits import CallLimit
+from cluster.front.requests import MAX_ID_CHARS
+from cluster.front.stalls import Stalls
+from cluster.router.live.requests import RequestFailed
+from worker.wire.door import CALLER
+from worker.wire.tokens import Keyring
+
+Code = grpc.StatusCode
+OPEN = ("/health", "/ready", "/")  # for load balancers and probes; and a page that knows nothing by itself
+OPEN_FOLDER = "/page/"
+ID_HEADER = "X-Request-Id"
+
+
+class ClientGone(Exception):
+    """It left before all of its request had come."""
+
+
+@dataclass(slots=True)
+class HttpCall:
+    """Of one request over HTTP: a Call (generation.py)."""
+
+    request_id: str
+    trailers: dict[str, str] = field(default_factory=dict)
+    is_answered: bool = False
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str]], /) -> None:
+        self.trailers |= dict(trailing_metadata)
+
+
+class Guard:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keyring: Keyring | None,
+        calls: CallLimit,
+        max_body_bytes: int,
+        max_stall_s: float,
+        turn: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`keyring`: None: everyone may call. `turn`: waits for the turn of a caller."""
+        self._app = app
+        self._keyring = keyring
+        self._calls = calls
+        self._max_body_bytes = max_body_bytes
+        self._stalls = Stalls(max_stall_s)
+        self._turn = turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        call = scope["state"]["call"] = HttpCall(_given_id(headers) or secrets.token_hex(8))
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[ID_HEADER] = call.request_id
+            call.is_answered = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN and not scope["path"].startswith(OPEN_FOLDER):
+                self._admit(headers)
+                await self._turn(CALLER.get())
+            body = await self._read(headers, receive)
+        except RequestFailed as error:
+            await refused(error)(scope, receive, named)
+        except ClientGone:
+            return
+        else:
+            await _until_gone(receive, call, self._app(scope, _replayed(body), named))
+
+    def _admit(self, headers: Headers) -> None:
+        if self._keyring is not None:
+            given = headers.getlist("authorization")
+            owner = owner_of(given[0].encode("latin-1"), self._keyring) if len(given) == 1 else None
+            if owner is None:
+                raise RequestFailed(Code.UNAUTHENTICATED, REFUSAL)
+            CALLER.set(owner)
+        if why := self._calls.begin():
+            raise RequestFailed(Code.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The body. Raises RequestFailed for one that is too large, or does not come."""
+        told = headers.get("content-length", "0")
+        if told.isdecimal() and int(told) > self._max_body_bytes:
+            raise self._too_large(int(told))
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await self._stalls.bounded(limit, self._whole(receive))
+        except TimeoutError:
+            why = f"the request's body did not come within {self._stalls.bound_s:g} s"
+            raise RequestFailed(Code.DEADLINE_EXCEEDED, why) from None
+
+    async def _whole(self, receive: Receive) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise self._too_large(len(body))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _too_large(self, num_bytes: int) -> RequestFailed:
+        why = f"the body has {num_bytes} bytes or more; this router takes {self._max_body_bytes}"
+        return RequestFailed(Code.OUT_OF_RANGE, why)
+
+
+def _given_id(headers: Headers) -> str:
+    """What the client calls its request, where it can be a name of ours."""
+    given = headers.get(ID_HEADER, "")
+    return given if len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable() else ""
+
+
+def _replayed(body: bytes) -> Receive:
+    """Brings the body that was read, and then nothing: that a client leaves ends the whole call."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    return receive
+
+
+async def _until_gone(receive: Receive, call: HttpCall, answer: Awaitable[None]) -> None:
+    """The answer, or until the client leaves: then it is cancelled."""
+    task, watcher = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            if not call.is_answered:
+                task.cancel()
+            await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,120 @@
+"""Listens for HTTP in a running event loop: uvicorn's server without its signals and its clock, with bounds on who
+connects and says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from typing import Any
+
+from starlette.types import ASGIApp
+from uvicorn import Config, Server
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from worker.wire.credentials import FollowedTls
+from worker.wire.tls import TlsFiles
+
+HEADERS_S = 10.0  # that a request's headers may take to come, and a connection to bring its first
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 75.0  # longer than most clients and load balancers keep an idle connection: they close it, and know
+STOP_S = 1.0  # for the last bytes
+
+
+class _Connection(HttpToolsProtocol):
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._header_bytes = 0
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        self._headers_timer.cancel()
+        self._await_headers()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._headers_timer.cancel()
+        super().on_headers_complete()
+
+    def _await_headers(self) -> None:
+        self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self.transport.abort()
+
+
+class HttpListener:
+    def __init__(self, app: ASGIApp, *, max_connections: int, tls: TlsFiles | None) -> None:
+        """Raises TlsError."""
+        config = Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=max_connections,
+            timeout_keep_alive=round(KEEP_ALIVE_S),
+            timeout_graceful_shutdown=round(STOP_S),
+            reset_contextvars=True,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else whoever sends no HTTP fills the log
+        config.load()
+        config.ssl = _followed(tls) if tls is not None else None
+        self._server = Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._sockets: list[socket.socket] = []
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port. Raises OSError when it is taken."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on no other
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        self._sockets = [listener]
+        await self._server.startup(sockets=self._sockets)
+        return int(listener.getsockname()[1])
+
+    async def stop(self) -> None:
+        """What runs is over by now, or is cut off."""
+        if self._sockets:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * STOP_S):
+                    await self._server.shutdown(sockets=self._sockets)
+            self._sockets = []
+
+
+def _followed(tls: TlsFiles) -> ssl.SSLContext:
+    """Of the files as they are now; a handshake after they have changed has the new ones."""
+    followed = FollowedTls(tls)
+    context = followed.server_context()
+
+    def renew(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = followed.server_context()
+
+    context.sni_callback = renew
+    return context

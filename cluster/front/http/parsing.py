@@ -1,0 +1,177 @@
+"""AnswerParser takes a chat's answer apart, as it comes: what the model says, what it thinks, which tools it calls.
+
+    text --push--> held back while it may begin a mark --> said | thought | in a call, until that is whole --> Parts
+
+A call that cannot be read is text, marks and all: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cluster.front.http.chat import Marks
+
+PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)  # Qwen3-Coder's
+FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*?)</function>\s*", re.DOTALL)
+NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")  # Mistral's newer: name[ARGS]{...}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    kind: Literal["said", "thought", "called"]
+    text: str = ""
+    call: ToolCall = ToolCall("", "")
+
+
+class AnswerParser:
+    def __init__(self, marks: Marks, *, finds_calls: bool, is_thinking: bool = False) -> None:
+        """`is_thinking`: the prompt ended with the mark that begins it."""
+        self._marks = marks
+        self._finds_calls = finds_calls
+        self._state: Literal["said", "thought", "called"] = "thought" if is_thinking else "said"
+        self._held = ""
+        self._has_begun = False  # something other than space was said
+        self._is_bare_call = False
+        self._has_called = False  # and said nothing since
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain by now."""
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What is left, at the answer's end."""
+        parts: list[Part] = []
+        if self._state == "called":
+            self._close_call(self._held, "", parts)
+        elif self._held:
+            parts.append(Part(self._state, self._held))
+        self._held = ""
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Take one piece of what is held; whether more may follow."""
+        if not self._held:
+            return False
+        if self._state == "called":
+            return self._read_call(parts)
+        if self._has_called:
+            self._held = self._held.lstrip()  # line breaks between calls
+        if self._state == "said" and not self._has_begun and self._begins_bare_call():
+            return True
+        ends = self._ends()
+        places = [(place, mark) for mark in ends if (place := self._held.find(mark)) >= 0]
+        place, mark = min(places, default=(_certain(self._held, ends), ""))
+        self._say(self._held[:place], parts)
+        self._held = self._held[place + len(mark) :]
+        if mark:
+            self._state = ends[mark]
+        return bool(mark)
+
+    def _ends(self) -> dict[str, Literal["said", "thought", "called"]]:
+        """By mark, what begins with it."""
+        ends: dict[str, Literal["said", "thought", "called"]] = {}
+        if self._state == "thought":
+            ends[self._marks.reasoning[1]] = "said"
+        elif self._marks.reasoning[0]:
+            ends[self._marks.reasoning[0]] = "thought"
+        if self._state == "said" and self._finds_calls and self._marks.tools[0]:
+            ends[self._marks.tools[0]] = "called"
+        return ends
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        if text:
+            self._has_called = False
+            self._has_begun = self._has_begun or bool(text.strip())
+            parts.append(Part("thought" if self._state == "thought" else "said", text))
+
+    def _begins_bare_call(self) -> bool:
+        """Llama 3 may leave its mark out: an answer that is an object is a call."""
+        if not self._finds_calls or self._marks.tools[0] != "<|python_tag|>" or not self._held.lstrip().startswith("{"):
+            return False
+        self._state, self._is_bare_call = "called", True
+        return True
+
+    def _read_call(self, parts: list[Part]) -> bool:
+        end = self._marks.tools[1]
+        place = self._held.find(end) if end else -1
+        if place < 0:
+            return False  # to the answer's end, or until more has come
+        body, self._held = self._held[:place], self._held[place + len(end) :]
+        self._state = "said"
+        self._close_call(body, end, parts)
+        return True
+
+    def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
+        calls = calls_of(body)
+        if not calls:
+            begin = "" if self._is_bare_call else self._marks.tools[0]
+            parts.append(Part("said", begin + body + end))
+        self._has_called = bool(calls)
+        for call in calls:
+            self.num_calls += 1
+            parts.append(Part("called", call=call))
+
+
+def _certain(text: str, marks: Sequence[str] | dict[str, Any]) -> int:
+    """How much of it cannot belong to a mark that is not whole yet."""
+    for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return len(text) - length
+    return len(text)
+
+
+def calls_of(body: str) -> list[ToolCall]:
+    """None if it cannot be read whole."""
+    if functions := FUNCTION.findall(body):
+        return [ToolCall(name.strip(), _xml_arguments(inner)) for name, inner in functions]
+    try:
+        return [_call(read) for read in _objects(body)]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _xml_arguments(inner: str) -> str:
+    return json.dumps({name.strip(): _value(text) for name, text in PARAMETER.findall(inner)}, ensure_ascii=False)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _objects(body: str) -> Iterator[Any]:
+    """Objects one after the other, a list of them, or each behind its name."""
+    decoder, place = json.JSONDecoder(), 0
+    while body[place:].strip(" \n\r\t;"):
+        place += len(body[place:]) - len(body[place:].lstrip(" \n\r\t;"))
+        named = NAMED.match(body, place)
+        read, place = decoder.raw_decode(body, named.end() if named else place)
+        if named:
+            yield {"name": named[1], "arguments": read}
+        else:
+            yield from read if isinstance(read, list) else [read]
+
+
+def _call(read: Any) -> ToolCall:
+    arguments = read["arguments"] if "arguments" in read else read["parameters"]
+    name = read["name"]
+    if not isinstance(name, str):
+        raise TypeError("a name is text")
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,267 @@
+"""What clients send over HTTP: OpenAI's requests with the fields that vLLM adds, checked as far as their form goes.
+
+Each becomes GenerateRequests (cluster/front/requests.py checks the values). A field that would change the answer and
+cannot be served is refused in a sentence; one that is not known is passed over, as vLLM does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.types import MAX_N, InvalidRequest, SamplingParams
+from kvrelay.v1 import generate_pb2
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)
+]  # one error is told, not a million
+MAX_PROMPTS = 128  # in one request
+UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
+    "allowed_token_ids": (None, []),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "chat_template": (None,),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "modalities": (None, ["text"]),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampled(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="allow")
+    usual_max_tokens: ClassVar[int] = SamplingParams().max_tokens
+    adds_special_tokens: ClassVar[bool] = True  # to a prompt
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    n: Int32 | None = None
+    best_of: Int32 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: Int32 | None = None
+    ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    request_id: str = ""
+    cache_salt: str | None = None
+    priority: Int32 = 0
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def shows_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def always_shows_usage(self) -> bool:
+        return self.shows_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    def check_served(self) -> None:
+        """Raises InvalidRequest for a field that would change the answer and cannot be served."""
+        for key, value in (self.model_extra or {}).items():
+            if key in UNSERVED and value not in UNSERVED[key]:
+                raise InvalidRequest(f"{key} is {str(value)[:80]}; this server has no {key}, so leave it out")
+        if not 1 <= self.num_choices <= MAX_N:
+            raise InvalidRequest(f"n is {self.num_choices}; give a whole number of 1 to {MAX_N}")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise InvalidRequest(f"best_of is {self.best_of}; this server returns all that it draws, so give n alone")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is given without stream; give both or neither")
+        if self.add_special_tokens not in (None, self.adds_special_tokens):
+            raise InvalidRequest(f"add_special_tokens is {self.add_special_tokens}; leave it out here")
+
+    def to_proto(self, request_id: str) -> generate_pb2.GenerateRequest:
+        """Without the prompt."""
+        return generate_pb2.GenerateRequest(
+            model=self.model or "",
+            sampling=self._sampling(),
+            request_id=request_id,
+            cache_salt=self.cache_salt or "",
+            priority=self.priority,
+            slo_ttft_ms=self.slo_ttft_ms,
+            slo_tpot_ms=self.slo_tpot_ms,
+        )
+
+    def _sampling(self) -> generate_pb2.SamplingParams:
+        same = ("temperature", "top_p", "min_p", "seed", "n", "min_tokens", "ignore_eos")
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        given = {key: value for key in (*same, *penalties) if (value := getattr(self, key)) is not None}
+        if self.top_k is not None:
+            given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 is off, as 0
+        if self.num_logprobs is not None:
+            given["logprobs"] = self.num_logprobs
+        return generate_pb2.SamplingParams(
+            **given, max_tokens=self.most_tokens, stop=self.stop_strings, stop_token_ids=self.stop_token_ids or ()
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
+
+
+class CompletionRequest(Sampled):
+    """OpenAI's legacy completion."""
+
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    echo: bool | None = False
+    logprobs: Int32 | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_served(self) -> None:
+        super().check_served()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo is true with logprobs; this server has none of a prompt's tokens, so give one")
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Raises InvalidRequest where there is none, or too many."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return [prompts]
+        if not 0 < len(prompts) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts; give 1 to {MAX_PROMPTS}")
+        return list(prompts)
+
+
+class FunctionChoice(BaseModel):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Prompted(BaseModel):
+    """What a chat's prompt is made of."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Prompted, Sampled):
+    """OpenAI's chat completion."""
+
+    usual_max_tokens: ClassVar[int] = 2**31 - 1  # as many as fit
+    adds_special_tokens: ClassVar[bool] = False  # the template does
+
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = False
+    top_logprobs: Int32 | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int:
+        return super().most_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def check_served(self) -> None:
+        super().check_served()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
+        if isinstance(self.tool_choice, FunctionChoice) or self.tool_choice == "required":
+            raise InvalidRequest("tool_choice is of one that must be called; this server has auto and none")
+        if self.tool_choice == "auto" and not self.tools:
+            raise InvalidRequest("tool_choice is auto, and there are no tools; give both or neither")
+
+
+class TokenizeRequest(BaseModel):
+    """Of a prompt as a completion has it."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(Prompted):
+    """Of a prompt as a chat has it."""
+
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(BaseModel):
+    model: str | None = None
+    tokens: TokenIds
+
+
+def proto_prompts(request: CompletionRequest, request_id: str) -> Iterator[generate_pb2.GenerateRequest]:
+    """One for each prompt; the name of each is its own."""
+    prompts = request.prompts()
+    for number, prompt in enumerate(prompts):
+        asked = request.to_proto(request_id if len(prompts) == 1 else f"{request_id}-{number}")
+        if isinstance(prompt, str):
+            asked.text = prompt
+        else:
+            asked.token_ids.ids.extend(prompt)
+        yield asked

@@ -1,0 +1,259 @@
+"""The answers of OpenAI's HTTP API, made of Generate's messages: values, as they are written out and documented."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from cluster.front.http.parsing import Part
+from cluster.front.tokenizer import TextCodec
+from kvrelay.v1 import generate_pb2
+
+LEAST_LOGPROB = -9999.0  # vLLM's
+Finish = Literal["stop", "length", "tool_calls", "abort"]
+FINISH: dict[int, Finish] = {
+    generate_pb2.FINISH_REASON_STOP: "stop",
+    generate_pb2.FINISH_REASON_LENGTH: "length",
+    generate_pb2.FINISH_REASON_ABORT: "abort",
+}
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class UsageBody(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+
+
+class CompletionBody(TypedDict):
+    """Of one answer, or of a part of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageBody | None]
+
+
+class FunctionBody(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionBody
+    index: NotRequired[int]
+
+
+class ChatMessage(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallBody]]
+
+
+class ChatTop(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatTop):
+    top_logprobs: list[ChatTop]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: NotRequired[ChatMessage]  # of a whole answer
+    delta: NotRequired[ChatMessage]  # of a part
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatBody(TypedDict):
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: NotRequired[UsageBody | None]
+
+
+class ModelBody(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelsBody(TypedDict):
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class TokensBody(TypedDict):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None
+
+
+class PromptBody(TypedDict):
+    prompt: str
+
+
+def usage_body(usages: Sequence[generate_pb2.Usage]) -> UsageBody:
+    """Of one request, or of one for each prompt."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What a token is called where its log-probability is told."""
+
+    codec: TextCodec | None
+    by_id: bool = False
+
+    def of(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.by_id or self.codec is None else self.codec.token_text(token_id)
+
+
+@dataclass(slots=True)
+class CompletionTeller:
+    """What one choice has told, part by part."""
+
+    names: TokenNames
+    stop_token_ids: Sequence[int] = ()
+    shows_stop: bool = False
+    shows_ids: bool = False
+    echoed: str = ""  # before the answer
+    offset: int = field(default=0, init=False)
+
+    def choice(self, index: int, part: generate_pb2.GenerateResponse) -> CompletionChoice:
+        text, self.echoed = self.echoed + part.text + (part.stop_string if self.shows_stop else ""), ""
+        choice: CompletionChoice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(part),
+            "finish_reason": FINISH.get(part.finish_reason),
+            "stop_reason": stop_reason(part, self.stop_token_ids),
+        }
+        if self.shows_ids:
+            choice["token_ids"] = list(part.token_ids)
+        return choice
+
+    def _logprobs(self, part: generate_pb2.GenerateResponse) -> CompletionLogprobs | None:
+        if not part.logprobs:
+            return None
+        tokens = [self.names.of(each.chosen.token_id) for each in part.logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self.offset)
+            self.offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(each.chosen.logprob) for each in part.logprobs],
+            "top_logprobs": [_by_name(self.names, each) for each in part.logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _by_name(names: TokenNames, position: generate_pb2.PositionLogprobs) -> dict[str, float]:
+    told = {names.of(top.token_id): _finite(top.logprob) for top in position.top}
+    return told | {names.of(position.chosen.token_id): _finite(position.chosen.logprob)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinities."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def chat_logprobs(names: TokenNames, part: generate_pb2.GenerateResponse) -> ChatLogprobs | None:
+    if not part.logprobs:
+        return None
+    return {
+        "content": [
+            {**_chat_top(names, each.chosen), "top_logprobs": [_chat_top(names, top) for top in each.top]}
+            for each in part.logprobs
+        ]
+    }
+
+
+def _chat_top(names: TokenNames, token: generate_pb2.TokenLogprob) -> ChatTop:
+    text = names.of(token.token_id)
+    return {"token": text, "logprob": _finite(token.logprob), "bytes": list(text.encode())}
+
+
+def stop_reason(part: generate_pb2.GenerateResponse, stop_token_ids: Sequence[int]) -> str | int | None:
+    """What of the request's own ended it, as vLLM says it."""
+    if part.stop_string:
+        return part.stop_string
+    last = part.token_ids[-1] if part.token_ids else None
+    is_own = part.finish_reason == generate_pb2.FINISH_REASON_STOP and last in stop_token_ids
+    return last if is_own else None
+
+
+def delta_of(part: Part, call_number: int, call_id: str) -> ChatMessage:
+    """`call_number` and `call_id`: of a call."""
+    if part.kind == "called":
+        function: FunctionBody = {"name": part.call.name, "arguments": part.call.arguments}
+        return {"tool_calls": [{"index": call_number, "id": call_id, "type": "function", "function": function}]}
+    return {"reasoning_content": part.text} if part.kind == "thought" else {"content": part.text}
+
+
+def whole_message(deltas: Sequence[ChatMessage]) -> ChatMessage:
+    """All of a choice's, put together."""
+    said = "".join(delta.get("content") or "" for delta in deltas)
+    thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    calls: list[ToolCallBody] = [
+        {"id": call["id"], "type": "function", "function": call["function"]}
+        for delta in deltas
+        for call in delta.get("tool_calls", [])
+    ]
+    message: ChatMessage = {"role": "assistant", "content": (said.strip() and said) or None if calls else said}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,103 @@
+"""EventStream writes an answer as server-sent events while it is made, and gather runs several answers as one.
+
+What fails before the first event has a status of its own; what fails later is told in an event, as OpenAI's clients
+read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.front.http.errors import told
+from cluster.front.stalls import Stalls
+from cluster.router.live.requests import RequestFailed
+from engine.types import InvalidRequest
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stalls: Stalls) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+        self._events = events
+        self._stalls = stalls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except StopAsyncIteration:
+                first = b""
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = DONE
+            try:
+                async with asyncio.timeout(None) as limit:
+                    await self._write(send, limit, first)
+                    async for each in events:
+                        await self._write(send, limit, each)
+            except TimeoutError:
+                return  # it takes nothing: its connection is closed
+            except (RequestFailed, InvalidRequest) as error:
+                last = event(told(error)[1]) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes) -> None:
+        await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": True}))
+
+
+async def gather(streams: Sequence[Callable[[], AsyncGenerator[T, None]]]) -> AsyncGenerator[T, None]:
+    """What they bring, as it comes; each in a task of its own. The first that fails ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]()) as only:
+            async for part in only:
+                yield part
+        return
+    came: asyncio.Queue[T | BaseException | None] = asyncio.Queue(len(streams))
+    tasks = [asyncio.create_task(_into(came, stream)) for stream in streams]
+    try:
+        async for part in _until_all_end(came, len(tasks)):
+            yield part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _into(came: asyncio.Queue[T | BaseException | None], stream: Callable[[], AsyncGenerator[T, None]]) -> None:
+    """None comes last, or what the stream failed with."""
+    try:
+        async with aclosing(stream()) as parts:
+            async for part in parts:
+                await came.put(part)
+    except Exception as error:
+        await came.put(error)
+    else:
+        await came.put(None)
+
+
+async def _until_all_end(came: asyncio.Queue[T | BaseException | None], running: int) -> AsyncIterator[T]:
+    while running:
+        part = await came.get()
+        if isinstance(part, BaseException):
+            raise part
+        if part is None:
+            running -= 1
+        else:
+            yield part

@@ -1,0 +1,66 @@
+"""The page at /, and what it shows: /watch tells, once a second, the router's status and the requests that have ended
+since. The page is open; what it shows wants a token. It asks nobody else for anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from google.protobuf.json_format import MessageToDict
+from starlette.responses import FileResponse, Response
+
+from cluster.front.http.streams import EventStream, event
+from cluster.front.stalls import Stalls
+from cluster.router.driver import Router
+from cluster.router.monitoring.status import AT_ONCE, status_of, told_of
+
+FOLDER = Path(__file__).parent / "page"
+FILES = {path.name: path for path in FOLDER.iterdir()}
+TICK_S = 1.0
+MOST_ENDED = 2000  # of those that had ended before somebody watches
+SECURITY = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(FILES["index.html"], headers=SECURITY)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        return FileResponse(FILES[name], headers=SECURITY) if name in FILES else Response(status_code=404)
+
+    @app.get("/watch", responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
+    async def watch() -> Response:
+        return EventStream(_told(router), stalls)
+
+
+async def _told(router: Router) -> AsyncGenerator[bytes, None]:
+    load = router.metrics.load
+    told = max(0, load.count - MOST_ENDED)
+    while True:
+        ended: list[dict[str, Any]] = []
+        before, told = told, load.count
+        for number, each in enumerate(load.since(before)):
+            ended.append({**told_of(each), "age_s": router.now - each.ended_s})
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        yield event(_snapshot(router) | {"ended": ended})
+        await asyncio.sleep(TICK_S)
+
+
+def _snapshot(router: Router) -> dict[str, Any]:
+    options = router.policy.options
+    status = status_of(router)
+    return {
+        "status": MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),
+        "ready": router.is_ready,
+        "targets": {"ttft": options.slo_ttft_ms / 1e3, "tpot": options.slo_tpot_ms / 1e3},
+    }

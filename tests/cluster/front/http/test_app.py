@@ -1,0 +1,386 @@
+"""HTTP beside gRPC: the same tokens, in the shapes that OpenAI's clients read; and what clients get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cluster.front.http.harness import MARKS, http, words
+from tests.cluster.harness import request
+from tests.fakes import EOS, VOCAB, scripted_tokens
+
+PROMPT = [5, 6, 7]
+
+
+def text_of(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+# completions
+
+
+async def test_text_and_tokens_are_those_of_grpc_whole_and_streamed() -> None:
+    async with http(codec=words()) as h:
+        asked: dict[str, Any] = {"max_tokens": 6, "seed": 3, "n": 2}
+        wanted = await h.harness.generate.GenerateOnce(request(PROMPT, **asked))
+        status, body = await h.post("/v1/completions", prompt=PROMPT, return_token_ids=True, **asked)
+        assert status == 200, body
+        assert [c["token_ids"] for c in body["choices"]] == [list(c.token_ids) for c in wanted.choices]
+        assert [c["text"] for c in body["choices"]] == [c.text for c in wanted.choices]
+        assert body["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 12,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        events = await h.events("/v1/completions", prompt="w5 w6 w7", return_token_ids=True, **asked)
+        for index, choice in enumerate(wanted.choices):
+            own = [c for event in events for c in event["choices"] if c["index"] == index]
+            assert "".join(c["text"] for c in own) == choice.text
+            assert [token for c in own for token in c["token_ids"]] == list(choice.token_ids)
+            assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
+
+
+async def test_openais_client_completes_and_streams_with_usage() -> None:
+    async with http(codec=words()) as h:
+        text = text_of(scripted_tokens(PROMPT, 5))
+        completion = await h.openai.completions.create(model="fake", prompt="w5 w6 w7", max_tokens=5)
+        assert (completion.choices[0].text, completion.choices[0].finish_reason) == (text, "length")
+        assert completion.id.startswith("cmpl-")
+        stream = await h.openai.completions.create(
+            model="fake", prompt="w5 w6 w7", max_tokens=5, stream=True, stream_options={"include_usage": True}
+        )
+        *parts, last = [part async for part in stream]
+        assert "".join(part.choices[0].text for part in parts) == text
+        assert (last.choices, last.usage and last.usage.total_tokens) == ([], 8)
+
+
+async def test_each_prompt_of_a_list_has_its_choices() -> None:
+    async with http(codec=words()) as h:
+        status, body = await h.post("/v1/completions", prompt=["w5", "w6 w7"], max_tokens=3, n=2)
+        assert status == 200, body
+        assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+        wanted = [text_of(scripted_tokens(ids, 3)) for ids in ([5], [5], [6, 7], [6, 7])]
+        assert [c["text"] for c in body["choices"]] == wanted
+        assert body["usage"]["prompt_tokens"] == 3
+        events = await h.events("/v1/completions", prompt=["w5", "w6 w7"], max_tokens=3)
+        for index, prompt in enumerate(([5], [6, 7])):
+            texts = [c["text"] for event in events for c in event["choices"] if c["index"] == index]
+            assert "".join(texts) == text_of(scripted_tokens(prompt, 3))
+
+
+async def test_a_stop_string_ends_it_and_is_shown_where_it_is_asked_for() -> None:
+    async with http(codec=words()) as h:
+        ids = scripted_tokens(PROMPT, 6)
+        asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "stop": f" w{ids[2]}"}
+        _, body = await h.post("/v1/completions", **asked)
+        [choice] = body["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+            text_of(ids[:2]),
+            "stop",
+            f" w{ids[2]}",
+        )
+        _, body = await h.post("/v1/completions", **asked, include_stop_str_in_output=True)
+        assert body["choices"][0]["text"] == text_of(ids[:3])
+        _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=6, stop_token_ids=[ids[1]])
+        assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("stop", ids[1])
+
+
+async def test_the_prompt_is_echoed() -> None:
+    async with http(codec=words()) as h:
+        _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=2, echo=True)
+        assert body["choices"][0]["text"] == "w5 w6 w7" + text_of(scripted_tokens(PROMPT, 2))
+
+
+async def test_token_ids_alone_are_served_without_a_tokenizer() -> None:
+    async with http() as h:
+        _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=3, return_token_ids=True)
+        assert body["choices"][0]["token_ids"] == scripted_tokens(PROMPT, 3)
+        status, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
+        assert (status, body["error"]["message"]) == (
+            400,
+            "messages cannot be read: no tokenizer is loaded; use /v1/completions with token ids",
+        )
+
+
+# chats
+
+
+async def test_a_chat_is_prompted_by_the_models_template() -> None:
+    async with http(codec=words()) as h:
+        ids = scripted_tokens([5, 6, 8], 4)
+        messages: Any = [
+            {"role": "system", "content": "w5"},
+            {"role": "user", "content": [{"type": "text", "text": "w6"}]},
+        ]
+        chat = await h.openai.chat.completions.create(model="fake", messages=messages, max_completion_tokens=4)
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (text_of(ids), "length")
+        assert chat.usage is not None
+        assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (3, 4)
+        stream = await h.openai.chat.completions.create(model="fake", messages=messages, max_tokens=4, stream=True)
+        parts = [part async for part in stream]
+        assert parts[0].choices[0].delta.role == "assistant"
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == text_of(ids)
+        assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+
+
+async def test_a_chat_goes_on_to_the_models_length_when_nothing_is_said() -> None:
+    async with http(codec=words(), worker={"max_model_len": 64}) as h:
+        _, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
+        assert body["usage"]["total_tokens"] == 64
+
+
+async def test_a_chats_logprobs() -> None:
+    async with http(codec=words()) as h:
+        messages: Any = [{"role": "user", "content": "w5"}]
+        chat = await h.openai.chat.completions.create(
+            model="fake", messages=messages, max_tokens=3, logprobs=True, top_logprobs=2
+        )
+        wanted = await h.harness.generate.GenerateOnce(request([5, 8], max_tokens=3, logprobs=2))
+        told = chat.choices[0].logprobs
+        assert told is not None
+        assert told.content is not None
+        assert [each.logprob for each in told.content] == [each.chosen.logprob for each in wanted.choices[0].logprobs]
+
+
+def calling(prompt: list[int], index: int) -> int:
+    """Thinks a word, says one, calls add({"a": 1}), and ends."""
+    return [*[41, 11, 42, 12], *[40, 43, 44, 45, 46, 47], EOS][min(index, 10)]
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+async def test_thoughts_and_calls_are_told_apart_from_what_is_said() -> None:
+    async with http(codec=words(), worker={"script": calling}) as h:
+        messages: Any = [{"role": "user", "content": "w5"}]
+        chat = await h.openai.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+        [choice] = chat.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls is not None
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')  # type: ignore[union-attr]
+        assert (choice.message.content or "").strip() == "w12"
+        assert choice.message.reasoning_content.strip() == "w11"  # type: ignore[attr-defined]
+        stream = await h.openai.chat.completions.create(model="fake", messages=messages, tools=TOOLS, stream=True)
+        deltas = [part.choices[0] async for part in stream]
+        [called] = [call for delta in deltas for call in delta.delta.tool_calls or []]
+        assert called.function is not None
+        assert (called.index, called.function.name, called.function.arguments) == (0, "add", '{"a": 1}')
+        assert deltas[-1].finish_reason == "tool_calls"
+
+
+async def test_without_tools_a_call_is_text() -> None:
+    async with http(codec=words(), worker={"script": calling}) as h:
+        _, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
+        [choice] = body["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"].split()[0] == "w12"
+        assert '"add",' in choice["message"]["content"]
+
+
+@pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize"])
+async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
+    async with http(codec=words()) as h:
+        asked: Any = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {key: "w1"}}
+        status, body = await h.post("/v1/chat/completions", **asked)
+        assert (status, body["error"]["message"]) == (
+            400,
+            f"chat_template_kwargs has {key}, which is not the template's to know",
+        )
+
+
+# what is wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt: field required"),
+        ({"prompt": "w5", "temperature": -1}, "temperature is -1; give a number from 0 to 100"),
+        ({"prompt": "w5", "temperature": []}, "temperature is []: input should be a valid number"),
+        ({"prompt": "w5", "max_tokens": 2**40}, "max_tokens is 1099511627776: input should be less than 2147483648"),
+        ({"prompt": 5}, "prompt is 5: input should be a valid string"),
+        ({"prompt": [5, -1]}, "prompt is [5, -1]: input should be a valid string"),
+        ({"prompt": "w5", "stop": 5}, "stop is 5: input should be a valid string"),
+        ({"prompt": ""}, "the prompt is empty; give text with at least one token"),
+        ({"prompt": []}, "prompt has 0 prompts; give 1 to 128"),
+        ({"prompt": "w5", "best_of": 3}, "best_of is 3; this server returns all that it draws, so give n alone"),
+        (
+            {"prompt": "w5", "logit_bias": {"5": 1}},
+            "logit_bias is {'5': 1}; this server has no logit_bias, so leave it out",
+        ),
+        ({"prompt": [VOCAB]}, f"the prompt has token id {VOCAB}; the model's ids go from 0 to {VOCAB - 1}"),
+        ({"prompt": "w5 " * 600}, "the prompt is 600 tokens; the model takes 512 with the output, so give at most 511"),
+        ({"prompt": "w5", "n": 0}, "n is 0; give a whole number of 1 to 64"),
+        ({"prompt": "w5", "n": 2**31 - 1}, "n is 2147483647; give a whole number of 1 to 64"),
+        (
+            {"prompt": "w5", "slo_ttft_ms": -1},
+            "slo_ttft_ms is -1; give milliseconds above 0, or 0 for the router's own target",
+        ),
+    ],
+)
+async def test_a_mistake_is_one_sentence(body: dict[str, Any], message: str) -> None:
+    async with http(codec=words()) as h:
+        status, answer = await h.post("/v1/completions", **body)
+        assert (status, answer["error"]["message"]) == (400, message)
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert (await h.post("/v1/completions", **body, stream=True))[0] == 400
+        assert (await h.post("/v1/completions", prompt="w5", max_tokens=1))[0] == 200
+
+
+async def test_what_is_no_json_is_refused() -> None:
+    async with http() as h:
+        for content in (b"{", b"\xff", b"[]", b"null", b'{"prompt": "\\ud800"}'):
+            answer = await h.raw.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (content, answer.text)
+            assert answer.json()["error"]["message"]
+
+
+async def test_an_unknown_model_and_an_unknown_place_are_not_found() -> None:
+    async with http(codec=words()) as h:
+        with pytest.raises(openai.NotFoundError, match="model is 'other'; this router serves 'fake'"):
+            await h.openai.completions.create(model="other", prompt="w5")
+        answer = await h.raw.get("/v1/nothing")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            404,
+            "there is nothing at /v1/nothing; see /openapi.json",
+        )
+        assert (await h.raw.get("/v1/completions")).status_code == 405
+
+
+async def test_what_is_refused_under_load_says_when_to_come_again() -> None:
+    async with http(max_calls=1) as h:
+        h.harness.prefill().is_holding = True
+        held = asyncio.create_task(h.post("/v1/completions", prompt=PROMPT, max_tokens=1))
+        await h.harness.prefill().wait_for(lambda: len(h.harness.prefill().held) == 1)
+        answer = await h.raw.post("/v1/completions", json={"prompt": PROMPT})
+        assert answer.status_code == 429
+        assert answer.json()["error"]["message"] == "1 calls run at this router, of 1"
+        assert 1 <= int(answer.headers["retry-after"]) <= 2
+        assert (await h.raw.get("/health")).status_code == 200
+        h.harness.prefill().release()
+        assert (await held)[0] == 200
+
+
+async def test_a_failure_in_a_stream_is_an_event() -> None:
+    async with http() as h:
+        h.harness.decode().max_steps = 2
+        call = asyncio.create_task(h.events("/v1/completions", prompt=PROMPT, max_tokens=50))
+        await h.harness.until(lambda: h.harness.decode().steps == 2)
+        await h.harness.router.close()
+        events = await call
+        assert events[-1]["error"]["code"] == "unavailable"
+
+
+# whoever leaves
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_request(stream: bool) -> None:
+    async with http() as h:
+        h.harness.decode().max_steps = 3
+        body = {"prompt": PROMPT, "max_tokens": 50, "stream": stream}
+        call = asyncio.create_task(h.raw.post("/v1/completions", json=body))
+        await h.harness.until(lambda: bool(h.harness.decode().running))
+        call.cancel()
+        await h.harness.until(lambda: not h.harness.decode().running and h.harness.router.num_submissions == 0)
+        assert h.harness.router.metrics.codes["CANCELLED"] == 1
+
+
+# names, keys, probes
+
+
+async def test_a_request_is_called_what_its_client_calls_it() -> None:
+    async with http() as h:
+        answer = await h.raw.post(
+            "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers={"X-Request-Id": "mine"}
+        )
+        assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine", "cmpl-mine")
+        answer = await h.raw.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})
+        assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+        status, body = await h.post("/v1/completions", prompt=PROMPT, request_id="é")
+        assert (status, body["error"]["param"]) == (400, "request_id")
+
+
+async def test_who_has_no_key_is_refused_but_for_probes() -> None:
+    async with http(token="secret-token-of-somebody") as h:
+        assert (await h.post("/v1/completions", prompt=PROMPT, max_tokens=1))[0] == 200
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
+            answer = await h.raw.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert (await h.raw.get("/metrics", headers=headers)).status_code == 401
+            assert (await h.raw.get("/health", headers=headers)).status_code == 200
+            assert (await h.raw.get("/ready", headers=headers)).status_code == 200
+
+
+async def test_models_tokens_version_and_metrics() -> None:
+    async with http(codec=words()) as h:
+        [model] = (await h.openai.models.list()).data
+        assert model.id == "fake"
+        assert (await h.openai.models.retrieve("fake")).id == "fake"
+        status, body = await h.post("/tokenize", prompt="w5 w6", return_token_strs=True)
+        assert (status, body) == (
+            200,
+            {"tokens": [5, 6], "count": 2, "max_model_len": 512, "token_strs": ["w5", "w6"]},
+        )
+        _, body = await h.post("/tokenize", messages=[{"role": "user", "content": "w5"}])
+        assert body["tokens"] == [5, 8]
+        assert (await h.post("/detokenize", tokens=[5, 6]))[1] == {"prompt": "w5 w6"}
+        assert (await h.post("/detokenize", tokens=[VOCAB]))[0] == 400
+        assert set((await h.raw.get("/version")).json()) == {"version"}
+        assert "kvrelay:requests_total" in (await h.raw.get("/metrics")).text
+
+
+async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+    async with http(token="secret-token-of-somebody") as h:
+        stranger = {"Authorization": ""}
+        page = await h.raw.get("/", headers=stranger)
+        assert page.status_code == 200
+        for path in re.findall(r'(?:href|src)="(/page/[^"]+)"', page.text):
+            assert (await h.raw.get(path, headers=stranger)).status_code == 200, path
+        assert (await h.raw.get("/page/../app.py", headers=stranger)).status_code in (401, 404)
+        assert (await h.raw.get("/watch", headers=stranger)).status_code == 401
+
+
+async def test_watching_tells_the_status_and_who_has_ended() -> None:
+    async with http(codec=words()) as h:
+        await h.post("/v1/completions", prompt="w5", max_tokens=3)
+        async with h.raw.stream("GET", "/watch") as answer:
+            lines = (line async for line in answer.aiter_lines() if line)
+            first = json.loads((await anext(lines)).removeprefix("data: "))
+            assert [each["output_tokens"] for each in first["ended"]] == [3]
+            assert {worker["name"] for worker in first["status"]["workers"]} == set(h.harness.workers)
+            await h.post("/v1/completions", prompt="w5", max_tokens=4)
+            second = json.loads((await anext(lines)).removeprefix("data: "))
+            assert [each["output_tokens"] for each in second["ended"]] == [4]
+            assert second["status"]["counters"]["finished"] == "2"
+
+
+async def test_it_is_not_ready_before_its_workers_are() -> None:
+    async with http() as h:
+        assert (await h.raw.get("/ready")).status_code == 200
+        for worker in h.harness.workers.values():
+            await worker.kill()
+        await h.harness.until(lambda: not h.harness.router.is_ready)
+        answer = await h.raw.get("/ready")
+        assert (answer.status_code, answer.headers["retry-after"]) in [(503, "1"), (503, "2")]
+        for worker in h.harness.workers.values():
+            await worker.start()
+
+
+async def test_the_openapi_document_names_every_route() -> None:
+    async with http() as h:
+        paths = (await h.raw.get("/openapi.json")).json()["paths"]
+        assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health", "/metrics"} <= set(
+            paths
+        )
+
+
+def test_marks_are_special_tokens_of_their_own() -> None:
+    assert words().ids_of([*MARKS, "w5"]) == set(MARKS.values())

@@ -1,0 +1,90 @@
+"""An answer is taken apart the same way however it comes, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.front.http.chat import Marks
+from cluster.front.http.parsing import AnswerParser, Part
+
+pytestmark = pytest.mark.unit
+
+HERMES = Marks(("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
+MISTRAL = Marks(("", ""), ("[TOOL_CALLS]", ""))
+LLAMA = Marks(("", ""), ("<|python_tag|>", ""))
+
+
+def told(
+    marks: Marks, text: str, *, sizes: tuple[int, int] = (1, 1), seed: int = 0, **how: bool
+) -> list[tuple[str, str]]:
+    """Its parts, joined where one follows its like, fed in pieces of random size."""
+    rng, parser, parts = random.Random(seed), AnswerParser(marks, **{"finds_calls": True, **how}), []
+    while text:
+        size = rng.randint(*sizes)
+        parts += parser.push(text[:size])
+        text = text[size:]
+    return joined([*parts, *parser.finish()])
+
+
+def joined(parts: list[Part]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        text = f"{part.call.name}({part.call.arguments})" if part.kind == "called" else part.text
+        if found and part.kind != "called" and found[-1][0] == part.kind:
+            found[-1] = (part.kind, found[-1][1] + text)
+        else:
+            found.append((part.kind, text))
+    return found
+
+
+CASES = [
+    (HERMES, "just text", [("said", "just text")]),
+    (HERMES, "a < b and <tool", [("said", "a < b and <tool")]),
+    (HERMES, "<think>hm</think>so", [("thought", "hm"), ("said", "so")]),
+    (HERMES, "<think>without an end", [("thought", "without an end")]),
+    (
+        HERMES,
+        'x<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>',
+        [("said", "x"), ("called", 'f({"a": 1})'), ("called", "g({})")],
+    ),
+    (HERMES, "<tool_call>no call</tool_call>y", [("said", "<tool_call>no call</tool_call>y")]),
+    (HERMES, '<tool_call>{"name": "f"', [("said", '<tool_call>{"name": "f"')]),
+    (
+        HERMES,
+        "<tool_call><function=f>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\nx y\n</parameter>\n</function></tool_call>",
+        [("called", 'f({"a": 1, "b": "x y"})')],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": "é"}}]',
+        [("called", "f({})"), ("called", 'g({"b": "é"})')],
+    ),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 2}', [("called", 'f({"a": 2})')]),
+    (LLAMA, '{"name": "f", "parameters": {"a": 1}}', [("called", 'f({"a": 1})')]),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+        [("called", "f({})"), ("called", "g({})")],
+    ),
+    (LLAMA, '{"json": "that is no call"}', [("said", '{"json": "that is no call"}')]),
+]
+
+
+@pytest.mark.parametrize(("marks", "text", "wanted"), CASES)
+def test_it_is_the_same_however_it_comes(marks: Marks, text: str, wanted: list[tuple[str, str]]) -> None:
+    assert told(marks, text, sizes=(1000, 1000)) == wanted
+    for seed in range(20):
+        assert told(marks, text, sizes=(1, 7), seed=seed) == wanted
+
+
+def test_a_prompt_that_ended_in_a_thought_goes_on_in_it() -> None:
+    assert told(HERMES, "hm</think>so", is_thinking=True) == [("thought", "hm"), ("said", "so")]
+
+
+def test_whoever_offers_no_tools_gets_text() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert told(HERMES, text, finds_calls=False) == [("said", text)]
