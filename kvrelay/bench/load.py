@@ -12,11 +12,30 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.bench.metrics import Outcome
-from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import KvrelayError
+from kvrelay.client.types import Completion, KvrelayError
 from kvrelay.v1 import generate_pb2
+
+
+class Message(Protocol):
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class Answer(Protocol):
+    async def read(self) -> Message | None:
+        """What comes next; None at the end. Raises KvrelayError."""
+
+    def completion(self) -> Completion:
+        """All of it."""
+
+
+class Server(Protocol):
+    """An AsyncClient, or what asks another server the same (kvrelay/bench/openai.py)."""
+
+    def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +48,7 @@ class Planned:
 
 
 async def play(
-    client: AsyncClient,
+    client: Server,
     plan: Sequence[Planned],
     *,
     max_concurrency: int | None = None,
@@ -61,7 +80,7 @@ async def play(
 
 
 async def _send(
-    client: AsyncClient,
+    client: Server,
     planned: Planned,
     outcome: Outcome,
     start_s: float,
@@ -81,7 +100,7 @@ async def _send(
 
 
 async def _follow(
-    client: AsyncClient,
+    client: Server,
     request: generate_pb2.GenerateRequest,
     outcome: Outcome,
     start_s: float,
@@ -98,3 +117,7 @@ async def _follow(
     answer = stream.completion()
     outcome.request_id = answer.request_id
     outcome.usage, outcome.timeline, outcome.receipt = answer.usage, answer.timeline, answer.receipt
+    if answer.usage is not None and answer.usage.completion_tokens:
+        outcome.output_len = (
+            answer.usage.completion_tokens
+        )  # of servers that tell no ids, a message's tokens are guessed

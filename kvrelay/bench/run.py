@@ -15,6 +15,7 @@ import numpy as np
 
 from kvrelay.bench.load import Planned, play
 from kvrelay.bench.metrics import Outcome
+from kvrelay.bench.openai import OpenAIBackend, OpenAITarget
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.workload import Shape, WorkloadError, check_lengths, prompts, timed_shapes
 from kvrelay.client.access import FOUND, Access
@@ -23,6 +24,14 @@ from kvrelay.client.messages import build_request
 from kvrelay.client.types import ServedModel
 
 AS_IT_COMES = PlayOptions()
+
+
+def _connected(target: str | OpenAITarget, access: Access) -> AsyncClient | OpenAIBackend:
+    if isinstance(target, OpenAITarget):
+        return OpenAIBackend(target)
+    return AsyncClient(target, token=access.token, tls=access.tls)
+
+
 TimedShapes = list[tuple[Shape, float]]
 
 
@@ -76,21 +85,22 @@ def drawn(
 
 
 async def run(
-    endpoint: str,
+    target: str | OpenAITarget,
     options: WorkloadOptions,
     playing: PlayOptions = AS_IT_COMES,
     *,
     access: Access = FOUND,
     watch: Callable[[int], AbstractContextManager[Callable[[Outcome], None]]],
 ) -> tuple[ServedModel, list[Outcome], float]:
-    """Play against a router; returns its model, the outcomes in order, and seconds from the start to the last end.
+    """Play against a router at an endpoint, or another server; returns its model, the outcomes in order, and seconds
+    from the start to the last end.
 
     `watch(number of requests)` is entered while they are played, after the warm-ups; what it yields is told each
     outcome. Raises WorkloadError, and KvrelayError if the router cannot be asked at all.
     """
     _check(playing)
     timed = timed_shapes(options)
-    async with AsyncClient(endpoint, token=access.token, tls=access.tls) as client:
+    async with _connected(target, access) as client:
         model = await client.model_info()
         check_lengths([shape for shape, _ in timed], model.max_model_len)
         warmups, requests = drawn(options, playing, model, timed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ import typer
 from rich.console import Console
 
 from kvrelay.bench import metrics, results
+from kvrelay.bench.openai import OpenAITarget
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.report import tables
 from kvrelay.bench.run import run
@@ -28,6 +30,11 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import JsonOption, note
 from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.progress import request_progress
+
+
+class Backend(StrEnum):
+    kvrelay = "kvrelay"
+    openai = "openai"
 
 
 class BenchCommand(typer.core.TyperCommand):
@@ -63,6 +70,8 @@ Examples:
 
   kvrelay bench --trace configs/workloads/azure-conv-2023.csv --trace-scale 0.25 --request-rate 2
   --goodput ttft:500 tpot:50
+
+  kvrelay bench --backend openai --base-url http://127.0.0.1:8000/v1 --num-prompts 100 --request-rate 4
 """
 
 
@@ -85,6 +94,34 @@ class Figures:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """Another server than a router of ours."""
+
+    backend: Annotated[
+        Backend, typer.Option(help="kvrelay: a router, over gRPC. openai: any server of OpenAI's API, over HTTP.")
+    ] = Backend.kvrelay
+    base_url: Annotated[
+        str | None, typer.Option(help="With openai: such as http://127.0.0.1:8000/v1. The key: OPENAI_API_KEY.")
+    ] = None
+    model: Annotated[str | None, typer.Option(help="With openai: what it is called. Default: the first served.")] = None
+    vocab_size: Annotated[
+        int | None, typer.Option(help="With openai: prompts' token ids are below it, the same for any server. 32000.")
+    ] = None
+
+    def target(self, endpoint: str) -> str | OpenAITarget:
+        """Raises WorkloadError."""
+        given = {key: getattr(self, key) for key in ("base_url", "model", "vocab_size")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if self.backend is Backend.kvrelay:
+            for key in given:
+                raise WorkloadError(f"--{key.replace('_', '-')} goes with --backend openai; give both or neither")
+            return endpoint
+        if self.base_url is None:
+            raise WorkloadError("--backend openai needs --base-url, such as http://127.0.0.1:8000/v1")
+        return OpenAITarget(**given)
+
+
 WORKLOAD = Flags(
     defaults={"num_prompts": 1000, "random_input_len": 1024, "random_output_len": 128},
     help={
@@ -104,6 +141,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     router: Router,
+    other: Other,
     workload: Annotated[WorkloadOptions, WORKLOAD],
     playing: Annotated[PlayOptions, PLAYING],
     figures: Figures,
@@ -119,12 +157,14 @@ def bench(
         if save_result:
             results.make_directory(result_dir)
         watch = partial(request_progress, show=not no_progress)
-        played = run(router.endpoint, workload, playing, access=router.access(), watch=watch)
+        target = other.target(router.endpoint)
+        played = run(target, workload, playing, access=router.access(), watch=watch)
         model, outcomes, duration_s = asyncio.run(played)
     if len(outcomes) < (workload.num_prompts or 0):
         note(f"{workload.trace} has {len(outcomes)} requests; played those")
     settings = results.settings_object(workload, playing)
-    result = {"endpoint": router.endpoint, "model": model.name, "settings": settings}
+    where = target if isinstance(target, str) else target.base_url
+    result = {"endpoint": where, "model": model.name, "settings": settings}
     result |= metrics.summarise(outcomes, duration_s, *shown)
     is_lost = False
     if save_result:
