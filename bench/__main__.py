@@ -19,6 +19,7 @@ NAMES = (
     "engine",
     "handoff",
     "router",
+    "http",
     "flood",
     "guards",
     "e2e",

@@ -61,7 +61,7 @@ async def serve_workers(step_s: str, number: str = "2", report_s: str = "") -> N
     decodes = [FakeDecodeWorker(name=f"decode-{i}", step_s=float(step_s), max_unsent=8, **limits) for i in half]
     prefills = [FakePrefillWorker(name=f"prefill-{i}", decodes=decodes, **limits) for i in half]
     endpoints = [await worker.start() for worker in (*decodes, *prefills)]
-    await _answer({"workers": [[e.name, e.role, e.address] for e in endpoints]})
+    await answer({"workers": [[e.name, e.role, e.address] for e in endpoints]})
     for worker in (*prefills, *decodes):
         await worker.kill()
 
@@ -80,7 +80,7 @@ async def serve_router(workers: str, guard: str = "{}") -> None:
         await asyncio.sleep(0.01)
     put_off_collections()  # as a router's own process does, and the next line, as worker/process.py
     gc.freeze()
-    await _answer({"port": port})
+    await answer({"port": port, "http_port": server.http_port})
     await server.stop()
 
 
@@ -114,12 +114,12 @@ async def serve_bare(step_s: str) -> None:
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     ticking = asyncio.create_task(bare.run())
-    await _answer({"port": port})
+    await answer({"port": port})
     ticking.cancel()
     await server.stop(0)
 
 
-async def _answer(ready: dict[str, Any]) -> None:
+async def answer(ready: dict[str, Any]) -> None:
     print(json.dumps(ready), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -286,6 +286,24 @@ def router(result: Mapping[str, Any]) -> str:
     return "\n\n".join([first, folded("CPU time, and by the number of workers", table(columns, rows), beside, growth)])
 
 
+def http(result: Mapping[str, Any]) -> str:
+    """What a request and a token cost over each."""
+    sides = {"grpc": "gRPC", "http": "HTTP", "bare http": "a bare HTTP server"}
+    rows = [
+        [
+            title,
+            "/".join(f"{value:.1f}" for value in result["latency_ms"][name].values()),
+            result["requests"][name]["cpu_us"],
+            result["tokens"][name]["cpu_us"],
+            result["tokens_per_message"][name],
+        ]
+        for name, title in sides.items()
+    ]
+    columns = ["", "a request, P50/P99 ms", "a request, CPU us", "a token, CPU us", "tokens a message"]
+    watched = f"The page's stream costs {result['watched_cores']:.1%} of a core, {result['idle_cores']:.1%} without it."
+    return f"{table(columns, rows)}\n\n{watched}"
+
+
 def two_hosts(result: Mapping[str, Any]) -> str:
     """What was promised and held, then what was served and how each cut went."""
     promises = [[text, "yes" if kept else "NO"] for text, kept in result["promises"].items()]
@@ -863,6 +881,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
+    "http": http,
     "simulator": simulator,
     "startup": startup,
     "two_hosts": two_hosts,
