@@ -7,6 +7,7 @@ token, and decode behind a prefill that takes no time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -94,7 +95,8 @@ def targets_told(candidate: Candidate, slo: Slo | None) -> dict[str, Any]:
     """The router's options by which it places requests: set where there are workers of both phases."""
     if slo is None or candidate.kind == "two pools":
         return {}
-    return {"slo_ttft_ms": 1e3 * slo.ttft_s, "slo_tpot_ms": 1e3 * slo.tpot_s}
+    wanted_ms = {"slo_ttft_ms": 1e3 * slo.ttft_s, "slo_tpot_ms": 1e3 * slo.tpot_s}
+    return {key: ms for key, ms in wanted_ms.items() if ms < math.inf}
 
 
 def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo: Slo | None = None) -> System:
