@@ -34,7 +34,7 @@ from placement.replan.arrangements import Arrangement, SetRole
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
 from placement.replan.policy import Prices, Terms
-from placement.replan.seen import Seen, SeenWorker, workload_of
+from placement.replan.seen import Row, Seen, SeenWorker, workload_of
 from placement.simulator.cluster import Loss, SimCluster
 from placement.simulator.costs import costs_of
 from placement.simulator.outcome import Outcome
@@ -105,7 +105,7 @@ class Cluster:
 
     def _seen(self, at_s: float) -> Seen:
         rows = [
-            (begin_s + came_s, prompt, output)
+            Row(begin_s + came_s, prompt, output)
             for begin_s, outcome in self.past
             for came_s, prompt, output in zip(
                 outcome.workload.arrival_s.tolist(),

@@ -168,12 +168,14 @@ def _candidate(plain: Mapping[str, Any]) -> Candidate:
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     from kvrelay.plan.catalogs import catalogs
     from placement.build.from_offers import assemble, offers_of
+    from placement.goodput.targets import Targets
     from placement.simulator.systems import LiveSystem
 
     catalog = catalogs(request)[0]
     offer_of = offers_of(catalog)
     within_node = candidate.gpus <= catalog.gpus_per_node
-    system = assemble(candidate, offer_of, within_node=within_node, slo=None if request.classes else request.slo)
+    slo = Targets(slo=request.slo, classes=request.request_classes).loosest
+    system = assemble(candidate, offer_of, within_node=within_node, slo=slo)
     assert isinstance(system, LiveSystem)
     return system.cluster, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
 

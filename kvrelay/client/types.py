@@ -200,6 +200,8 @@ class EndedRequest:
     tpot_s: float
     handoff_s: float  # from its first token being computed to its KV being where it is decoded; 0: that is one place
     failed: bool  # ended without an answer, its deadline's end counted
+    slo_ttft_s: float = 0.0  # that it asked for itself; 0: nothing
+    slo_tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

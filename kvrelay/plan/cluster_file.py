@@ -42,7 +42,7 @@ def spec_data(
     dtype: str = "",
 ) -> dict[str, Any]:
     """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
-    `slo`: what every request wants; None where they differ. `dtype`: that was measured; empty: the model's."""
+    `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's."""
     pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
@@ -97,6 +97,8 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
     kinds = dict.fromkeys((pool.role, pool.hardware) for pool in placement.candidate.pools)
     if len({hardware for _, hardware in kinds}) > 1:
         lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]
+    if plan.asked.get("classes") and data.get("router"):
+        lines.append("Each request says what its class wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest.")
     lines += [f"From {key}: {text}." for key, text in plan.sources.items()]
     comment = "\n".join(f"# {part}" for line in lines for part in _wrapped(line.replace("..", ".")))
     again = "\n".join(f"#   {line}" for line in command.splitlines())

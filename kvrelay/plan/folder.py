@@ -15,6 +15,7 @@ from kvrelay.plan import cluster_file as cluster
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
+from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.profile_file import read_profile
 from placement.plan import Plan, to_json
@@ -97,7 +98,8 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
     model, kv_bytes = _model_and_kv(request, plan, dtype or "auto")
     name = cluster.cluster_name(model)
-    slo, has_gpus = None if request.classes else plan.slo, request.latency_kind != "profile"
+    slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
+    has_gpus = request.latency_kind != "profile"
     data = cluster.spec_data(placement, model, kv_bytes, has_gpus=has_gpus, slo=slo, name=name, dtype=dtype)
     refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))

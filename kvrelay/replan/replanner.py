@@ -26,7 +26,7 @@ from kvrelay.replan.options import Asked
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
 from placement.replan.policy import Decision, Played, Terms
-from placement.replan.seen import Seen, SeenWorker, workload_of
+from placement.replan.seen import Row, Seen, SeenWorker, workload_of
 from worker.options import pool_of
 from worker.steps.costs import StepCosts
 
@@ -157,19 +157,22 @@ def seen_of(status: ClusterStatus, load: Sequence[EndedRequest], newer: Sequence
     return Seen(
         workers=[_seen(worker) for worker in status.workers],
         router=read(RouterOptions, status.limits),
-        workload=workload_of([(-e.age_s, e.prompt_tokens, _output_tokens(e, typical)) for e in load]),
+        workload=workload_of([_row(ended, typical) for ended in load]),
         ttft_s=np.array([np.inf if ended.failed else ended.ttft_s for ended in newer]),
         tpot_s=np.array([np.inf if ended.failed else ended.tpot_s for ended in newer]),
         handoff_s=float(np.quantile(handoffs_s, SHORT)) if handoffs_s else HANDOFF_S,
         cached_share=sum(e.cached_tokens for e in load) / max(1, sum(e.prompt_tokens for e in load)),
         rate=len(load) / max(seen_s, 1e-3),
         seen_s=seen_s,
+        slo_ttft_s=np.array([ended.slo_ttft_s for ended in newer]),
+        slo_tpot_s=np.array([ended.slo_tpot_s for ended in newer]),
     )
 
 
-def _output_tokens(ended: EndedRequest, typical: int) -> int:
-    """One that failed would have had more."""
-    return max(ended.output_tokens, typical) if ended.failed else max(1, ended.output_tokens)
+def _row(ended: EndedRequest, typical: int) -> Row:
+    """One that failed would have had more tokens."""
+    tokens = max(ended.output_tokens, typical) if ended.failed else max(1, ended.output_tokens)
+    return Row(-ended.age_s, ended.prompt_tokens, tokens, ended.slo_ttft_s, ended.slo_tpot_s)
 
 
 def _seen(worker: WorkerState) -> SeenWorker:

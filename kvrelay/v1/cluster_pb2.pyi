@@ -81,7 +81,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[EndedRequest, _Mapping]]] = ..., whole_s: _Optional[float] = ...) -> None: ...
 
 class EndedRequest(_message.Message):
-    __slots__ = ("age_s", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")
+    __slots__ = ("age_s", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed", "slo_ttft_s", "slo_tpot_s")
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class EndedRequest(_message.Message):
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_S_FIELD_NUMBER: _ClassVar[int]
     age_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -98,7 +100,9 @@ class EndedRequest(_message.Message):
     tpot_s: float
     handoff_s: float
     failed: bool
-    def __init__(self, age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
+    slo_ttft_s: float
+    slo_tpot_s: float
+    def __init__(self, age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., failed: _Optional[bool] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

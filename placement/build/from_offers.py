@@ -100,8 +100,8 @@ def targets_told(candidate: Candidate, slo: Slo | None) -> dict[str, Any]:
 
 
 def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo: Slo | None = None) -> System:
-    """The candidate as it would run. `within_node`: KV leaves over the fast link only. `slo`: what every request wants;
-    None where they differ."""
+    """The candidate as it would run. `within_node`: KV leaves over the fast link only. `slo`: what a request wants
+    that does not say; None: nothing."""
     workers: list[SimWorker] = []
     offers = [offer_of(pool.degrees, within_node) for pool in candidate.pools]
     takers = [offer.latency for offer, pool in zip(offers, candidate.pools, strict=True) if pool.role != "prefill"]

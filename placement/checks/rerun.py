@@ -98,6 +98,8 @@ def rerun(router: Recording, workers: Sequence[Recording], *, message_s: float =
         ],
         block_len=workers[0].page_size,
         priority=np.array([shape.get("priority", 0) for shape in shapes], dtype=np.int64),
+        slo_ttft_s=np.array([shape.get("slo_ttft_s", 0.0) for shape in shapes]),
+        slo_tpot_s=np.array([shape.get("slo_tpot_s", 0.0) for shape in shapes]),
     )
     cluster = SimCluster(
         workers=tuple(_worker(recording) for recording in workers),

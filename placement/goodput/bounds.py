@@ -134,10 +134,6 @@ def _step_s(offer: Offer, batch: int, context: float) -> float:
     return step_s * offer.latency.stages + offer.step_overhead_s
 
 
-def loosest_tpot_s(targets: Targets) -> float:
-    return max((each.slo.tpot_s for each in targets.classes), default=targets.slo.tpot_s)
-
-
 def relaxed(targets: Targets, *, ttft: bool = False, tpot: bool = False) -> Targets:
     """The same targets with one of the two let go."""
 

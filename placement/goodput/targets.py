@@ -38,9 +38,10 @@ class Targets:
     classes: tuple[RequestClass, ...] = ()
 
     @property
-    def common(self) -> Slo | None:
-        """Every request's; None where they differ."""
-        return None if self.classes else self.slo
+    def loosest(self) -> Slo:
+        """What a router is told of them: requests of a class ask for more themselves."""
+        slos = [each.slo for each in self.classes] or [self.slo]
+        return Slo(ttft_s=max(slo.ttft_s for slo in slos), tpot_s=max(slo.tpot_s for slo in slos))
 
     @property
     def most_slack(self) -> float:

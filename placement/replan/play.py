@@ -79,7 +79,8 @@ def _all_played(seen: Seen, arrangements: Iterable[Arrangement], slo: Slo, bound
 
 def play(seen: Seen, arrangement: Arrangement, slo: Slo) -> Played:
     outcome = simulate(seen.cluster(arrangement), seen.workload)
-    met, tpot_s = outcome.attained(slo.ttft_s, slo.tpot_s), np.nan_to_num(outcome.tpot_s, nan=np.inf)
+    met = outcome.attained(*seen.workload.targets_s(slo.ttft_s, slo.tpot_s))
+    tpot_s = np.nan_to_num(outcome.tpot_s, nan=np.inf)
     devices = sum(seen.model_of(name).devices for name in arrangement.roles)
     return Played(arrangement=arrangement, met=met, tpot_s=float(np.median(tpot_s)), devices=devices)
 

@@ -5,8 +5,9 @@ fared. Values, and what is simulated of them: the same cluster, with the same or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from placement.latency.base import DecodeLine
 from placement.latency.scaled import ScaledLatency
 from placement.replan.arrangements import Arrangement
 from placement.simulator.cluster import SimCluster, SimWorker
-from placement.workload.requests import Floats, Workload
+from placement.workload.requests import NO_FLOATS, Floats, Workload, own_or
 from worker.options import pool_of, report_gap_s
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
@@ -27,7 +28,15 @@ MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few se
 SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
 GAP_S = 60.0  # between two spans: each begins anew
 
-Row = tuple[float, int, int]  # arrival s, prompt tokens, output tokens
+
+class Row(NamedTuple):
+    """A request that came. Its own targets in seconds; 0: none."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +58,8 @@ class SeenWorker:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
     """`workload`: what came, or spans of it (workload_of); `rate`, `seen_s`: how many a second, and for how long.
-    `ttft_s`, `tpot_s`: of each that came since roles changed, inf where it failed. `cached_share`: of all prompts."""
+    `ttft_s`, `tpot_s`: of each that came since roles changed, inf where it failed; `slo_ttft_s`, `slo_tpot_s`: its own
+    targets, 0: none; empty: none has any. `cached_share`: of all prompts."""
 
     workers: Sequence[SeenWorker]
     router: RouterOptions
@@ -60,6 +70,8 @@ class Seen:
     cached_share: float
     rate: float
     seen_s: float
+    slo_ttft_s: Floats = field(default_factory=lambda: NO_FLOATS)
+    slo_tpot_s: Floats = field(default_factory=lambda: NO_FLOATS)
     slower: float = 1.0  # how much longer a step that only decodes takes than was measured
 
     @property
@@ -95,8 +107,11 @@ class Seen:
         return known.get(name) or next(each for each in self.workers if pool_of(each.name) == pool_of(name))
 
     def attainment(self, ttft_s: float, tpot_s: float) -> float:
-        """As it was measured: the share of the requests that met both."""
-        return float(((self.ttft_s <= ttft_s) & (self.tpot_s <= tpot_s)).mean())
+        """As it was measured: the share of the requests that met both, its own targets where it has them."""
+        count = len(self.ttft_s)
+        is_read = self.ttft_s <= own_or(self.slo_ttft_s, ttft_s, count)
+        is_written = self.tpot_s <= own_or(self.slo_tpot_s, tpot_s, count)
+        return float((is_read & is_written).mean())
 
     @property
     def missing_costs(self) -> str:
@@ -191,9 +206,11 @@ def workload_of(rows: Sequence[Row]) -> Workload:
     """Of many, SPANS that lie evenly over the time."""
     rows = _in_spans(sorted(rows))
     return Workload(
-        arrival_s=np.array([at_s for at_s, *_ in rows]),
-        prompt_len=np.array([max(1, prompt) for _, prompt, _ in rows], dtype=np.int64),
-        output_len=np.array([max(1, output) for *_, output in rows], dtype=np.int64),
+        arrival_s=np.array([row.at_s for row in rows]),
+        prompt_len=np.array([max(1, row.prompt_tokens) for row in rows], dtype=np.int64),
+        output_len=np.array([max(1, row.output_tokens) for row in rows], dtype=np.int64),
+        slo_ttft_s=np.array([row.slo_ttft_s for row in rows]),
+        slo_tpot_s=np.array([row.slo_tpot_s for row in rows]),
         name="what came lately",
     )
 
@@ -204,6 +221,7 @@ def _in_spans(rows: Sequence[Row]) -> list[Row]:
     begins = np.linspace(0, len(rows) - size, SPANS if size < len(rows) else 1).astype(int)
     found: list[Row] = []
     for begin in begins:
-        from_s = found[-1][0] + GAP_S if found else 0.0
-        found += [(from_s + at_s - rows[begin][0], *sizes) for at_s, *sizes in rows[begin : begin + size]]
+        from_s = found[-1].at_s + GAP_S if found else 0.0
+        span = rows[begin : begin + size]
+        found += [row._replace(at_s=from_s + row.at_s - span[0].at_s) for row in span]
     return found

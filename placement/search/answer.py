@@ -160,7 +160,7 @@ class PlanAnswer:
         for placement, rate, error in wanted:
             jobs.append(
                 EstimateJob(
-                    system=system_of(placement, self.problem.offer_of, self.problem.targets.common),
+                    system=system_of(placement, self.problem.offer_of, self.problem.targets.loosest),
                     copies=placement.copies,
                     traffic=self.problem.traffic,
                     rate=rate,

@@ -45,7 +45,7 @@ def with_candidate(placement: Placement, candidate: Candidate) -> Placement:
     return replace(placement, candidate=candidate, copies=copies)
 
 
-def system_of(placement: Placement, offer_of: OfferOf, slo: Slo | None) -> System:
+def system_of(placement: Placement, offer_of: OfferOf, slo: Slo) -> System:
     """One copy of it."""
     pools = tuple(replace(pool, replicas=pool.replicas // placement.copies) for pool in placement.candidate.pools)
     return assemble(replace(placement.candidate, pools=pools), offer_of, within_node=placement.within_node, slo=slo)
@@ -56,7 +56,7 @@ def goodput_problem(
 ) -> GoodputProblem:
     """The goodput of a whole cluster."""
     return GoodputProblem(
-        system=system_of(placement, problem.offer_of, problem.targets.common),
+        system=system_of(placement, problem.offer_of, problem.targets.loosest),
         traffic=problem.traffic,
         targets=problem.targets,
         copies=placement.copies,

@@ -17,7 +17,6 @@ from placement.goodput.bounds import (
     decode_batch,
     decode_bound,
     floor_share,
-    loosest_tpot_s,
     mean_context,
     prefill_bound,
     relaxed,
@@ -70,7 +69,7 @@ def _phase_search(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> G
         targets, top = relaxed(targets, tpot=True), prefill_bound(offer, source)
     else:
         traffic = problem.traffic
-        targets, top = relaxed(targets, ttft=True), decode_bound(offer, source, loosest_tpot_s(targets))
+        targets, top = relaxed(targets, ttft=True), decode_bound(offer, source, targets.loosest.tpot_s)
     return GoodputProblem(
         system=LiveSystem(phase_alone(role, offer)),
         traffic=traffic,
@@ -101,7 +100,7 @@ def screen_colocated(
 def _chunks(problem: PlacementProblem, offer: Offer) -> list[int]:
     """The largest chunk beside which half of the largest batch keeps the TPOT target, and whole steps."""
     source = problem.traffic.source
-    tpot_s, context = loosest_tpot_s(problem.targets), mean_context(source)
+    tpot_s, context = problem.targets.loosest.tpot_s, mean_context(source)
     batch = max(1, decode_batch(offer, source, tpot_s) // 2)
     context_tokens = math.ceil(batch * context)
     sizes = [size for size in CHUNKS if size < offer.max_batch_tokens] or [offer.max_batch_tokens]
@@ -115,9 +114,9 @@ def _chunks(problem: PlacementProblem, offer: Offer) -> list[int]:
 
 def _colocated_search(problem: PlacementProblem, offer: Offer, unit: Candidate) -> GoodputProblem:
     source = problem.traffic.source
-    most = (prefill_bound(offer, source), decode_bound(offer, source, loosest_tpot_s(problem.targets)))
+    most = (prefill_bound(offer, source), decode_bound(offer, source, problem.targets.loosest.tpot_s))
     return GoodputProblem(
-        system=assemble(unit, problem.offer_of, within_node=True, slo=problem.targets.common),
+        system=assemble(unit, problem.offer_of, within_node=True, slo=problem.targets.loosest),
         traffic=problem.traffic,
         targets=problem.targets,
         top=min(most),

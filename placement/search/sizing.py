@@ -97,7 +97,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     def look(candidate: Candidate) -> Estimate:
         placement = with_candidate(job.placement, candidate)
         estimated = estimate(
-            system_of(placement, offer_of, job.targets.common),
+            system_of(placement, offer_of, job.targets.loosest),
             job.traffic,
             job.rate,
             job.targets,

@@ -67,7 +67,8 @@ class Simulation:
         self.router: Dispatcher = self.routers[0] if len(self.routers) == 1 else Routers(self.routers, self._arrival_s)
         self.machines: dict[str, Machine] = {}
         self._has_prefixes = bool(workload.blocks)
-        has_targets = bool(cluster.router.slo_ttft_ms or cluster.router.slo_tpot_ms)
+        ttft_s, tpot_s = workload.targets_s(cluster.router.slo_ttft_ms / 1e3, cluster.router.slo_tpot_ms / 1e3)
+        has_targets = bool(ttft_s.any() or tpot_s.any())
         roles = {worker.role for worker in cluster.workers} | {change.role for change in cluster.role_changes}
         self._predicts = has_targets and "mixed" in roles
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []

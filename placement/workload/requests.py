@@ -41,6 +41,8 @@ class Workload:
     cancel_after_s: Floats = field(
         default_factory=lambda: NO_FLOATS
     )  # its client leaves then; inf: stays; empty: all do
+    slo_ttft_s: Floats = field(default_factory=lambda: NO_FLOATS)  # that it asks for itself; 0: nothing; empty: none do
+    slo_tpot_s: Floats = field(default_factory=lambda: NO_FLOATS)
     name: str = "requests"
 
     def __post_init__(self) -> None:
@@ -50,7 +52,8 @@ class Workload:
         if len(self.prompt_len) != count or len(self.output_len) != count or len(self.blocks) not in (0, count):
             raise WorkloadError(f"{self.name}: {count} arrivals need as many prompt and output lengths")
         sizes = (("classes", len(self.class_of)), ("priorities", len(self.priority)))
-        for key, size in (*sizes, ("times of cancels", len(self.cancel_after_s))):
+        targets = (("TTFT targets", len(self.slo_ttft_s)), ("TPOT targets", len(self.slo_tpot_s)))
+        for key, size in (*sizes, *targets, ("times of cancels", len(self.cancel_after_s))):
             if size not in (0, count):
                 raise WorkloadError(f"{self.name}: {count} arrivals need as many {key}, or none")
         if not (self.cancel_after_s >= 0).all():
@@ -104,6 +107,8 @@ class Workload:
             class_of=self.class_of[:count],
             priority=self.priority[:count],
             cancel_after_s=self.cancel_after_s[:count],
+            slo_ttft_s=self.slo_ttft_s[:count],
+            slo_tpot_s=self.slo_tpot_s[:count],
         )
 
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
@@ -114,12 +119,25 @@ class Workload:
             arrival_s=np.asarray(arrivals_s(count, rate, burstiness, rng)),
             prompt_len=self.prompt_len[rows],
             output_len=self.output_len[rows],
-            class_of=self.class_of[rows] if len(self.class_of) else NO_INTS,
-            class_names=self.class_names,
-            priority=self.priority[rows] if len(self.priority) else NO_INTS,
-            cancel_after_s=self.cancel_after_s[rows] if len(self.cancel_after_s) else NO_FLOATS,
             name=f"{count} requests after {self.name}",
+            **self.marks(rows),
         )
+
+    def marks(self, rows: Ints) -> dict[str, Any]:
+        """What is said of these of its requests, beside times and lengths."""
+        columns = ("class_of", "priority", "cancel_after_s", "slo_ttft_s", "slo_tpot_s")
+        taken = {key: column[rows] for key in columns if len(column := getattr(self, key))}
+        return {"class_names": self.class_names, **taken}
+
+    def targets_s(self, ttft_s: float, tpot_s: float) -> tuple[Floats, Floats]:
+        """The TTFT and TPOT target of each request: what it asks for itself, else these."""
+        return own_or(self.slo_ttft_s, ttft_s, len(self)), own_or(self.slo_tpot_s, tpot_s, len(self))
+
+
+def own_or(own_s: Floats, usual_s: float, count: int) -> Floats:
+    """`own_s`: of `count` requests; 0: this one has none; empty: none has."""
+    usual = np.full(count, usual_s)
+    return np.where(own_s > 0, own_s, usual) if len(own_s) else usual
 
 
 def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:

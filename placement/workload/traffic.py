@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement.plan import RequestClass
-from placement.workload.requests import NO_FLOATS, NO_INTS, Floats, Ints, Workload
+from placement.workload.requests import NO_INTS, Floats, Ints, Workload
 from placement.workload.traces import WorkloadError
 
 
@@ -66,11 +66,8 @@ class Traffic:
             output_len=self.source.output_len[output_rows],
             blocks=self._blocks(rows, laps),
             block_len=self.source.block_len,
-            class_of=self.source.class_of[rows] if len(self.source.class_of) else NO_INTS,
-            class_names=self.source.class_names,
-            priority=self.source.priority[rows] if len(self.source.priority) else NO_INTS,
-            cancel_after_s=self.source.cancel_after_s[rows] if len(self.source.cancel_after_s) else NO_FLOATS,
             name=f"{count} requests after {self.source.name}",
+            **self.source.marks(rows),
         )
 
     def _rows(self, count: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
@@ -104,7 +101,8 @@ class Traffic:
 
 
 def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int) -> Workload:
-    """The workload with its class column in the order of `classes`; where it has none, drawn by their shares."""
+    """The workload with its class column in the order of `classes`, and their targets, which its requests ask for;
+    where it has none, drawn by their shares."""
     names = tuple(each.name for each in classes)
     if not names:
         return replace(workload, class_of=NO_INTS, class_names=())
@@ -114,9 +112,17 @@ def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int)
         if unknown := [name for name in workload.class_names if name not in names]:
             raise WorkloadError(f"{workload.name}: class {unknown[0]} has no targets; give them, or take it out")
         order = np.array([names.index(name) for name in workload.class_names], dtype=np.int64)
-        return replace(workload, class_of=order[workload.class_of], class_names=names)
+        return _classed(workload, order[workload.class_of], classes)
     shares = np.array([each.share for each in classes], dtype=np.float64)
     if not (shares > 0).all():
         raise WorkloadError(f"the share of class {names[int(shares.argmin())]} is {shares.min():g}; give one above 0")
     drawn = np.random.default_rng([seed, 2]).choice(len(names), size=len(workload), p=shares / shares.sum())
-    return replace(workload, class_of=drawn.astype(np.int64), class_names=names)
+    return _classed(workload, drawn.astype(np.int64), classes)
+
+
+def _classed(workload: Workload, class_of: Ints, classes: Sequence[RequestClass]) -> Workload:
+    targets_s = np.array([(each.slo.ttft_s, each.slo.tpot_s) for each in classes])
+    targets_s[np.isinf(targets_s)] = 0.0  # as a request says that it wants none
+    ttft_s, tpot_s = targets_s[class_of].T
+    names = tuple(each.name for each in classes)
+    return replace(workload, class_of=class_of, class_names=names, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s)

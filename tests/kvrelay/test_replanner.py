@@ -217,6 +217,14 @@ def test_where_targets_are_met_nothing_else_is_played(tmp_path: Path) -> None:
     assert (entry.changes, len(entry.tried), entry.reason.endswith("enough")) == ([], 1, True)
 
 
+def test_each_is_judged_by_the_targets_that_it_asked_for(tmp_path: Path) -> None:
+    cluster = FakeCluster(ttft_s=0.1)
+    cluster.requests = [replace(each, slo_ttft_s=0.05) if i % 2 else each for i, each in enumerate(cluster.requests)]
+    assert made(cluster, tmp_path, acts=False)[0].look().measured == 0.5
+    cluster.requests = [replace(each, ttft_s=3.0, slo_ttft_s=5.0) for each in cluster.requests]
+    assert made(cluster, tmp_path, acts=False)[0].look().measured == 1.0
+
+
 def test_too_little_is_said_so(tmp_path: Path) -> None:
     cluster = FakeCluster()
     replanner, journal = made(cluster, tmp_path)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from cluster.router.live.requests import LiveRequest
 
 KEPT = 8192  # requests: minutes of a busy cluster
-ROW = struct.Struct("=2d3I3d?")  # of an Ended
+ROW = struct.Struct("=2d3I3d?2d")  # of an Ended
 
 
 class Ended(NamedTuple):
-    """Times in seconds; `arrived_s` and `ended_s` on the router's clock."""
+    """Times in seconds; `arrived_s` and `ended_s` on the router's clock. Targets of its own, 0: none."""
 
     arrived_s: float
     ended_s: float
@@ -25,6 +25,8 @@ class Ended(NamedTuple):
     tpot_s: float
     handoff_s: float
     failed: bool
+    slo_ttft_s: float
+    slo_tpot_s: float
 
 
 class Load:
@@ -65,6 +67,8 @@ class Load:
             tpot_s=timeline.tpot_s(num_tokens),
             handoff_s=timeline.phases().get("handoff", 0.0),
             failed=failed,
+            slo_ttft_s=live.slo[0],
+            slo_tpot_s=live.slo[1],
         )
         ROW.pack_into(self._rows, self.count % KEPT * ROW.size, *ended)
         self.count += 1

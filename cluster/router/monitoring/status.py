@@ -20,7 +20,10 @@ REPORTED = (
 )
 
 AT_ONCE = 100  # ended requests that are looked at before others have the loop
-TOLD = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed")  # of an Ended
+TOLD = (  # of an Ended
+    *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed"),
+    *("slo_ttft_s", "slo_tpot_s"),
+)
 
 
 def status_of(router: Router) -> cluster_pb2.GetStatusResponse:

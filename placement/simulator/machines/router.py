@@ -55,6 +55,9 @@ class RouterMachine(Dispatcher):
         self._output_len: list[int] = workload.output_len.tolist()
         self._priority: list[int] = workload.priority.tolist()
         self._cancel_after_s: list[float] = workload.cancel_after_s.tolist()
+        ttft_s, tpot_s = workload.targets_s(0.0, 0.0)
+        self._slo_ttft_s: list[float] = ttft_s.tolist()
+        self._slo_tpot_s: list[float] = tpot_s.tolist()
         self._page_size = cluster.workers[0].page_size
         self._next_arrival_s = math.inf
         self._attempts: dict[str, Attempt] = {}  # under way
@@ -135,6 +138,8 @@ class RouterMachine(Dispatcher):
             max_tokens=attempt.left,
             page_hashes=attempt.hashes,
             past=attempt.past,
+            slo_ttft_s=self._slo_ttft_s[attempt.index],
+            slo_tpot_s=self._slo_tpot_s[attempt.index],
             priority=attempt.priority,
         )
         decision = self.policy.assign(shape, self.clock.now, is_resent=attempt.number > 1)

@@ -18,7 +18,9 @@ def note(load: Load, arrived_s: float, *, lasted_s: float = 2.0) -> None:
     timeline = Timeline(arrived_s)
     timeline.first_token(arrived_s + 0.5)
     timeline.finish(arrived_s + lasted_s)
-    live: Any = SimpleNamespace(timeline=timeline, output_ids=[1, 2, 3], prompt_ids=[1] * 7, cached_tokens=4)
+    live: Any = SimpleNamespace(
+        timeline=timeline, output_ids=[1, 2, 3], prompt_ids=[1] * 7, cached_tokens=4, slo=(0.3, 0.0)
+    )
     load.note(live)
 
 
@@ -33,6 +35,7 @@ async def test_what_ended_is_told_with_its_age_and_all_that_a_plan_goes_by() -> 
     (told,) = answer.requests
     assert (told.age_s, told.prompt_tokens, told.cached_tokens, told.output_tokens) == (10.0, 7, 4, 3)
     assert (told.ttft_s, told.tpot_s, told.failed) == (0.5, 0.75, False)
+    assert (told.slo_ttft_s, told.slo_tpot_s) == (0.3, 0.0), "what it has asked for itself"
     assert answer.whole_s == 100.0  # since it was started
 
 

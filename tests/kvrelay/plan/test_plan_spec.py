@@ -1,4 +1,4 @@
-"""Every plan for devices that are there is a spec that `kvrelay up` takes: each kind of answer, however it was asked."""
+"""Every plan for devices that are there is a spec that `kvrelay up` takes: of each kind, however it was asked."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ TARGETS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "both": ({"ttft": "300ms", "tpot": "20ms"}, {"ttft_s": 0.3, "tpot_s": 0.02}),
     "ttft": ({"ttft": "300ms"}, {"ttft_s": 0.3}),
     "tpot": ({"tpot": "20ms"}, {"tpot_s": 0.02}),
+    "classes": (
+        {"classes": [{"name": "people", "ttft": "300ms", "tpot": "20ms"}, {"name": "jobs", "ttft": "5s"}]},
+        {"ttft_s": 5.0},
+    ),
+    "classes that want nothing in common": (
+        {"classes": [{"name": "people", "tpot": "20ms"}, {"name": "jobs", "ttft": "5s"}]},
+        {},
+    ),
 }
 
 

@@ -36,7 +36,7 @@ def seen(*workers: SeenWorker, prompt: int, output: int, rate: float, count: int
     return Seen(
         workers=workers,
         router=RouterOptions(),
-        workload=workload_of([(float(at_s) - 1000.0, prompt, output) for at_s in gaps]),
+        workload=workload_of([Row(float(at_s) - 1000.0, prompt, output) for at_s in gaps]),
         ttft_s=np.full(count, 0.1),
         tpot_s=np.full(count, 0.1),
         handoff_s=0.002,
@@ -79,7 +79,7 @@ def test_of_a_long_time_spans_are_played_as_they_came() -> None:
     rows, at_s = list[Row](), 5.0
     for prompt, rate in turns:
         for _ in range(1000):
-            rows.append((at_s, prompt, 7))
+            rows.append(Row(at_s, prompt, 7))
             at_s += 1 / rate
     played = workload_of(rows)
     assert len(played) == MOST_PLAYED
@@ -100,6 +100,18 @@ def test_steps_are_taken_for_as_long_as_answers_show() -> None:
     assert present.tpot_s == pytest.approx(1.5 * plain.tpot_s, rel=0.1)
     fast = replace(cluster, tpot_s=np.full(300, 0.5 * plain.tpot_s))
     assert corrected(fast, SLO)[0].slower == 1.0, "there was less beside it"
+
+
+def test_each_request_is_judged_by_its_own_targets_where_it_has_them() -> None:
+    """As it was measured, and as it is played."""
+    cluster = seen(worker("prefill-0"), worker("decode-0"), prompt=100, output=10, rate=1.0)
+    roles = Arrangement(roles=cluster.roles)
+    assert (cluster.attainment(0.2, 0.2), play(cluster, roles, SLO).attainment) == (1.0, 1.0)
+    own = replace(cluster, slo_ttft_s=np.tile([0.05, 0.0, 0.0], 100), slo_tpot_s=np.tile([0.0, 0.05, 0.3], 100))
+    assert own.attainment(0.2, 0.2) == pytest.approx(1 / 3)
+    assert own.attainment(0.2, 0.01) == 1 / 3, "a target of its own may be looser, too"
+    hurried = [Row(float(at_s), 100, 10, slo_ttft_s=1e-3 * (at_s % 2)) for at_s in range(100)]
+    assert play(replace(cluster, workload=workload_of(hurried)), roles, SLO).attainment == 0.5
 
 
 @pytest.mark.parametrize(("prompt", "output", "rate", "wanted"), [(800, 10, 3.5, "prefill"), (20, 400, 7.0, "decode")])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from placement.build.from_offers import offers_of
+from placement.build.from_offers import mixed_of, offers_of
 from placement.catalogs.base import Degrees, PlanError
 from placement.goodput.runner import open_runner
 from placement.goodput.targets import Targets
-from placement.plan import Interval, Slo
+from placement.plan import Interval, RequestClass, Slo
 from placement.search.placements import (
+    Placement,
     colocated_placements,
     find_pairs,
+    goodput_problem,
     placements_for_gpus,
     placements_for_rate,
     replicas_for,
@@ -19,7 +23,8 @@ from placement.search.placements import (
     with_candidate,
 )
 from placement.search.problem import PlacementProblem, SearchLog, WorkerGoodput
-from placement.search.screening import screen_colocated, screen_phase, usable_offers
+from placement.search.screening import SCREENING, screen_colocated, screen_phase, usable_offers
+from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 from tests.placement.toys import ToyCatalog, alike, toy_offer
 
@@ -36,6 +41,18 @@ def problem(catalog: ToyCatalog | None = None, slo: Slo = SLO, max_pp: int = 1) 
         max_pp=max_pp,
         thoroughness=0.2,
     )
+
+
+def test_a_router_is_told_the_loosest_targets_of_the_classes() -> None:
+    """Which requests ask for more is in the workload."""
+    classes = tuple(RequestClass(name=f"{s}", share=1, slo=Slo(ttft_s=s, tpot_s=s / 10)) for s in (0.3, 2.0))
+    own = replace(problem(), targets=Targets(slo=Slo(), classes=classes))
+    candidate = mixed_of(toy_offer(1), 2, "toy", 128)
+    placement = Placement(candidate=candidate, promised=1.0, within_node=True)
+    system = goodput_problem(own, placement, effort=SCREENING).system
+    assert isinstance(system, LiveSystem)
+    router = system.cluster.router
+    assert (router.slo_ttft_ms, router.slo_tpot_ms) == (2000.0, 200.0)
 
 
 def worker(tp: int, goodput: float) -> WorkerGoodput:

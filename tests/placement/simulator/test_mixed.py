@@ -12,7 +12,7 @@ from cluster.router.options import RouterOptions
 from mixed_worker.options import MixedOptions
 from placement.simulator.cluster import Loss, SharedHost, SimCluster
 from placement.simulator.costs import costs_of
-from placement.simulator.simulate import simulate
+from placement.simulator.simulate import Simulation, simulate
 from placement.workload.requests import Workload
 from tests.placement.simulator.test_simulate import Plain, cluster, play, requests, same, workers
 
@@ -101,6 +101,20 @@ def test_placed_by_prediction_more_requests_keep_their_targets() -> None:
         for router in (RouterOptions(), PREDICTING)
     )
     assert predicted > 1.1 * by_load
+
+
+@pytest.mark.parametrize("router", [RouterOptions(), RouterOptions(slo_ttft_ms=9000.0)], ids=["none", "the router's"])
+def test_requests_are_placed_by_their_own_targets(router: RouterOptions) -> None:
+    """Every other one asks for more than the router was told."""
+    workload = requests(40, rate=4)
+    own_s = np.tile([0.25, 0.0], 20)
+    reasons: dict[int, str] = {}
+    setup = cluster(workers("mixed", 2), router=router)
+    workload = replace(workload, slo_ttft_s=own_s, slo_tpot_s=own_s / 10)
+    Simulation(setup, workload, lambda index, assigned: reasons.update({index: assigned.reason})).play()
+    told = [reasons[index] for index in range(10, 40)]  # by then workers have reported what steps take
+    assert ["of 250 ms, each after it in" in words for words in told] == [True, False] * 15
+    assert ["of 9000 ms" in words for words in told] == [False, bool(router.slo_ttft_ms)] * 15
 
 
 def test_counted_pages_decide_as_numbered_ones() -> None:

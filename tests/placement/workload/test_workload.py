@@ -161,6 +161,20 @@ def test_classes_are_drawn_by_their_shares_where_the_trace_names_none() -> None:
     assert set(ttft_s.tolist()) == {0.1, 10.0}
 
 
+def test_requests_of_a_class_ask_for_its_targets_wherever_they_are_drawn() -> None:
+    free = replace(BATCH, slo=Slo(tpot_s=10))
+    workload = with_classes(lognormal(), (CHAT, free), seed=0)
+    drawn = Traffic(source=workload).draw(1.0, 100, seed=1)
+    for made in (workload, workload.first(60), workload.resampled(50, 1.0, seed=2), drawn):
+        assert made.slo_ttft_s.tolist() == [(0.1, 0.0)[kind] for kind in made.class_of], "one asks for none"
+        assert made.slo_tpot_s.tolist() == [(0.1, 10.0)[kind] for kind in made.class_of]
+    assert Targets(slo=Slo(), classes=(CHAT, BATCH)).loosest == Slo(ttft_s=10, tpot_s=10)
+    assert Targets(slo=Slo(), classes=(CHAT, free)).loosest == Slo(tpot_s=10)
+    ttft_s, tpot_s = workload.targets_s(3.0, 4.0)
+    assert (set(ttft_s), set(tpot_s)) == ({0.1, 3.0}, {0.1, 10.0})
+    assert set(lognormal().targets_s(3.0, 4.0)[0]) == {3.0}
+
+
 def test_a_class_of_the_trace_without_targets_is_named(tmp_path: Path) -> None:
     workload = from_trace(csv(tmp_path, "arrival_s,prompt_len,output_len,class\n0,1,1,agent\n1,1,1,chat\n"))
     with pytest.raises(WorkloadError, match="class agent has no targets"):
