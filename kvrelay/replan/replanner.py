@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -120,7 +120,7 @@ class Replanner:
             raise NotYet(f"{len(newer)} requests have come and gone since the last change; {LEAST_REQUESTS} must")
         if self._asked.most_devices is not None:
             self._check_nobody_comes({pool_of(worker.name) for worker in status.workers})
-        seen = seen_of(status, load, newer)
+        seen = replace(seen_of(status, load, newer), num_routers=len(self._clients))
         if phase := seen.missing_costs:
             raise NotYet(f"no worker's steps of {phase} were measured yet")
         return seen

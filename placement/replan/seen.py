@@ -72,6 +72,7 @@ class Seen:
     seen_s: float
     slo_ttft_s: Floats = field(default_factory=lambda: NO_FLOATS)
     slo_tpot_s: Floats = field(default_factory=lambda: NO_FLOATS)
+    num_routers: int = 1
     slower: float = 1.0  # how much longer a step that only decodes takes than was measured
 
     @property
@@ -162,6 +163,7 @@ class Seen:
             router=self.router,
             report_gap_s=report_gap_s(len(arrangement.roles)),
             handoff_s=self.handoff_s,
+            num_routers=self.num_routers,
         )
 
     @staticmethod

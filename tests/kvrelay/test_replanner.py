@@ -21,7 +21,7 @@ from kvrelay.replan.options import Asked
 from kvrelay.replan.replanner import NotYet, Replanner
 from kvrelay.replan.watching import ReplanThread
 from placement.plan import Slo
-from placement.replan.arrangements import Scale
+from placement.replan.arrangements import Arrangement, Scale
 from worker.roles import kind_of
 
 pytestmark = pytest.mark.unit
@@ -145,7 +145,10 @@ def test_what_several_routers_tell_counts_for_as_long_as_all_of_them_know(tmp_pa
     journal = Journal(tmp_path / "kvrelay" / "decisions" / "here.jsonl")
     clients: Any = clusters
     asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=False, window_s=300.0)
-    entry = Replanner(clients, asked, journal).look()
+    replanner = Replanner(clients, asked, journal)
+    seen = replanner._see()
+    assert seen.cluster(Arrangement(roles=seen.roles)).num_routers == 2, "as many share what is played"
+    entry = replanner.look()
     each = sum(request.age_s <= 30.0 for request in clusters[0].requests)
     assert entry.requests == 2 * each
     assert entry.rate == pytest.approx(2 * 3.5, rel=0.05)
