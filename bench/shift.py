@@ -38,7 +38,7 @@ from bench.plots import draw
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
-from kvrelay.replan.journal import journal_of
+from kvrelay.replan.journal import last_journal_at
 
 SCALE = (1 / 6, 1 / 2)  # of prompts and outputs
 MOST = (700, 250)  # tokens: the model takes 1,024
@@ -104,7 +104,7 @@ def measured(asked: dict[str, Any], rows: Sequence[Row], length_s: float, seed: 
         outcomes, noted = play(served, trace, seed)
         decisions = [
             entry | {"at_s": round(datetime.fromisoformat(entry["at"]).timestamp() - noted["began"], 1)}
-            for entry in journal_of(served.endpoint).last(1000)
+            for entry in last_journal_at(served.endpoint).last(1000)
             if mode == "act" and datetime.fromisoformat(entry["at"]).timestamp() > noted["began"]
         ]
     met = [_is_within(outcome) for outcome in outcomes]

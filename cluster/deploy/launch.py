@@ -7,6 +7,7 @@ are not there yet starts when they come.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,8 +54,9 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     places = _places(plans)
     for plan in plans:
         _launch_worker(plan, places.get(plan.name), group, loopback, membership)
+    cluster_id = f"{spec.name}-{secrets.token_hex(4)}"
     for i in range(spec.router.replicas):
-        _launch_router(spec, i, membership)
+        _launch_router(spec, i, membership, cluster_id)
 
 
 def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool) -> None:
@@ -109,7 +111,7 @@ def _actor_class(role: str) -> type[Any]:
     return type(f"{role.capitalize()}Actor", (WorkerActor,), {})
 
 
-def _launch_router(spec: ClusterSpec, index: int, membership: Membership) -> None:
+def _launch_router(spec: ClusterSpec, index: int, membership: Membership, cluster_id: str) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -121,7 +123,7 @@ def _launch_router(spec: ClusterSpec, index: int, membership: Membership) -> Non
     else:  # where `up` runs, so that the endpoint is where one looks for it
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    ray.remote(RouterActor).options(**options).remote(spec, index, membership)
+    ray.remote(RouterActor).options(**options).remote(spec, index, membership, cluster_id)
 
 
 def end_actors(controller: Any | None, timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -10,6 +10,7 @@ engine in a thread of its own. `shared_memory` works here as between processes; 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,7 +58,14 @@ class LocalCluster:
             "mixed": replace(engine, model=model),
         }
         self._worker = {**(worker or {}), "secret": SECRET}
-        self._router_options = replace(router or ServerOptions(), model=model, secret=SECRET, host="127.0.0.1", port=0)
+        self._router_options = replace(
+            router or ServerOptions(),
+            cluster_id=f"local-{secrets.token_hex(4)}",
+            model=model,
+            secret=SECRET,
+            host="127.0.0.1",
+            port=0,
+        )
         self._counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
         self._faults = faults
         self.prefill: list[Worker[PrefillRole]] = []

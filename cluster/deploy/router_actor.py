@@ -29,7 +29,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class RouterActor(MemberActor):
-    def __init__(self, spec: ClusterSpec, index: int, membership: Membership) -> None:
+    def __init__(self, spec: ClusterSpec, index: int, membership: Membership, cluster_id: str) -> None:
         """`spec` is resolved."""
         set_thread_counts(1)
         host = ray.util.get_node_ip_address() if spec.router.host in ANY_ADDRESS else spec.router.host
@@ -37,7 +37,8 @@ class RouterActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from cluster.deploy.router_service import RouterService
 
-            return RouterService(_options(spec, index, greeting), host, pools=ControllerPools(membership.controller))
+            options = _options(spec, index, greeting, cluster_id)
+            return RouterService(options, host, pools=ControllerPools(membership.controller))
 
         super().__init__(f"router-{index}", host, membership, build)
 
@@ -88,12 +89,13 @@ class ControllerPools:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"the controller does not answer: {why}") from None
 
 
-def _options(spec: ClusterSpec, index: int, greeting: Greeting) -> ServerOptions:
+def _options(spec: ClusterSpec, index: int, greeting: Greeting, cluster_id: str) -> ServerOptions:
     from cluster.front.server import ServerOptions
 
     router = spec.router
     return ServerOptions(
         name=f"router-{index}",
+        cluster_id=cluster_id,
         host=router.host,
         port=router.port + index if router.port else _port_of(greeting.last_address),
         secret=greeting.secrets.cluster,

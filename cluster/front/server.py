@@ -57,6 +57,7 @@ OWN_LINES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     name: str = "router-0"  # unique among the routers of a cluster
+    cluster_id: str = ""  # the same of all of them
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
     secret: str = field(default="", repr=False)  # shared with the workers
@@ -94,6 +95,7 @@ class RouterServer:
         self.router = Router(
             options.name,
             options.router,
+            cluster_id=options.cluster_id,
             secret=options.secret,
             tls=options.worker_tls,
             record=options.record,

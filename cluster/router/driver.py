@@ -68,6 +68,7 @@ class Router:
         name: str,
         options: RouterOptions,
         *,
+        cluster_id: str = "",
         secret: str = "",
         tls: TlsFiles | None = None,
         record: str = "",
@@ -78,6 +79,7 @@ class Router:
     ) -> None:
         """`record`: a folder to write every call of the policy into; empty: none is."""
         self.router_id = f"{name}/{secrets.token_hex(4)}"
+        self.cluster_id = cluster_id
         self.policy = RouterPolicy(options)
         if record:
             record_calls(self.policy, record, name)

@@ -264,3 +264,4 @@ class ClusterStatus:
     limits: Mapping[str, str] = field(default_factory=dict)  # that the router's policy keeps
     loop_lag_s: float = 0.0
     num_tasks: int = 0  # of its event loop
+    cluster_id: str = ""  # the same at all routers of the cluster, and another one whenever one is started

@@ -1,16 +1,23 @@
-"""The journal of decisions about roles: lines of JSON, one for each time that arrangements were weighed."""
+"""The journal of decisions about roles: lines of JSON, one for each time that arrangements were weighed. A cluster has
+one, whichever of its routers is asked, and a cluster that is started anew begins another.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvrelay.client.known_clusters import directory, noted
 from worker.wire.private_files import make_private_folder, write_private
+
+if TYPE_CHECKING:
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import ClusterStatus
 
 MOST_BYTES = 16 << 20  # then the older half is dropped
 
@@ -59,6 +66,12 @@ class Journal:
             return False
         return True
 
+    def note_last_at(self, endpoints: Sequence[str]) -> None:
+        """That this is of the cluster there."""
+        self._make_folder()
+        for endpoint in endpoints:
+            write_private(_last_at(endpoint), self._path.stem)
+
     def _make_folder(self) -> None:
         make_private_folder(self._path.parent.parent)
         make_private_folder(self._path.parent)
@@ -81,8 +94,39 @@ class Journal:
         return [entry for line in lines[-count:] if (entry := _read(line))]
 
 
-def journal_of(endpoint: str) -> Journal:
-    return Journal(directory().parent / "decisions" / f"{noted(endpoint).replace(':', '_').replace('/', '_')}.jsonl")
+def journal_at(clients: Sequence[Client]) -> Journal:
+    """Of the cluster whose routers these speak to, to be written: it is found at them from now on, when no router is
+    there any more, too. Raises KvrelayError."""
+    journal = journal_of(clients[0].status(), clients[0].endpoint)
+    journal.note_last_at([client.endpoint for client in clients])
+    return journal
+
+
+def journal_of(status: ClusterStatus, endpoint: str) -> Journal:
+    """Of a router that was told no cluster's id, by where it is."""
+    return Journal(_folder() / f"{_file_name(status.cluster_id or noted(endpoint))}.jsonl")
+
+
+def last_journal_at(endpoint: str) -> Journal:
+    """Of the cluster that was there last."""
+    try:
+        name = _last_at(endpoint).read_text()
+    except OSError:
+        name = noted(endpoint)
+    return Journal(_folder() / f"{_file_name(name)}.jsonl")
+
+
+def _folder() -> Path:
+    return directory().parent / "decisions"
+
+
+def _last_at(endpoint: str) -> Path:
+    return _folder() / f"{_file_name(noted(endpoint))}.last"
+
+
+def _file_name(told: str) -> str:
+    """Of what a router, or a user, has said."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", told)
 
 
 def _read(line: str) -> dict[str, Any] | None:

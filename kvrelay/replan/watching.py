@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
-from kvrelay.replan.journal import Entry, journal_of
+from kvrelay.replan.journal import Entry, journal_at
 from kvrelay.replan.options import EVERY_S, NICE, Asked
 from kvrelay.replan.replanner import NotYet, Replanner
 from placement.plan import Slo
@@ -47,15 +47,22 @@ class ReplanThread:
         os.nice(NICE)  # of this thread alone
         with ExitStack() as stack:
             clients = [stack.enter_context(Client(endpoint)) for endpoint in self._endpoints]
-            journal = journal_of(self._endpoints[0])
-            if self._asked.acts and not journal.hold():
-                log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
-                return
-            replanner = Replanner(clients, self._asked, journal)
+            replanner: Replanner | None = None
             while not self._is_over.wait(EVERY_S):
                 try:
+                    replanner = replanner or self._replanner(clients)
+                    if replanner is None:
+                        return
                     self._on_entry(replanner.look())
                 except (NotYet, SetupError, KvrelayError) as error:
                     log.info("at the next look: %s", error)
                 except Exception:
                     log.exception("a look at the cluster failed: roles stay as they are")
+
+    def _replanner(self, clients: Sequence[Client]) -> Replanner | None:
+        """None: another process has the workers change. Raises KvrelayError."""
+        journal = journal_at(clients)
+        if self._asked.acts and not journal.hold():
+            log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
+            return None
+        return Replanner(clients, self._asked, journal)

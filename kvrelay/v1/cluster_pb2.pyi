@@ -196,7 +196,7 @@ class PairStatus(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., failures: _Optional[int] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters", "limits", "loop_lag_s", "num_tasks")
+    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters", "limits", "loop_lag_s", "num_tasks", "cluster_id")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class GetStatusResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     model: str
     uptime_s: float
@@ -231,4 +232,5 @@ class GetStatusResponse(_message.Message):
     limits: _containers.ScalarMap[str, str]
     loop_lag_s: float
     num_tasks: int
-    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, str]] = ..., loop_lag_s: _Optional[float] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+    cluster_id: str
+    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, str]] = ..., loop_lag_s: _Optional[float] = ..., num_tasks: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...

@@ -300,12 +300,14 @@ def test_stopped_processes_are_killed_and_come_back(cluster: Running, client: Cl
 
 
 def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Client) -> None:
-    (victim,) = cluster.actors("RouterActor")
+    (victim,), cluster_id = cluster.actors("RouterActor"), client.status().cluster_id
+    assert re.fullmatch(r"[a-z0-9-]+-[0-9a-f]{8}", cluster_id)
     os.kill(victim, signal.SIGKILL)
     until(lambda: bool(cluster.actors("RouterActor") - {victim}), "Ray starts the router again")
     with Client(cluster.endpoint, token=cluster.token) as again:
         again.wait_ready(READY_TIMEOUT_S)
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
+        assert again.status().cluster_id == cluster_id
     [base_url] = cluster.summary["http"]
     with OpenAI(base_url=f"{base_url}/v1", api_key=cluster.token, max_retries=0) as openai:
         assert [model.id for model in openai.models.list()] == ["tiny"]

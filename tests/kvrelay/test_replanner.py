@@ -16,7 +16,7 @@ from cluster.router.options import RouterOptions
 from engine.knobs import as_text
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, RouterLoad, WorkerState
 from kvrelay.replan import carrying, watching
-from kvrelay.replan.journal import Journal
+from kvrelay.replan.journal import Journal, journal_at, journal_of, last_journal_at
 from kvrelay.replan.options import Asked
 from kvrelay.replan.replanner import NotYet, Replanner
 from kvrelay.replan.watching import ReplanThread
@@ -68,7 +68,8 @@ def ended(index: int, *, prompt: int, output: int, rate: float, ttft_s: float) -
 class FakeCluster:
     """One reader of prompts and two writers, with prompts for two readers."""
 
-    def __init__(self, ttft_s: float = 3.0) -> None:
+    def __init__(self, ttft_s: float = 3.0, endpoint: str = "h:1", cluster_id: str = "chat-0123abcd") -> None:
+        self.endpoint, self.cluster_id = endpoint, cluster_id
         self.workers = [state("prefill-0", "prefill", READS)]
         self.workers += [state(f"decode-{i}", "decode", WRITES) for i in range(2)]
         self.requests = [ended(i, prompt=800, output=10, rate=3.5, ttft_s=ttft_s) for i in range(300)]
@@ -88,6 +89,7 @@ class FakeCluster:
             num_in_flight=0,
             workers=tuple(self.workers),
             limits=limits,
+            cluster_id=self.cluster_id,
         )
 
     def load(self, window_s: float) -> RouterLoad:
@@ -266,6 +268,13 @@ def test_what_is_refused_or_hangs_is_given_up(tmp_path: Path, monkeypatch: pytes
     assert cluster.asked[-1] == ("decode-1", "undo")
 
 
+def watched(cluster: FakeCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.setattr(watching, "Client", lambda endpoint: nullcontext(cluster))
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    monkeypatch.setattr("os.nice", lambda by: by)
+
+
 def test_a_thread_looks_on_whatever_a_look_comes_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,12 +288,7 @@ def test_a_thread_looks_on_whatever_a_look_comes_to(
         return cluster_of()
 
     monkeypatch.setattr(cluster, "status", status)
-    monkeypatch.setattr(watching, "Client", lambda endpoint: nullcontext(cluster))
-    monkeypatch.setattr(watching, "EVERY_S", 0.01)
-    monkeypatch.setattr(
-        watching, "journal_of", lambda endpoint: Journal(tmp_path / "kvrelay" / "decisions" / "x.jsonl")
-    )
-    monkeypatch.setattr("os.nice", lambda by: by)
+    watched(cluster, tmp_path, monkeypatch)
     thread = ReplanThread(["h:1"], {"ttft_s": 1.0}, acts=True, on_entry=lambda entry: looks.set())
     thread.start()
     assert looks.wait(30)
@@ -300,6 +304,26 @@ def test_one_process_has_the_workers_change(tmp_path: Path) -> None:
     assert not Journal(path).hold(), "as in another process: a lock belongs to the opened file"
     del first
     assert Journal(path).hold()
+
+
+def test_a_cluster_has_one_journal_and_one_lock_whichever_router_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first, second = (FakeCluster(endpoint=f"127.0.0.1:5005{i}") for i in (1, 2))
+    clients: Any = [first]
+    others: Any = [second]
+    journal = journal_at(clients)
+    assert journal.hold()
+    assert not journal_at(others).hold(), "they would undo each other's changes"
+    Replanner(clients, Asked(slo=Slo(ttft_s=1.0), acts=False, window_s=300.0), journal).look()
+    for endpoint in (first.endpoint, second.endpoint, "localhost:50052"):
+        assert len(last_journal_at(endpoint).last(5)) == 1, "also when no router is there any more"
+    first.cluster_id = "chat-4567cdef"
+    assert journal_at(clients).last(5) == [], "another cluster on the same port begins its own"
+    assert last_journal_at(first.endpoint).last(5) == []
+    assert len(journal.last(5)) == 1
+    assert journal_of(replace(first.status(), cluster_id="../../.ssh/x"), "")._path.parent == journal._path.parent
 
 
 def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:

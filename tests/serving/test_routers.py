@@ -31,6 +31,8 @@ async def test_two_routers_serve_the_same_tokens_from_the_same_workers(model_dir
         )
         assert [list(answer.token_ids) for answer in answers] == expected
         assert all(server.router.metrics.counts["finished"] == 2 for server in cluster.routers)
+        (cluster_id,) = {(await client.status()).cluster_id for client in clients}
+        assert cluster_id.startswith("local-")
         await cluster.settled()
         cluster.check_invariants()
         for client in clients:

@@ -38,6 +38,7 @@ def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
         limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
         loop_lag_s=router.loop_clock.lag_s,
         num_tasks=router.loop_clock.num_tasks,
+        cluster_id=router.cluster_id,
     )
 
 

@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrelay.cli.cluster.state import written_or_told
 from kvrelay.cli.connection import Router, refusals
-from kvrelay.cli.console import ENDPOINT_VARIABLE, USAGE, CliError, JsonOption, exit_codes, note, print_json
+from kvrelay.cli.console import USAGE, CliError, JsonOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.targets import Targets
-from kvrelay.client.client import DEFAULT_ENDPOINT
 from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked, Policy
+
+if TYPE_CHECKING:
+    from kvrelay.replan.journal import Journal
 
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 
@@ -44,6 +46,7 @@ Examples:
 
   kvrelay decisions --last 100 --json
 """
+ANSWER_TIMEOUT_S = 5.0
 Last = Annotated[int, typer.Option("--last", min=1, help="How many, the newest last.")]
 
 
@@ -74,7 +77,7 @@ def replan(
 ) -> None:
     from kvrelay.client import known_clusters
     from kvrelay.client.types import KvrelayError
-    from kvrelay.replan.journal import journal_of
+    from kvrelay.replan.journal import journal_at
     from kvrelay.replan.replanner import NotYet, Replanner
     from placement.catalogs.base import PlanError
     from placement.plan import Slo
@@ -101,7 +104,7 @@ def replan(
                 [each for each in known.endpoints if each != known_clusters.noted(router.endpoint)] if known else []
             )
             clients = [stack.enter_context(router.client_of(each)) for each in (router.endpoint, *others)]
-            journal = journal_of(router.endpoint)
+            journal = journal_at(clients)
             if act and not journal.hold():
                 raise CliError(f"somebody else has the workers of {router.endpoint} change already: leave --act out")
             replanner = Replanner(clients, asked, journal)
@@ -121,23 +124,30 @@ def replan(
                 time.sleep(every)
 
 
-def decisions(
-    endpoint: Annotated[
-        str, typer.Option(envvar=ENDPOINT_VARIABLE, help="Of whose cluster, host:port.")
-    ] = DEFAULT_ENDPOINT,
-    last: Last = 20,
-    as_json: JsonOption = False,
-) -> None:
-    from kvrelay.replan.journal import journal_of
-
-    entries = journal_of(endpoint).last(last)
+def decisions(router: Router, last: Last = 20, as_json: JsonOption = False) -> None:
+    with refusals(as_json):
+        entries = _journal_at(router).last(last)
     if as_json:
         print_json(entries)
         return
     if not entries:
-        note(f"nothing was decided for {endpoint}; see kvrelay replan --help")
+        note(f"nothing was decided for {router.endpoint}; see kvrelay replan --help")
     for entry in entries:
         _show(entry, as_json=False)
+
+
+def _journal_at(router: Router) -> Journal:
+    """Of the cluster that is there, or was. Raises KvrelayError: it is there, and does not let us in."""
+    from kvrelay.client.types import KvrelayError
+    from kvrelay.replan.journal import journal_of, last_journal_at
+
+    try:
+        with router.client() as client:
+            return journal_of(client.status(timeout_s=ANSWER_TIMEOUT_S), router.endpoint)
+    except KvrelayError as error:
+        if error.code in REFUSED:
+            raise
+        return last_journal_at(router.endpoint)
 
 
 def _show(entry: dict[str, Any], as_json: bool) -> None:
