@@ -7,8 +7,9 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,13 +39,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """`measured`: the share of requests that met their targets. `changes`: what was decided, and what came of it."""
+    """`measured`: the share of requests that met their targets. `changes`: what was decided, and what came of it. Of
+    no requests: nothing could be looked at."""
 
-    at: str  # ISO 8601, UTC
-    roles: dict[str, str]
-    requests: int
-    rate: float
-    measured: float
+    at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # ISO 8601
+    roles: Mapping[str, str] = field(default_factory=dict)
+    requests: int = 0
+    rate: float = 0.0
+    measured: float = 0.0
     reason: str
     mode: str  # advise or act
     tried: Sequence[dict[str, Any]] = ()  # roles, chunks and attainment of each arrangement that was played

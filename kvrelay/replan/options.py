@@ -13,6 +13,7 @@ WINDOW_S = 120.0
 MOST_CHANGES = 2
 Policy = Literal["kvrelay", "distserve"]  # placement/replan/policy.py, placement/replan/distserve.py
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 NICE = 10  # it plays arrangements on the machine on which a cluster may run
 
 
@@ -24,3 +25,7 @@ class Asked:
     most_devices: int | None = None  # that workers may take together; None: as many workers stay
     policy: Policy = "kvrelay"
     window_s: float = WINDOW_S  # of what came, that is looked at
+
+    @property
+    def mode(self) -> str:
+        return "act" if self.acts else "advise"

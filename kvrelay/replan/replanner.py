@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -72,13 +71,12 @@ class Replanner:
         moves = weighed.decision.moves
         changes = [Change(**asdict(move)) for move in moves]
         entry = Entry(
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
             roles=seen.roles,
             requests=len(seen.ttft_s),
             rate=round(seen.rate, 3),
             measured=round(terms.measured, 4),
             reason=weighed.decision.reason,
-            mode="act" if self._asked.acts else "advise",
+            mode=self._asked.mode,
             tried=[_tried(played) for played in (weighed.present, *weighed.others)],
             changes=changes,
         )

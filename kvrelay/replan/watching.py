@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.replan.journal import Entry, journal_at
-from kvrelay.replan.options import EVERY_S, NICE, Asked
+from kvrelay.replan.options import EVERY_S, NICE, REFUSED, Asked
 from kvrelay.replan.replanner import NotYet, Replanner
 from placement.plan import Slo
 from placement.simulator.cluster import SetupError
@@ -33,6 +33,7 @@ class ReplanThread:
         self._endpoints = endpoints
         self._asked = Asked(slo=Slo(**targets_s), acts=acts, most_devices=most_devices)
         self._on_entry = on_entry
+        self._refusal = ""  # the last, as it was told
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replan", daemon=True)
 
@@ -54,10 +55,23 @@ class ReplanThread:
                     if replanner is None:
                         return
                     self._on_entry(replanner.look())
-                except (NotYet, SetupError, KvrelayError) as error:
+                except KvrelayError as error:
+                    self._note_failure(error, clients)
+                except (NotYet, SetupError) as error:
                     log.info("at the next look: %s", error)
                 except Exception:
                     log.exception("a look at the cluster failed: roles stay as they are")
+
+    def _note_failure(self, error: KvrelayError, clients: Sequence[Client]) -> None:
+        """What will be refused at the next look, too, is told once, for somebody must mend it."""
+        if error.code not in REFUSED or error.message == self._refusal:
+            log.info("at the next look: %s", error)
+            return
+        self._refusal = error.message
+        reason = f"nothing can be looked at: {error.message}"
+        log.error("replan is %s, and %s", self._asked.mode, reason)
+        with suppress(KvrelayError):
+            journal_at(clients).add(Entry(reason=reason, mode=self._asked.mode))
 
     def _replanner(self, clients: Sequence[Client]) -> Replanner | None:
         """None: another process has the workers change. Raises KvrelayError."""

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.router.options import RouterOptions
 from engine.knobs import as_text
+from kvrelay.cli.cluster.replan import lines_of
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, RouterLoad, WorkerState
 from kvrelay.replan import carrying, watching
 from kvrelay.replan.journal import Journal, journal_at, journal_of, last_journal_at
@@ -295,6 +296,29 @@ def test_a_thread_looks_on_whatever_a_look_comes_to(
     thread.stop()
     assert {asked[:2] for asked in cluster.asked} & {("decode-1", "prefill"), ("decode-1", "mixed")}
     assert "roles stay as they are" in caplog.text
+
+
+def test_what_is_refused_for_good_is_told_once_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, asked = FakeCluster(), threading.Semaphore(0)
+    why = "the token of 'chat' may not change workers; show one named `operator`, or one without a name"
+
+    def load(window_s: float) -> RouterLoad:
+        asked.release()
+        raise KvrelayError("PERMISSION_DENIED", why)
+
+    monkeypatch.setattr(cluster, "load", load)
+    watched(cluster, tmp_path, monkeypatch)
+    thread = ReplanThread(["h:1"], {"ttft_s": 1.0}, acts=True, on_entry=lambda entry: None)
+    thread.start()
+    assert all(asked.acquire(timeout=30) for _ in range(3))
+    thread.stop()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        f"replan is act, and nothing can be looked at: {why}"
+    ]
+    (entry,) = last_journal_at("h:1").last(5)
+    assert list(lines_of(entry)) == [f"{entry['at']}  nothing can be looked at: {why}"]
 
 
 def test_one_process_has_the_workers_change(tmp_path: Path) -> None:

@@ -17,12 +17,10 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import USAGE, CliError, JsonOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.targets import Targets
-from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, WINDOW_S, Asked, Policy
+from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, REFUSED, WINDOW_S, Asked, Policy
 
 if TYPE_CHECKING:
     from kvrelay.replan.journal import Journal
-
-REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
 
 HELP = """Say which workers should have other roles or chunks for what has come lately, or have them change.
 
@@ -160,7 +158,8 @@ def _show(entry: dict[str, Any], as_json: bool) -> None:
 
 def lines_of(entry: dict[str, Any]) -> Iterator[str]:
     """For people."""
-    yield f"{entry['at']}  {entry['rate']:g}/s  {entry['reason']}"
+    rate = f"{entry['rate']:g}/s  " if entry["requests"] else ""
+    yield f"{entry['at']}  {rate}{entry['reason']}"
     for change in entry["changes"]:
         verb = "becomes" if entry["mode"] == "act" else "should become"
         took = change["failure"] or (f"after {change['seconds']:g} s" if change["seconds"] else "")

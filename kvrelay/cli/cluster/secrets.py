@@ -14,7 +14,7 @@ from kvrelay.client.access import TOKEN_VARIABLE, TOKENS_FILE_VARIABLE
 from kvrelay.client.known_clusters import ClusterState
 from worker.wire.secrets import Secrets
 from worker.wire.tls import TlsError, is_loopback
-from worker.wire.tokens import DEFAULT_NAME, TokenError, checked_token, read_tokens
+from worker.wire.tokens import DEFAULT_NAME, OPERATORS, TokenError, checked_token, read_tokens
 
 if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec
@@ -76,12 +76,21 @@ def _with_tokens_file(spec: ClusterSpec) -> ClusterSpec:
 
 def _check_files(spec: ClusterSpec) -> None:
     if spec.router.tokens_file:
-        read_tokens(spec.router.tokens_file)
+        _check_operator(spec, read_tokens(spec.router.tokens_file)[0].name)
     if spec.router.tls:
         spec.router.tls.files.server_context()
     if spec.tls:
         spec.tls.files.server_context()
         spec.tls.files.client_context()
+
+
+def _check_operator(spec: ClusterSpec, first: str) -> None:
+    """`first`: whose token is the one that `kvrelay up` shows itself. Raises TokenError."""
+    if spec.replan != "off" and first not in OPERATORS:
+        raise TokenError(
+            f"replan is {spec.replan}, which takes an operator, and the first token of router.tokens_file "
+            f"{spec.router.tokens_file!r} is that of {first!r}; put one named `operator` first"
+        )
 
 
 def _clients(spec: ClusterSpec) -> str:

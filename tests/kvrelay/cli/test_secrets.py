@@ -68,6 +68,20 @@ def test_a_secret_that_metadata_cannot_carry_is_refused_at_reading_it(
     assert value not in str(refused.value)
 
 
+def test_one_who_is_no_operator_cannot_replan(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.touch(mode=0o600)
+    path.write_text(f"chat:{TOKEN}\noperator:{TOKEN}-2")
+    spec = spec_of({"replan": "advise"}, tokens_file=str(path), slo_ttft_ms=500.0)
+    with pytest.raises(CliError, match=r"replan is advise, which takes an operator, and .* of 'chat'; put one"):
+        draw(spec, must_be_here=True)
+    draw(spec, must_be_here=False)
+    draw(spec_of(tokens_file=str(path)), must_be_here=True)
+    for first in ("operator:", ""):
+        path.write_text(f"{first}{TOKEN}\nchat:{TOKEN}-2")
+        draw(spec, must_be_here=True)
+
+
 def test_files_are_read_before_anything_is_started(tmp_path: Path) -> None:
     with pytest.raises(CliError, match=r"the tokens file '/nowhere' cannot be read: no such file"):
         draw(spec_of(tokens_file="/nowhere"), must_be_here=True)
