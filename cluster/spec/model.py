@@ -119,6 +119,12 @@ class ClusterSpec(Spec):
         "where requests miss the router's targets (`slo_ttft_ms`, `slo_tpot_ms`), `kvrelay up` weighs other roles for "
         "its workers, as `kvrelay replan` does, and `kvrelay decisions` shows; act: and has workers change theirs",
     )
+    replan_attainment: float = setting(
+        0.9, "share of requests that shall meet both; with fewer, other roles are weighed", gt=0, lt=1
+    )
+    replan_policy: Literal["kvrelay", "distserve"] = setting(
+        "kvrelay", "whose rule decides: distserve's, to compare with, weighs neither prices nor chance"
+    )
     replan_most_devices: Annotated[int, Field(ge=2, le=4096)] | None = setting(
         None, "GPUs (of a CPU, ranks) that they may take: pools grow and shrink; none: they keep their sizes"
     )
@@ -148,13 +154,22 @@ class ClusterSpec(Spec):
         )
         _check_ports(self.router)
         _check_auth(self.router)
+        self._check_replan()
+        return self
+
+    def _check_replan(self) -> None:
         if self.replan != "off" and not self.targets_s:
             raise ValueError(
                 f"replan is {self.replan}, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both"
             )
-        if self.replan == "off" and self.replan_most_devices is not None:
-            raise ValueError("replan_most_devices is given, and replan is off; make it advise or act")
-        return self
+        for key in ("replan_attainment", "replan_policy", "replan_most_devices"):
+            if self.replan == "off" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is given, and replan is off; make it advise or act")
+        if self.replan_policy == "distserve" and self.replan_most_devices is not None:
+            raise ValueError(
+                "replan_most_devices is given, and replan_policy is distserve, which has no rule for fewer devices; "
+                "take one of them out"
+            )
 
     @property
     def targets_s(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from kvrelay.client.client import Client
@@ -13,7 +13,6 @@ from kvrelay.client.types import KvrelayError
 from kvrelay.replan.journal import Entry, journal_at
 from kvrelay.replan.options import EVERY_S, NICE, REFUSED, Asked
 from kvrelay.replan.replanner import NotYet, Replanner
-from placement.plan import Slo
 from placement.simulator.cluster import SetupError
 
 log = logging.getLogger(__name__)
@@ -23,15 +22,12 @@ class ReplanThread:
     def __init__(
         self,
         endpoints: Sequence[str],
-        targets_s: Mapping[str, float],
-        *,
-        acts: bool,
-        most_devices: int | None = None,
+        asked: Asked,
         on_entry: Callable[[Entry], object],
     ) -> None:
         """Clients find their tokens as any client of this user does. `on_entry`: told of each look, in the thread."""
         self._endpoints = endpoints
-        self._asked = Asked(slo=Slo(**targets_s), acts=acts, most_devices=most_devices)
+        self._asked = asked
         self._on_entry = on_entry
         self._refusal = ""  # the last, as it was told
         self._is_over = threading.Event()

@@ -28,6 +28,7 @@ from worker.roles import kind_of
 pytestmark = pytest.mark.unit
 
 READS = {"fixed_s": 0.004, "prompt_token_s": 0.0005, "request_s": 0.0, "context_token_s": 0.0, "both_s": 0.0}
+ACTS = Asked(slo=Slo(ttft_s=1.0), acts=True)
 WRITES = READS | {"prompt_token_s": 0.0, "request_s": 0.0005, "context_token_s": 1e-7}
 
 
@@ -290,7 +291,7 @@ def test_a_thread_looks_on_whatever_a_look_comes_to(
 
     monkeypatch.setattr(cluster, "status", status)
     watched(cluster, tmp_path, monkeypatch)
-    thread = ReplanThread(["h:1"], {"ttft_s": 1.0}, acts=True, on_entry=lambda entry: looks.set())
+    thread = ReplanThread(["h:1"], ACTS, lambda entry: looks.set())
     thread.start()
     assert looks.wait(30)
     thread.stop()
@@ -310,7 +311,7 @@ def test_what_is_refused_for_good_is_told_once_and_written_down(
 
     monkeypatch.setattr(cluster, "load", load)
     watched(cluster, tmp_path, monkeypatch)
-    thread = ReplanThread(["h:1"], {"ttft_s": 1.0}, acts=True, on_entry=lambda entry: None)
+    thread = ReplanThread(["h:1"], ACTS, lambda entry: None)
     thread.start()
     assert all(asked.acquire(timeout=30) for _ in range(3))
     thread.stop()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvrelay.cli.cluster.views import View
     from kvrelay.client.known_clusters import Mode
     from kvrelay.replan.journal import Entry
+    from kvrelay.replan.options import Asked
     from worker.wire.secrets import Secrets
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,13 +159,25 @@ def _replanning(spec: ClusterSpec, endpoints: Sequence[str]) -> Iterator[None]:
             for line in lines_of(asdict(entry)):
                 note(line)
 
-    acts, most_devices = spec.replan == "act", spec.replan_most_devices
-    thread = ReplanThread(endpoints, spec.targets_s, acts=acts, most_devices=most_devices, on_entry=tell)
+    thread = ReplanThread(endpoints, asked_of(spec), tell)
     thread.start()
     try:
         yield
     finally:
         thread.stop()
+
+
+def asked_of(spec: ClusterSpec) -> Asked:
+    """Of a replanner."""
+    from kvrelay.replan.options import Asked
+    from placement.plan import Slo
+
+    return Asked(
+        slo=Slo(**spec.targets_s, attainment=spec.replan_attainment),
+        acts=spec.replan == "act",
+        most_devices=spec.replan_most_devices,
+        policy=spec.replan_policy,
+    )
 
 
 def _watch(deployment: Deployment, view: View) -> NoReturn:

@@ -36,6 +36,19 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             "replan is act, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both",
         ),
         (
+            spec_data(replan_attainment=0.8),
+            "replan_attainment is given, and replan is off; make it advise or act",
+        ),
+        (
+            spec_data(replan="act", replan_attainment=1, router={"slo_ttft_ms": 500}),
+            "replan_attainment is 1; give a number below 1.0",
+        ),
+        (
+            spec_data(replan="act", replan_policy="distserve", replan_most_devices=8, router={"slo_ttft_ms": 500}),
+            "replan_most_devices is given, and replan_policy is distserve, which has no rule for fewer devices; take "
+            "one of them out",
+        ),
+        (
             spec_data(replan_most_devices=8),
             "replan_most_devices is given, and replan is off; make it advise or act",
         ),

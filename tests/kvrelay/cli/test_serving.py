@@ -20,6 +20,7 @@ from kvrelay.cli.cluster.views import LineView
 from kvrelay.cli.console import FAILURE, INTERRUPTED
 from kvrelay.cli.spec_flags import SpecChanges
 from kvrelay.client.known_clusters import Mode, read
+from placement.plan import Slo
 from worker.wire.secrets import Secrets
 
 pytestmark = pytest.mark.unit
@@ -170,3 +171,13 @@ def test_what_is_left_in_a_ray_is_announced_and_kept(
     noted = read("chat")
     assert noted is not None
     assert (noted.pid, noted.address, noted.is_alive, cluster.is_stopped) == (0, "auto", True, False)
+
+
+def test_the_spec_says_how_roles_follow_the_load() -> None:
+    router = {"slo_ttft_ms": 500.0}
+    cluster = {"model": "m", "replan": "act", "replan_attainment": 0.75, "replan_policy": "distserve"}
+    asked = serving.asked_of(build_spec(None, SpecChanges(cluster=cluster, router=router), {}))
+    assert (asked.slo, asked.acts, asked.policy) == (Slo(ttft_s=0.5, attainment=0.75), True, "distserve")
+    grows = {"model": "m", "replan": "advise", "replan_most_devices": 8}
+    asked = serving.asked_of(build_spec(None, SpecChanges(cluster=grows, router=router), {}))
+    assert (asked.slo.attainment, asked.acts, asked.policy, asked.most_devices) == (0.9, False, "kvrelay", 8)
