@@ -2,7 +2,8 @@
 those of hybrids of the best two pools and the best colocated placement.
 
 For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
-sized until it keeps the SLO there (placement/search/sizing.py). The best are simulated again by longer runs.
+sized until it keeps the SLO there (placement/search/sizing.py), and hybrids of the best are cut down as far as they
+keep it. The best are simulated again by longer runs.
 """
 
 from __future__ import annotations
@@ -85,7 +86,15 @@ def hybrids_of(candidate: Candidate) -> list[Candidate]:
 
 
 def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[SimulatedCluster]:
-    """Each one sized until it keeps the SLO at the rate, then its goodput."""
+    """Each one sized until it keeps the SLO at the rate, then its goodput; then hybrids of the best, of no use unless
+    they do with as many workers or fewer."""
+    clusters = _sized(search, placements, rate, "clusters for the rate")
+    return clusters + _sized(search, _hybrids(search, clusters), rate, "hybrids for the rate", may_grow=False)
+
+
+def _sized(
+    search: PlanSearch, placements: Sequence[Placement], rate: float, what: str, *, may_grow: bool = True
+) -> list[SimulatedCluster]:
     problem = search.problem
     jobs = [
         SizingJob(
@@ -97,11 +106,12 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
             effort=JOINT.times(search.question.thoroughness),
             seed=problem.seed,
             gpus_per_node=problem.catalog.gpus_per_node,
+            may_grow=may_grow,
         )
         for placement in placements
     ]
     by_candidate: dict[Candidate, Placement] = {}
-    for sized in search.runner.map(size_for_rate, jobs, "clusters for the rate"):
+    for sized in search.runner.map(size_for_rate, jobs, what):
         search.log.count(sized)
         if sized.keeps_slo:
             by_candidate.setdefault(sized.placement.candidate, sized.placement)

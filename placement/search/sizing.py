@@ -47,7 +47,7 @@ def estimate_job(job: EstimateJob) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingJob:
-    """`offers` of the placement's pools, in their order."""
+    """`offers` of the placement's pools, in their order. `may_grow`: more workers than it has are tried, too."""
 
     placement: Placement
     offers: tuple[Offer, ...]
@@ -57,6 +57,7 @@ class SizingJob:
     effort: Effort
     seed: int
     gpus_per_node: int
+    may_grow: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,8 @@ def binding_pool(point: RatePoint, missed_ttft: float, missed_tpot: float) -> Po
     return "prefill"
 
 
-def with_one_more(candidate: Candidate, role: PoolRole, count: int = 1) -> Candidate:
-    pools = tuple(replace(p, replicas=p.replicas + count) if p.role == role else p for p in candidate.pools)
+def with_one_more(candidate: Candidate, role: PoolRole) -> Candidate:
+    pools = tuple(replace(p, replicas=p.replicas + 1) if p.role == role else p for p in candidate.pools)
     return replace(candidate, pools=pools)
 
 
@@ -111,7 +112,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
 
     candidate = job.placement.candidate
     estimated = look(candidate)
-    for _ in range(MOST_ADDED):
+    for _ in range(MOST_ADDED if job.may_grow else 0):
         if estimated.keeps_slo:
             break
         candidate = more(job.placement, candidate, _role_to_add(candidate, estimated))
@@ -129,18 +130,27 @@ def _role_to_add(candidate: Candidate, now: Estimate) -> PoolRole:
     return "decode" if binding == "decode" else "prefill"
 
 
-def more(placement: Placement, candidate: Candidate, role: PoolRole, count: int = 1) -> Candidate:
-    """`count` workers of the role more; of whole pairs, where those are repeated."""
+def more(placement: Placement, candidate: Candidate, role: PoolRole) -> Candidate:
+    """A worker of the role more; a whole pair, where those are repeated."""
     if placement.copies == 1:
-        return with_one_more(candidate, role, count)
-    return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + count) for p in candidate.pools))
+        return with_one_more(candidate, role)
+    return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + 1) for p in candidate.pools))
+
+
+def _one_less(placement: Placement, candidate: Candidate, index: int) -> Candidate:
+    """In that pool; a whole pair, where those are repeated."""
+    pools = (
+        replace(p, replicas=p.replicas - 1) if i == index or placement.copies > 1 else p
+        for i, p in enumerate(candidate.pools)
+    )
+    return replace(candidate, pools=tuple(pools))
 
 
 def _trimmed(placement: Placement, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
     """Less of any pool, one worker at a time, as long as the SLO is kept."""
-    for pool in candidate.pools:
+    for index in range(len(candidate.pools)):
         while True:
-            less = more(placement, candidate, pool.role, -1)
+            less = _one_less(placement, candidate, index)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
                 break
             candidate = less

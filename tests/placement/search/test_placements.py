@@ -122,7 +122,7 @@ def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
     pairs = with_candidate(
         type(placement)(candidate=placement.candidate, promised=12, within_node=True, copies=2), placement.candidate
     )
-    system = system_of(pairs, problem().offer_of, None)
+    system = system_of(pairs, problem().offer_of, SLO)
     assert pairs.copies == 4
     assert system.workers_by_pool == {"prefill": 1, "decode": 1}
 

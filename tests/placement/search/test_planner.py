@@ -10,12 +10,16 @@ import pytest
 
 from placement.build.from_offers import mixed_of, pair_of
 from placement.catalogs.base import Degrees, Offer, PlanError
-from placement.plan import Plan, RequestClass, Slo, to_json
-from placement.search.clusters import hybrids_of
+from placement.goodput.targets import Targets
+from placement.plan import Candidate, Plan, RequestClass, Slo, to_json
+from placement.search.clusters import JOINT, hybrids_of
+from placement.search.placements import Placement
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
+from placement.search.sizing import SizedPlacement, SizingJob, size_for_rate
 from placement.workload.requests import Workload
-from tests.placement.toys import PROMPT, ToyCatalog, alike
+from placement.workload.traffic import Traffic
+from tests.placement.toys import PROMPT, ToyCatalog, alike, toy_offer
 
 SLO = Slo(ttft_s=0.4, tpot_s=0.012)
 DISTURBED = Slo(ttft_s=0.4, tpot_s=0.0125)  # any step with a prompt in it takes ten decode steps
@@ -120,6 +124,39 @@ def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> N
     assert 2 <= prefill.replicas <= 3
     assert decode.replicas == 1
     assert 0 <= found.headroom < 0.6
+
+
+def test_for_a_rate_a_hybrid_is_tried_with_as_many_workers_or_fewer() -> None:
+    """The same two workers that are best for two GPUs."""
+    found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=None, rate=14.0)
+    assert {each.candidate.kind for each in found.tried} == {"hybrid", "one pool", "two pools"}
+    assert (found.chosen.candidate.kind, found.chosen.candidate.gpus) == ("hybrid", 2)
+
+
+def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
+    offer = toy_offer()
+    reading, writing = (mixed_of(offer, count, "toy", chunks).pools[0] for count, chunks in ((2, 100), (1, 50)))
+
+    def sized(rate: float) -> SizedPlacement:
+        hybrid = Placement(candidate=Candidate(pools=(reading, writing)), promised=rate, within_node=True)
+        return size_for_rate(
+            SizingJob(
+                placement=hybrid,
+                offers=(offer, offer),
+                rate=rate,
+                traffic=Traffic(source=alike()),
+                targets=Targets(slo=Slo(ttft_s=1.0, tpot_s=1.0)),
+                effort=JOINT.times(0.05),
+                seed=0,
+                gpus_per_node=8,
+                may_grow=False,
+            )
+        )
+
+    few, many = sized(2.0), sized(100.0)
+    assert [pool.replicas for pool in few.placement.candidate.pools] == [1, 1]
+    assert (few.keeps_slo, many.keeps_slo) == (True, False)
+    assert [pool.replicas for pool in many.placement.candidate.pools] == [2, 1]
 
 
 def test_a_budget_is_as_many_gpus_as_it_pays_for() -> None:
