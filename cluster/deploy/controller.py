@@ -25,6 +25,7 @@ from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
 from cluster.deploy.ray import find_actor
 from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Member, Roster, Version, WorkerEntry, roles_of
+from cluster.router.takers import Takers, why_alone, without
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import plan_of, workers_of
 from worker.awake import AwakeClock
@@ -109,29 +110,53 @@ class Controller:
         """Who each has, by pool, the first numbers first; without those that leave."""
         return {pool.label: self._roster.staying(pool.label) for pool in self._spec.pools}
 
-    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
-        """Have so many in it. Returns name, stage and reason of those that are on their way."""
+    async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
+        """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows; None:
+        whoever does."""
         role = next(each.role for each in self._spec.pools if each.label == pool)
+        if why := self._why_alone(self._roster.staying(pool)[replicas:], takers):
+            return why
         added = self._roster.resize(pool, role, replicas)
         await self._save()  # before there is an actor that the next controller would not know
         await self._notify()
+        self._tell_routers()
         for name in added:
             self._heard[name] = asyncio.Event()
             self._spawn(self._keep(name))
-        return await self.pending(pool)
+        return ""
 
     async def pending(self, pool: str) -> list[tuple[str, str, str]]:
         """Who is on the way."""
         return [(m.name, *self._standing(m)) for m in self._roster.pending(pool)]
 
-    async def remove(self, name: str, undo: bool) -> bool:
-        """Have a worker leave, or not. Whether there is one of the name, and it is not too late."""
-        if name not in self._roster.worker_names() or self._roster.member(name).is_gone:
+    async def remove(self, name: str, takers: Takers | None) -> str | None:
+        """Have a worker leave. Returns why not, empty if it does; None: there is none of the name, or none any more."""
+        if not self._is_kept(name):
+            return None
+        if why := self._why_alone([name], takers):
+            return why
+        await self._set_leaving(name, undo=False)
+        return ""
+
+    async def take_back(self, name: str) -> bool:
+        """Have it stay. Whether there is one of the name, and it is not too late."""
+        if not self._is_kept(name):
             return False
+        await self._set_leaving(name, undo=True)
+        return True
+
+    def _is_kept(self, name: str) -> bool:
+        return name in self._roster.worker_names() and not self._roster.member(name).is_gone
+
+    def _why_alone(self, names: Sequence[str], takers: Takers | None) -> str:
+        """Of two that are asked for at once, by whatever routers, the second one hears of the first."""
+        return "" if takers is None else why_alone(names, without(takers, self._roster.leaving))
+
+    async def _set_leaving(self, name: str, *, undo: bool) -> None:
         if self._roster.member(name).is_leaving == undo:
             self._roster.set_leaving(name, undo=undo)
             await self._save()
-        return True
+            self._tell_routers()
 
     def _standing(self, member: Member) -> tuple[str, str]:
         if member.stage == "waiting" and not member.is_leaving:

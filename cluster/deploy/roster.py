@@ -43,6 +43,7 @@ class WorkerEntry(NamedTuple):
     address: str
     incarnation: str
     trouble: str = ""  # that it died of late, how often and of what
+    is_leaving: bool = False  # it is drained, and then ended
 
 
 class Newest:
@@ -195,7 +196,7 @@ class Roster:
         """Every worker that has been ready, lost ones included: a router knows better and sooner than this roster
         whether it can reach one."""
         return [
-            WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m))
+            WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m), m.is_leaving)
             for m in self._members.values()
             if m.role != ROUTER and m.served_as is not None and not m.is_gone
         ]
@@ -217,6 +218,10 @@ class Roster:
     def staying(self, pool: str) -> list[str]:
         """Of a pool, the first numbers first."""
         return [member.name for member in self._pool(pool) if not member.is_leaving]
+
+    @property
+    def leaving(self) -> set[str]:
+        return {member.name for member in self._members.values() if member.is_leaving}
 
     def pending(self, pool: str) -> list[Member]:
         """Of a pool, who is not yet, or still, there."""

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
+from cluster.router.takers import Takers
 from cluster.spec.model import USUAL_HTTP_PORT, ClusterSpec, RouterSpec
 from engine.process import set_thread_counts
 from worker.actor import MemberActor
@@ -63,16 +64,19 @@ class ControllerPools:
         answer: dict[str, list[str]] = await self._ask("pools")
         return answer
 
-    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
-        answer: list[tuple[str, str, str]] = await self._ask("scale", pool, replicas)
-        return answer
+    async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
+        return str(await self._ask("scale", pool, replicas, takers))
 
     async def pending(self, pool: str) -> list[tuple[str, str, str]]:
         answer: list[tuple[str, str, str]] = await self._ask("pending", pool)
         return answer
 
-    async def remove(self, worker: str, *, undo: bool) -> bool:
-        return bool(await self._ask("remove", worker, undo))
+    async def remove(self, worker: str, takers: Takers | None) -> str | None:
+        answer: str | None = await self._ask("remove", worker, takers)
+        return answer
+
+    async def take_back(self, worker: str) -> bool:
+        return bool(await self._ask("take_back", worker))
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """In a thread: where Ray's GCS is gone its client waits without end."""

@@ -68,5 +68,6 @@ class RouterService:
             return
         entries = [WorkerEntry(*worker) for worker in workers]
         self._server.set_workers(
-            WorkerEndpoint(name=e.name, role=e.role, address=e.address, trouble=e.trouble) for e in entries
+            WorkerEndpoint(name=e.name, role=e.role, address=e.address, trouble=e.trouble, is_leaving=e.is_leaving)
+            for e in entries
         )

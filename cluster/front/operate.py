@@ -13,6 +13,7 @@ from cluster.router.driver import Router
 from cluster.router.links.worker_link import LinkState
 from cluster.router.live.requests import RequestFailed
 from cluster.router.monitoring.status import load_of, status_of
+from cluster.router.takers import Takers
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2
 from worker.wire.door import CALLER
@@ -28,14 +29,18 @@ class Pools(Protocol):
     async def pools(self) -> dict[str, list[str]]:
         """By pool, its workers, those that leave first last; without those that are leaving."""
 
-    async def scale(self, pool: str, replicas: int) -> list[tuple[str, str, str]]:
-        """Returns name, stage and reason of those that are on their way."""
+    async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
+        """Returns why not; empty if it is so. `takers`: of a phase that these compute one must be left that does not
+        leave; None: whoever is left."""
 
     async def pending(self, pool: str) -> list[tuple[str, str, str]]:
-        """The same of those that are."""
+        """Name, stage and reason of those that are on their way."""
 
-    async def remove(self, worker: str, *, undo: bool) -> bool:
-        """Have it leave, or not. Whether there is one of the name, and it is not too late."""
+    async def remove(self, worker: str, takers: Takers | None) -> str | None:
+        """Have it leave. Returns why not, empty if it does; None: there is none of the name, or none any more."""
+
+    async def take_back(self, worker: str) -> bool:
+        """Have it stay. Whether there is one of the name, and it is not too late."""
 
 
 class ClusterService:
@@ -82,12 +87,9 @@ class ClusterService:
             raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no pool {asked.pool!r}; there are {known}")
         if asked.replicas > MAX_REPLICAS:
             raise InvalidRequest(f"replicas is {asked.replicas}; give {MAX_REPLICAS} at most")
-        if asked.look:
-            pending = await kept.pending(asked.pool)
-        else:
-            self._router.check_others(pools[asked.pool][asked.replicas :], is_sure=asked.force)
-            pending = await kept.scale(asked.pool, asked.replicas)
-        pending = pending or self._unheard((await kept.pools())[asked.pool])
+        if not asked.look and (why := await kept.scale(asked.pool, asked.replicas, self._takers(force=asked.force))):
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+        pending = await kept.pending(asked.pool) or self._unheard((await kept.pools())[asked.pool])
         return cluster_pb2.ScaleResponse(
             pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending]
         )
@@ -103,15 +105,19 @@ class ClusterService:
 
     async def _remove(self, worker: str, *, force: bool) -> None:
         """Also one that is lost, again and again."""
-        kept = self._kept()
-        self._router.check_others((worker,), is_sure=force)
-        if not await kept.remove(worker, undo=False):
+        why = await self._kept().remove(worker, self._takers(force=force))
+        if why is None:
             raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {worker!r} in any pool")
+        if why:
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+
+    def _takers(self, *, force: bool) -> Takers | None:
+        return None if force else self._router.takers
 
     async def _take_back(self, worker: str, pools: Pools) -> None:
         """First of all from whoever would end it. Where that does not answer, it is not being ended just now."""
         with contextlib.suppress(RequestFailed):
-            if not await pools.remove(worker, undo=True):
+            if not await pools.take_back(worker):
                 raise InvalidRequest(f"{worker} is in no pool, or on its way out for good")
         self._router.drain(worker, undo=True)
 

@@ -17,7 +17,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
+from cluster.router.takers import Takers, why_alone, without
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -183,7 +184,8 @@ class Router:
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
         link = self._ready(name)
-        self.check_others((name,), is_sure=undo or force)
+        if not (undo or force):
+            self._check_others(name)
         link.drain(undo=undo)
 
     def set_role(self, name: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
@@ -195,7 +197,8 @@ class Router:
             raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, why)
         link = self._ready(name)
         if link.role != role:
-            self.check_others((name,), is_sure=force)
+            if not force:
+                self._check_others(name)
             link.set_role(role, chunk_tokens)
             return
         if chunk_tokens is None:
@@ -215,13 +218,15 @@ class Router:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{name} is {link.state.value}: {link.reason}")
         return link
 
-    def check_others(self, names: Collection[str], *, is_sure: bool) -> None:
-        """Whether each phase of these workers has another one. Raises RequestFailed."""
-        alone = self.policy.workers.alone_in(names)
-        if alone and not is_sure:
-            are, take = ("is the only worker", "takes") if len(names) == 1 else ("are the only workers", "take")
-            why = f"{' and '.join(names)} {are} for {' and '.join(alone)} that {take} requests"
-            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"{why}; start another one, or force it")
+    @property
+    def takers(self) -> Takers:
+        """Who takes new requests, and was not told to take none."""
+        return without(self.policy.workers.takers, self._links.leaving)
+
+    def _check_others(self, name: str) -> None:
+        """Whether each phase of this worker has another one. Raises RequestFailed."""
+        if why := why_alone((name,), self.takers):
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
 
     # what workers say: LinkHost
 

@@ -5,7 +5,7 @@ of requests is the policy's (cluster/router/policy.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
@@ -17,6 +17,7 @@ from cluster.router.moving import REST_S, Moving
 from cluster.router.options import RouterOptions
 from cluster.router.passing import Passing
 from cluster.router.placing import Placed, Placing
+from cluster.router.takers import alone_in
 from worker.roles import kind_of
 
 
@@ -46,14 +47,13 @@ class Workers:
             return "prefill"
         return "" if self.decode.is_open else "decode"
 
-    def alone_in(self, workers: Collection[str]) -> list[str]:
-        """The phases of these workers for which no other one takes new requests, and speaks."""
-        alone = []
-        for phase, takers in ((PREFILL, self.prefill.open_names), (DECODE, self.decode.open_names)):
-            others = [name for name in takers if name not in workers]
-            if len(others) < len(takers) and all(self.health.is_stuck(name) for name in others):
-                alone.append(phase)
-        return alone
+    @property
+    def takers(self) -> dict[str, dict[str, bool]]:
+        """Who takes new requests, as their last reports say: see cluster/router/takers.py."""
+        by_phase = {PREFILL: self.prefill.open_names, DECODE: self.decode.open_names}
+        return {
+            phase: {name: not self.health.is_stuck(name) for name in names} for phase, names in by_phase.items()
+        }
 
     def has_left(self, name: str) -> bool:
         """It drains, and nothing of ours is there or on its way."""
@@ -131,7 +131,7 @@ class Workers:
             return ""
         self.health.on_silent(name, f"it has said nothing for {silent_s:.1f} s")
         bound_s = self._options.dead_after_s
-        if self.alone_in((name,)):
+        if alone_in((name,), self.takers):
             bound_s = max(bound_s, self._options.lost_after_s)
         return f"it said nothing for {bound_s:g} s" if silent_s >= bound_s else ""
 

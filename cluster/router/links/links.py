@@ -91,6 +91,11 @@ class WorkerLinks:
         ready = (other for other in self._links.values() if other is not link and other.state is LinkState.READY)
         return [other.hello for other in ready if other.hello is not None]
 
+    @property
+    def leaving(self) -> set[str]:
+        """Workers that are about to take nothing new."""
+        return {name for name, link in self._links.items() if link.is_leaving}
+
     def is_incarnation(self, name: str, incarnation: str) -> bool:
         """Whether that is the process which answers under the name."""
         link = self._links.get(name)

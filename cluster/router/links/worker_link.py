@@ -47,6 +47,7 @@ class WorkerEndpoint:
     role: str
     address: str  # host:port
     trouble: str = field(default="", compare=False)  # what whoever deploys has against it
+    is_leaving: bool = field(default=False, compare=False)  # it is drained soon, and then ended
 
 
 class LinkState(StrEnum):
@@ -117,6 +118,8 @@ class WorkerLink:
         self._beat_s = min(beat_s, dead_after_s / 4)
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
+        self._order_ns = 0  # when it was told to leave, on our clock; 0: it has said since how it stands
+        self._pong_ns = 0  # when the newest ping was made that it has answered
         self._heard_s = 0.0  # by the awake clock
         self._is_silent = False
         self._backoff_s = MIN_BACKOFF_S
@@ -135,6 +138,11 @@ class WorkerLink:
     def phases(self) -> tuple[Phase, ...]:
         """Of a request's life, that it computes."""
         return kind_of(self.role).phases
+
+    @property
+    def is_leaving(self) -> bool:
+        """It is about to take nothing new, though its last report may not say so yet."""
+        return self.worker.is_leaving or self._order_ns > 0
 
     @property
     def address(self) -> pb.WorkerAddress:
@@ -178,8 +186,11 @@ class WorkerLink:
 
     def drain(self, *, undo: bool) -> None:
         self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))
+        self._order_ns = 0 if undo else time.monotonic_ns()
 
     def set_role(self, role: str, chunk_tokens: int | None) -> None:
+        if role != self.role:
+            self._order_ns = time.monotonic_ns()
         self._put(pb.RouterMessage(set_role=pb.SetRole(role=role, chunk_tokens=chunk_tokens)))
 
     def _put(self, message: pb.RouterMessage) -> None:
@@ -214,7 +225,7 @@ class WorkerLink:
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         """One stream from hello to its end, which is always an exception."""
         self._outbox = asyncio.Queue()
-        self._seq = 0
+        self._seq = self._order_ns = self._pong_ns = 0
         self.clock = ClockOffset()
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Connect(self._outgoing(), metadata=secret_metadata(self._secret))
@@ -269,9 +280,12 @@ class WorkerLink:
                 case "outputs":
                     self._host.on_outputs(self, message.outputs)
                 case "report":
+                    if self._pong_ns > self._order_ns:
+                        self._order_ns = 0  # it has made this one since it knows
                     self._host.on_report(self, message.report)
                 case "pong":
                     pong = message.pong
+                    self._pong_ns = pong.router_ns
                     self.clock.add(pong.router_ns, pong.worker_ns, time.monotonic_ns())
                 case "hello":
                     self._host.on_hello_again(self, message.hello)

@@ -95,7 +95,7 @@ async def running(launch: Callable[[str], None] = print) -> AsyncIterator[Contro
 
 def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
     asyncio.run(run_until(lambda: members["router-0"].told))
-    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "")]
+    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "", False)]
 
 
 async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +119,23 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
 
     async with running(launch) as controller:
         await until(lambda: told() == ["decode-0"])
-        pending = await controller.scale("decode", 2)
-        assert pending == [("decode-1", "waiting", "wants CPU 1 of Ray")]
+        assert await controller.scale("decode", 2, None) == ""
+        assert await controller.pending("decode") == [("decode-1", "waiting", "wants CPU 1 of Ray")]
         await until(lambda: told() == ["decode-0", "decode-1"])
         assert created == ["decode-1", "decode-1"]
-        assert await controller.scale("decode", 2) == []
+        assert await controller.scale("decode", 2, None) == ""
+        assert await controller.pending("decode") == []
 
-        assert await controller.scale("decode", 1) == [("decode-1", "leaving", "")]
+        assert await controller.scale("decode", 1, None) == ""
+        assert await controller.pending("decode") == [("decode-1", "leaving", "")]
         await until(lambda: members["decode-1"].drains)
-        assert await controller.scale("decode", 2) == [], "it comes back"
+        assert await controller.scale("decode", 2, None) == ""
+        assert await controller.pending("decode") == [], "it comes back"
         await until(lambda: members["decode-1"].drains[-1:] == [True])
         assert not killed
 
-        assert not await controller.remove("router-0", undo=False)
-        assert await controller.remove("decode-0", undo=False)
+        assert await controller.remove("router-0", None) is None
+        assert await controller.remove("decode-0", None) == ""
         await until(lambda: members["decode-0"].drains)
         gone, knew = members["decode-0"], list[list[str]]()
         gone.stop = remote(lambda grace_s: knew.append(told()))
@@ -142,6 +145,25 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         assert killed == [(gone, True)]
         assert knew == [["decode-1"]], "no router is surprised"
         assert (await controller.pools())["decode"] == ["decode-1"]
+
+
+async def test_of_the_last_two_of_a_phase_one_stays(members: dict[str, Member]) -> None:
+    """Though routers that were asked for each have not heard of the other."""
+    takers = {"prefill": {"prefill-0": True}, "decode": {"decode-0": True, "decode-1": True}}
+    only = "decode-1 is the only worker for decode that takes requests; start another one, or force it"
+    async with running(lambda name: members.update({name: Member(name)})) as controller:
+        await until(lambda: members["router-0"].told)
+        await controller.scale("decode", 2, takers)
+        both = await controller.scale("decode", 0, takers)
+        assert both.startswith("decode-0 and decode-1 are the only workers for decode that take requests")
+        await until(lambda: len(members["router-0"].told[-1]) == 2)
+        answers = await asyncio.gather(controller.remove("decode-0", takers), controller.remove("decode-1", takers))
+        assert answers == ["", only]
+        assert await controller.scale("decode", 0, takers) == only
+        await until(lambda: [entry[0] for entry in members["router-0"].told[-1] if entry[-1]] == ["decode-0"])
+        assert await controller.take_back("decode-0")
+        assert await controller.remove("decode-1", takers) == ""
+        assert await controller.remove("decode-0", None) == "", "it is forced"
 
 
 async def test_one_that_leaves_and_dies_is_not_started_again(
@@ -202,13 +224,13 @@ async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
     async with running(launch) as controller:
         await until(lambda: members["router-0"].told)
         members["decode-0"].is_drained = True
-        assert await controller.remove("decode-0", undo=False)
+        assert await controller.remove("decode-0", None) == ""
         await until(lambda: controller._roster.member("decode-0").is_gone)
-        assert not await controller.remove("decode-0", undo=True), "it is too late"
-        await controller.scale("decode", 1)
+        assert not await controller.take_back("decode-0"), "it is too late"
+        await controller.scale("decode", 1, None)
         await until(lambda: created)
         assert created == ["decode-1"]
         await until(lambda: "decode-0" not in controller._roster)
         assert len(kills) == 2
-        await controller.scale("decode", 2)
+        await controller.scale("decode", 2, None)
         await until(lambda: created == ["decode-1", "decode-0"])

@@ -15,7 +15,7 @@ from cluster.front.server import server_options
 from cluster.router.decisions import Assigned
 from cluster.router.dispatch import SENDS_AT_ONCE, Dispatcher
 from cluster.router.links.clock_offset import ClockOffset
-from cluster.router.live.requests import LiveRequest
+from cluster.router.live.requests import LiveRequest, RequestFailed
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from tests.cluster.harness import collect, request, serving, tokens_of
@@ -538,6 +538,40 @@ async def test_a_removed_worker_is_not_used_any_more_and_an_added_one_is() -> No
         assert answer.timeline.decode_worker == "decode-1"
         assert [w.name for w in (await h.status()).workers] == ["prefill-0", "decode-1"]
         await other.kill()
+
+
+async def test_of_the_last_two_of_a_phase_one_stays() -> None:
+    """Before the first one has said that it drains, too."""
+    only = "decode-1 is the only worker for decode that takes requests; start another one, or force it"
+    async with serving(1, 2) as h:
+        router, links = h.router, {link.name: link for link, *_ in h.router.workers()}
+        router.drain("decode-0")
+        with pytest.raises(RequestFailed, match=only):
+            router.drain("decode-1")
+        with pytest.raises(RequestFailed, match=only):
+            router.set_role("decode-1", "prefill")
+        router.drain("decode-0", undo=True)
+        router.set_role("decode-0", "prefill")
+        with pytest.raises(RequestFailed, match=only):
+            router.drain("decode-1")
+        router.drain("decode-0")
+        await h.until(lambda: not links["decode-0"].is_leaving)  # a report says that it takes requests all the same
+        router.drain("decode-0")
+        assert links["decode-0"].is_leaving
+        await h.decode(0).kill()
+        await h.decode(0).start()
+        await h.until(lambda: links["decode-0"].losses == 1 and links["decode-0"].state == "ready")
+        assert not links["decode-0"].is_leaving, "it is another process"
+        router.drain("decode-1", force=True)
+
+
+async def test_one_that_leaves_for_good_counts_no_more() -> None:
+    async with serving(1, 2) as h:
+        goes = replace(h.decode(0).endpoint, is_leaving=True)
+        h.server.set_workers([h.prefill().endpoint, goes, h.decode(1).endpoint])
+        with pytest.raises(RequestFailed, match="decode-1 is the only worker for decode that takes requests"):
+            h.router.drain("decode-1")
+        assert h.router.takers == {"prefill": {"prefill-0": True}, "decode": {"decode-1": True}}
 
 
 async def test_the_status_tells_what_the_deployment_has_against_a_worker() -> None:
