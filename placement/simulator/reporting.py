@@ -166,10 +166,13 @@ class Reporter(Teller):
             return
         inbox = self._inbox
         tick = int(now / inbox.gap_s)
-        if tick > self._tick:
-            arrives_after_s = (tick + 1) * inbox.gap_s + inbox.delay_s
-            if arrives_after_s > inbox.next_decision_s:
-                self._make(tick)
+        if tick <= self._tick or (tick + 1) * inbox.gap_s + inbox.delay_s <= inbox.next_decision_s:
+            return
+        heard = inbox.arrived_tick(inbox.next_decision_s)
+        if self._tick < heard < tick:
+            self._make(heard)
+        if self._is_due:
+            self._make(tick)
 
     def mark(self, now: float) -> None:
         if not self._is_due:
