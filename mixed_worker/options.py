@@ -14,7 +14,7 @@ class MixedOptions(PrefillOptions, DecodeOptions):
     chunk_tokens: int = knob(
         128,
         "of prompts in a step that decodes, too; more reads prompts sooner, fewer keeps the time per output token; 0: "
-        "prompts are read only while nothing decodes",
+        "prompts are read only while nothing decodes, and come only where no other worker reads them",
         unit="tokens",
         ge=0,
     )

@@ -111,8 +111,8 @@ class Controller:
         return {pool.label: self._roster.staying(pool.label) for pool in self._spec.pools}
 
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
-        """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows; None:
-        whoever does."""
+        """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows, of
+        whom each phase must be left one; None: or none."""
         role = next(each.role for each in self._spec.pools if each.label == pool)
         if why := self._why_alone(self._roster.staying(pool)[replicas:], takers):
             return why

@@ -16,6 +16,7 @@ from engine.pages.news import NO_NEWS, PageHash, PageNews
 from worker.steps.costs import StepCosts
 
 DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
+LAST_TOKENS = 1 << 40  # more than anybody has queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +145,15 @@ class PrefillAccount:
         return min(self.report.waiting_tokens, self.others_tokens + self.seen_tokens) + self.unseen_tokens
 
     @property
+    def reads_last(self) -> bool:
+        """It decodes, too, and reads only while it does not: a prompt there waits for all answers that still come."""
+        return self.beside is not None and not self.view.chunk_tokens
+
+    @property
     def load(self) -> int:
         """Tokens that are computed beside a prompt or before it: by this the least loaded worker is found."""
-        return self.queued_tokens + (0 if self.beside is None else self.beside.batch * DECODE_TOKENS)
+        before = LAST_TOKENS if self.reads_last else 0
+        return self.queued_tokens + before + (0 if self.beside is None else self.beside.batch * DECODE_TOKENS)
 
     def cached_len(self, shape: RequestShape) -> int:
         """Tokens of the prompt that are there, or on their way; at least one token is always computed."""

@@ -4,8 +4,9 @@
                     \\-> on_passing_failed: it is read on here, and rests a while
 
 They leave a worker that is about to stop: however long they are, and however many wait there, it is soon empty. Only
-one that reads and decodes can take them, for the rest is read in the pages where they are decoded; preferably the one
-that would have decoded them, which has most of the KV by then. Where there is none, they are read to their end.
+one that reads beside what it decodes can take them, for the rest is read in the pages where they are decoded;
+preferably the one that would have decoded them, which has most of the KV by then. Where there is none, they are read to
+their end.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Passing:
         """Who has pages for it now; None: nobody."""
         if not _may_pass(request, now):
             return None
+        readers = [name for name, account in self._prefill.accounts.items() if not account.reads_last]
         shunned = self._health.shunned(request.past, DECODE, now, request.prefill)
-        shunned = {**shunned, **dict.fromkeys(self._decode.accounts.keys() - self._prefill.accounts.keys(), BARRED)}
+        shunned = {**shunned, **dict.fromkeys(self._decode.accounts.keys() - set(readers), BARRED)}
         present = self._decode.accounts.get(request.decode)
         if present is not None and present.view.name not in (request.prefill, *shunned) and not present.report.draining:
             return present

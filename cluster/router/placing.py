@@ -85,6 +85,7 @@ class Placing:
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
         shunned = {**self._health.shunned(past, PREFILL, now), **dict.fromkeys(unheard, BARRED)}
+        untried = self._untried(request, now)
         first: Placed | None = None
         for _ in range(MAX_TRIES):
             prefill = self._prefill.best(shape, shunned)
@@ -97,7 +98,7 @@ class Placing:
                 break  # something stands against all that are left
             if why := self._backlog(prefill, shape):
                 return Unplaced(reason=why)
-            decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name), first=name)
+            decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name), first=untried or name)
             if isinstance(decode, str):
                 return first or Unplaced(reason=decode, lacks_pages=True)
             placed = Placed(prefill=prefill, decode=decode)
@@ -113,7 +114,7 @@ class Placing:
         kinds of workers, where something stands against a placement, or too little is known."""
         shape, past = request.shape, request.past
         target = self.target_of(shape)
-        if past.avoid or past.deaths or not (target.ttft_s or target.tpot_s) or not self._prefill.has_both:
+        if not self._may_predict(request):
             return None
         prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))
         best = best_predicted(
@@ -128,6 +129,18 @@ class Placing:
             return None
         words = target.words(best.read.takes_s, best.written.takes_s)
         return Placed(prefill=best.prefill, decode=best.decode, words=words)
+
+    def _may_predict(self, request: RoutedRequest) -> bool:
+        target, past = self.target_of(request.shape), request.past
+        return bool(target.ttft_s or target.tpot_s) and self._prefill.has_both and not (past.avoid or past.deaths)
+
+    def _untried(self, request: RoutedRequest, now: float) -> str:
+        """One that decodes nothing, and whose steps nobody knows: nothing is predicted before they are."""
+        if self._lends or not self._may_predict(request):
+            return ""
+        shunned = self._health.shunned(request.past, DECODE, now)
+        least = [account for account in self._decode.few(request.shape, shunned) if not account.batch]
+        return next((account.view.name for account in least if account.report.costs is None), "")
 
     def _lent(self, request: RoutedRequest, now: float) -> Placed | None:
         """As Splitwise would. None where something stands against that."""

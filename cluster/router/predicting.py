@@ -104,7 +104,7 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
         takes_s += costs.step_s(0, batch, _context(beside), both=1) * (steps + 0.5)
     else:
         takes_s = float("inf")  # it waits until nobody decodes there
-    is_kept = not target.ttft_s or takes_s < USED * target.ttft_s
+    is_kept = takes_s < (USED * target.ttft_s or math.inf)
     if beside is not None and beside.tightest_s < (target.tpot_s or math.inf):
         share = min(view.chunk_tokens, tokens / OUTPUT_TOKENS)
         is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s

@@ -51,9 +51,7 @@ class Workers:
     def takers(self) -> dict[str, dict[str, bool]]:
         """Who takes new requests, as their last reports say: see cluster/router/takers.py."""
         by_phase = {PREFILL: self.prefill.open_names, DECODE: self.decode.open_names}
-        return {
-            phase: {name: not self.health.is_stuck(name) for name in names} for phase, names in by_phase.items()
-        }
+        return {phase: {name: not self.health.is_stuck(name) for name in names} for phase, names in by_phase.items()}
 
     def has_left(self, name: str) -> bool:
         """It drains, and nothing of ours is there or on its way."""
@@ -94,6 +92,7 @@ class Workers:
         for account in (self.prefill.accounts.get(name), self.decode.accounts.get(name)):
             if account is not None:
                 account.view = replace(account.view, chunk_tokens=tokens)
+        self.prefill.note(name)
 
     def is_stopping(self, decode: str) -> bool:
         """It is there, and takes no new requests."""

@@ -11,6 +11,7 @@ from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
+from engine.pages.news import PageNews
 from engine.pages.pool import page_hashes
 from worker.steps.costs import StepCosts
 
@@ -87,6 +88,16 @@ def test_who_wants_short_steps_is_not_joined_by_who_would_make_them_longer() -> 
 def test_a_worker_that_reads_no_prompts_beside_answers_is_given_none() -> None:
     policy = policy_with("m0", "m1", chunk_tokens=0, m0=BUSY)
     assert placed(policy, shape())[0] == "m1"
+    policy = policy_with("p0", "m0", chunk_tokens=0, p0={"waiting_tokens": 16_000})
+    assert placed(policy, shape()) == ("p0", "m0"), "it would wait for all that p0 has"
+
+
+def test_who_waits_without_end_keeps_no_target() -> None:
+    only = RouterOptions(slo_tpot_ms=15.0)
+    hashes = page_hashes(list(range(1000)), PAGE)
+    cached = {**BUSY, "pages": PageNews(found=tuple(hashes))}
+    policy = policy_with("m0", "m1", options=only, chunk_tokens=0, m0=cached)
+    assert placed(policy, shape(page_hashes=hashes))[0] == "m1"
 
 
 def test_the_reason_tells_what_was_predicted() -> None:
@@ -111,6 +122,12 @@ def test_else_the_least_loaded_are_chosen(
     decision = policy_with(*names, options=options, **reports).assign(request_shape, 1.0)
     assert isinstance(decision, Assigned)
     assert "predicted" not in decision.reason
+
+
+def test_who_is_not_known_yet_is_tried() -> None:
+    policy = policy_with("m0", "d0", d0={"costs": None})
+    assert placed(policy, shape("a")) == ("m0", "d0")
+    assert placed(policy, shape("b")) == ("m0", "m0"), "it is known when that one has had some tokens"
 
 
 def test_a_pair_that_cannot_hand_over_is_not_chosen() -> None:

@@ -88,7 +88,8 @@ class Lockstep:
     def bring_up(self, name: str) -> None:
         pages = self.rng.choice((self.walk.max_pages, self.walk.max_pages, self.walk.max_pages // 2))
         page_size = self.rng.choice(self.walk.page_sizes)
-        view = WorkerView(name=name, role=self.roles[name], total_pages=pages, page_size=page_size)
+        chunks = self.rng.choice((0, 32, 32)) if self.roles[name] == "mixed" else 0
+        view = WorkerView(name=name, role=self.roles[name], total_pages=pages, page_size=page_size, chunk_tokens=chunks)
         self.up[name] = view
         self.seqs[name] = 0
         for misfit in self.both("on_worker_up", view, self.now):  # type: ignore[attr-defined]

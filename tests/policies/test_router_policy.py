@@ -28,9 +28,14 @@ def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None)
     """Workers named p... prefill, d... decode, m... both."""
     policy = RouterPolicy(options)
     for name in names:
-        role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
-        policy.on_worker_up(WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE), now=0.0)
+        policy.on_worker_up(view(name, pages), now=0.0)
     return policy
+
+
+def view(name: str, pages: int = 100, chunk_tokens: int = 32) -> WorkerView:
+    role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
+    chunks = chunk_tokens if role == "mixed" else 0
+    return WorkerView(name=name, role=role, total_pages=pages, page_size=PAGE, chunk_tokens=chunks)
 
 
 def shape(
@@ -69,6 +74,20 @@ def test_a_worker_of_both_phases_writes_what_it_has_read_while_it_has_pages() ->
     policy = cluster("d0", "m0", pages=10)
     placed = [assigned(policy.assign(shape(f"r{i}", 50), 0.0)) for i in range(3)]
     assert [(each.prefill, each.decode) for each in placed] == [("m0", "m0"), ("m0", "m0"), ("m0", "d0")]
+
+
+def test_a_worker_that_reads_nothing_while_it_decodes_is_given_no_prompt_that_another_can_read() -> None:
+    policy = cluster("p0")
+    policy.on_worker_up(view("m0", chunk_tokens=0), 0.0)
+    policy.on_report("p0", Report(made_s=1.0, waiting_tokens=20_000, available_pages=100), 1.0)
+    assert assigned(policy.assign(shape("a"), 1.0)).prefill == "p0"
+    policy.on_chunk_tokens("m0", 32)
+    assert assigned(policy.assign(shape("b"), 1.0)).prefill == "m0"
+    policy.on_chunk_tokens("m0", 0)
+    assert assigned(policy.assign(shape("c"), 1.0)).prefill == "p0"
+    policy.on_report("p0", Report(made_s=2.0, available_pages=100, draining=True), 2.0)
+    assert assigned(policy.assign(shape("d"), 2.0)).prefill == "m0"
+    policy.check_invariants()
 
 
 def test_workers_of_both_phases_share_what_they_write() -> None:
@@ -568,6 +587,9 @@ def test_prompts_stay_where_nobody_else_could_read_them() -> None:
     policy.on_report("p1", Report(made_s=0.0, waiting_tokens=900), 0.0)
     read_by(policy, "p0", "a")
     assert policy.unread("p0", 1.0) == []
+    policy.on_worker_up(view("m0", chunk_tokens=0), 1.0)
+    policy.on_report("m0", Report(made_s=1.0, available_pages=100), 1.0)
+    assert policy.pass_on("a", 1.0) is None, "it would wait there until nobody writes"
 
 
 def test_one_that_may_have_killed_a_worker_is_not_passed_on() -> None:
@@ -687,9 +709,8 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
                     up.discard(name)
                 else:
                     seqs[name] = 0
-                    role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
-                    view = WorkerView(name=name, role=role, total_pages=20, page_size=PAGE)
-                    known -= {given_up.request_id for given_up in policy.on_worker_up(view, now)}
+                    came = view(name, 20, chunk_tokens=rng.choice((0, 32)))
+                    known -= {given_up.request_id for given_up in policy.on_worker_up(came, now)}
                     up.add(name)
             case _:
                 name = rng.choice(names)

@@ -21,7 +21,8 @@ FEW = 32  # workers, looked at one by one
 
 
 class PrefillCandidates:
-    """The best is the one that would be done with a prompt first: least to compute, less what it has cached of it."""
+    """The best is the one that would be done with a prompt first: least to compute, less what it has cached of it. Who
+    reads nothing while it decodes is never before another."""
 
     def __init__(self) -> None:
         self.accounts: dict[str, PrefillAccount] = {}
@@ -115,13 +116,16 @@ class PrefillCandidates:
         self._rank()
         ranked = [*self._by_load.keys[:FEW], *self._both_by_load.keys[:FEW]]
         names = dict.fromkeys([*[name for _, name in ranked], *sorted(self._cachers(shape)[1])])
-        accounts = [self.accounts[name] for name in names if name not in shunned]
-        return [account for account in accounts if self._fits(account, shape)]
+        return self._readers([self.accounts[name] for name in names if name not in shunned], shape)
 
     def all(self, shape: RequestShape, shunned: Shunned) -> list[PrefillAccount]:
         """That could hold the prompt."""
-        accounts = [account for name, account in self.accounts.items() if name not in shunned]
-        return [account for account in accounts if self._fits(account, shape)]
+        return self._readers([account for name, account in self.accounts.items() if name not in shunned], shape)
+
+    def _readers(self, accounts: Iterable[PrefillAccount], shape: RequestShape) -> list[PrefillAccount]:
+        """Those that could hold the prompt; that read last only where there is no other."""
+        fitting = [account for account in accounts if self._fits(account, shape)]
+        return [account for account in fitting if not account.reads_last] or fitting
 
     def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
         """Few workers that may have much of the prompt cached, and how many tokens all others have at most."""

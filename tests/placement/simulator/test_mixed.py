@@ -92,8 +92,8 @@ def test_the_router_is_told_what_steps_take() -> None:
 
 
 def test_placed_by_prediction_more_requests_keep_their_targets() -> None:
-    """Two read prompts as fast as they can, two only while they write nothing."""
-    reading, writing = policy(chunk_tokens=256), policy(chunk_tokens=0)
+    """Two read prompts as fast as they can, two in small chunks."""
+    reading, writing = policy(chunk_tokens=256), policy(chunk_tokens=16)
     setup = cluster([replace(w, policy=writing if i > 1 else reading) for i, w in enumerate(workers("mixed", 4))])
     workload = requests(600, rate=22)
     by_load, predicted = (
