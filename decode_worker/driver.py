@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
-from decode_worker.reservations import HeldAnswer, Reservations
+from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
 from engine.pages.pool import PageHash
 from engine.types import PENDING, Chunk, InvalidRequest, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied
@@ -61,19 +61,20 @@ class DecodeRole:
         log.warning("%s decodes; reassign of %s is for its prefill worker", self._name, reassign.request_id)
 
     def on_move(self, move: pb.Move) -> None:
-        self.moves.begin(move.request_id, move.decode)
+        self.moves.begin(move)
 
     def on_begin(self, request_id: str) -> None:
         self.policy.on_begin(request_id)
         self._host.wake()
 
-    def on_cancel(self, request_id: str, reason: str) -> None:
-        request = self.requests.get(request_id)
-        if request is None:
-            self.reservations.remember_cancelled(request_id)
+    def on_cancel(self, cancel: pb.Cancel) -> None:
+        request, reason = self.requests.get(cancel.request_id), cancel.reason
+        last_move = cancel.last_move if cancel.HasField("last_move") else ANY_MOVE
+        if request is None or request.state.move > last_move:
+            self.reservations.remember_cancelled(cancel.request_id, last_move)
             return
         self._host.counters["cancelled"] += 1
-        if self.policy.is_reserved(request_id):
+        if self.policy.is_reserved(request.id):
             self.reservations.cancel(request, reason)
             return
         self.reservations.end(request)

@@ -41,6 +41,7 @@ STILL_S = 1.0  # that a request stands still for its move: then it goes on here,
 class _Move:
     request: HeldAnswer
     target: pb.WorkerAddress
+    number: int
     over: asyncio.Future[None]  # the request has ended
     handoff: Handoff | None = None
     is_open: bool = False  # the policy knows of it
@@ -72,12 +73,13 @@ class Moves:
         self._moves: dict[str, _Move] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, request_id: str, target: pb.WorkerAddress) -> None:
+    def begin(self, wanted: pb.Move) -> None:
+        request_id, target = wanted.request_id, wanted.decode
         request = self._requests.get(request_id)
         if request is None:
             return  # its end is on its way to the router
         loop = asyncio.get_running_loop()
-        move = _Move(request=request, target=target, over=loop.create_future())
+        move = _Move(request=request, target=target, number=wanted.number, over=loop.create_future())
         if request_id in self._moves or not self._policy.may_move(request_id):
             why = f"{self._host.options.name} has nothing of it to move now"
             self._tell_failed(move, Undelivered(why, pb.FAILURE_CAUSE_ROOM, target.name))
@@ -143,7 +145,7 @@ class Moves:
         request, policy = move.request, self._policy
         reserved = policy.on_move(request.id, MOVE_ROOM_TOKENS)
         move.is_open = True
-        state = _state(request, reserved)
+        state = _state(request, reserved, move.number)
         handoff = move.handoff = pair.reserve(state, room_tokens=MOVE_ROOM_TOKENS, on_stalled=log.warning)
         await handoff.granted()
         for _ in range(MAX_ROUNDS):
@@ -194,11 +196,11 @@ class Moves:
         self._host.streams.flush()
 
 
-def _state(request: HeldAnswer, num_tokens: int) -> pb.RequestState:
+def _state(request: HeldAnswer, num_tokens: int, move: int) -> pb.RequestState:
     """Of the first so many tokens, which have their KV."""
     state = pb.RequestState()
     state.CopyFrom(request.state)
-    state.held = False
+    state.held, state.move = False, move
     del state.output_ids[:]
     state.output_ids.extend(request.tokens[request.prompt_len : num_tokens])
     return state

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LOCAL = "local"  # the transport of a receipt: the KV was computed where it is
 CANCELLED_REMEMBERED = 4096  # ids whose cancel came before their reservation
+ANY_MOVE = (1 << 32) - 1  # by which a request may come
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Reservations:
         self._host = host
         self._name = host.options.name
         self._policy = policy
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._cancelled: OrderedDict[str, int] = OrderedDict()  # up to which move
         self.requests: dict[str, HeldAnswer] = {}
         self.on_forgotten: Callable[[str], None] | None = None  # told each request that is over
         self.on_unread: Callable[[UnreadPrompt], None] | None = None  # reads them on; None: nobody does
@@ -108,8 +109,10 @@ class Reservations:
     def _why_not(self, request: pb.RequestState, *, is_move: bool) -> Denied | None:
         if self._host.is_stopping or (self._host.is_draining and is_move):
             return Denied(reason=f"{self._name} is stopping", retryable=True)
-        if request.request_id in self._cancelled:
+        if request.move <= self._cancelled.get(request.request_id, -1):
             return Denied(reason=f"{request.request_id} was cancelled before its KV came", retryable=False)
+        if is_move and request.request_id in self.requests:  # by an earlier one, and is about to be cancelled
+            return Denied(reason=f"{request.request_id} is still at {self._name}", retryable=True)
         if self._host.streams.link(request.router_id) is None:
             return Denied(reason=f"{self._name} has no stream with {request.router_id}", retryable=True)
         return None
@@ -172,9 +175,9 @@ class Reservations:
         """Of one whose KV has not come: on_lease_released follows, after the fence."""
         self.handoffs.leases.end(request.id, reason)
 
-    def remember_cancelled(self, request_id: str) -> None:
-        """Its reservation may still come, and is denied then."""
-        self._cancelled[request_id] = None
+    def remember_cancelled(self, request_id: str, last_move: int) -> None:
+        """Its reservation may still come, by a move up to this one, and is denied then."""
+        self._cancelled[request_id] = max(last_move, self._cancelled.get(request_id, 0))
         while len(self._cancelled) > CANCELLED_REMEMBERED:
             self._cancelled.popitem(last=False)
 

@@ -70,11 +70,11 @@ class MixedRole:
     def on_begin(self, request_id: str) -> None:
         self._decode.on_begin(request_id)
 
-    def on_cancel(self, request_id: str, reason: str) -> None:
-        if request_id in self._prefill.requests:
-            self._prefill.on_cancel(request_id, reason)
+    def on_cancel(self, cancel: pb.Cancel) -> None:
+        if cancel.request_id in self._prefill.requests:
+            self._prefill.on_cancel(cancel)
         else:
-            self._decode.on_cancel(request_id, reason)
+            self._decode.on_cancel(cancel)
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         self._prefill.on_reassign(reassign)

@@ -106,13 +106,13 @@ class PrefillRole:
         if request is not None:  # else its end is on its way to the router
             self.passing.begin(request, move.decode)
 
-    def on_cancel(self, request_id: str, reason: str) -> None:
-        request = self.requests.get(request_id)
+    def on_cancel(self, cancel: pb.Cancel) -> None:
+        request = self.requests.get(cancel.request_id)
         if request is None or request.is_cancelled:
             return
         request.is_cancelled = True
         self._host.counters["cancelled"] += 1
-        self.handoffs.spawn(self._cancel(request, reason))
+        self.handoffs.spawn(self._cancel(request, cancel.reason))
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         request = self.requests.get(reassign.request_id)

@@ -124,7 +124,7 @@ class Worker(Generic[RoleT]):
             await asyncio.sleep(DRAIN_POLL_S)
         self.is_stopping = True
         for request_id in list(self.role.requests):
-            self.role.on_cancel(request_id, "the worker stops")
+            self.role.on_cancel(pb.Cancel(request_id=request_id, reason="the worker stops"))
         await self.streams.stop()
         await self.role.stop_serving()
         await self._server.stop(0)
@@ -173,7 +173,7 @@ class Worker(Generic[RoleT]):
         self.role.on_begin(begin.request_id)
 
     def on_cancel(self, cancel: pb.Cancel) -> None:
-        self.role.on_cancel(cancel.request_id, cancel.reason)
+        self.role.on_cancel(cancel)
 
     def on_reassign(self, reassign: pb.Reassign) -> None:
         self.role.on_reassign(reassign)
@@ -238,7 +238,7 @@ class Worker(Generic[RoleT]):
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):
             if request.state.router_id == router_id:
-                self.role.on_cancel(request_id, f"router {router_id} is lost")
+                self.role.on_cancel(pb.Cancel(request_id=request_id, reason=f"router {router_id} is lost"))
 
     def report(self) -> pb.WorkerReport:
         report, usage = self.role.report(), self.pool.usage

@@ -72,8 +72,8 @@ class Role(Protocol[BatchT]):
     def on_begin(self, request_id: str) -> None:
         """The request was held, and may be computed. It may be over."""
 
-    def on_cancel(self, request_id: str, reason: str) -> None:
-        """The request is not wanted any more. It may be over, or not have come yet."""
+    def on_cancel(self, cancel: pb.Cancel) -> None:
+        """The request is not wanted any more, or not here. It may be over, or not have come yet."""
 
     def on_reassign(self, reassign: pb.Reassign) -> None: ...
 

@@ -380,7 +380,7 @@ class Router:
                 self._dispatcher.on_stalled(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
                 if live.is_handed_off and link.name != live.decode:
-                    self._on_ready_elsewhere(link, live)
+                    self._on_ready_elsewhere(link, live, event.move)
                     return
                 live.timeline.enter("decode_queue", at_s)
                 if live.receipt is None and event.HasField("receipt"):
@@ -409,11 +409,11 @@ class Router:
         if retry is not None:
             self._dispatcher.retry(live, retry)
 
-    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest) -> None:
-        if link.name == live.moving_to:
+    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest, move: int) -> None:
+        if link.name == live.moving_to and move == live.last_move:
             self._on_moved(live, link.name, link.name)
         else:  # it was told that it has not moved, or our cancel overtakes it
-            link.cancel(live.wire_id, f"it runs at {live.decode}")
+            link.cancel(live.wire_id, f"it runs at {live.decode}", move)
 
     def _on_passed(self, live: LiveRequest, event: pb.RequestEvent) -> None:
         if (retry := self._moves.on_passed(live, event.decode_worker, event)) is not None:

@@ -49,7 +49,7 @@ FAILURE_CAUSE_ROOM: FailureCause
 FAILURE_CAUSE_REQUEST: FailureCause
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class RequestState(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -68,7 +69,8 @@ class RequestState(_message.Message):
     cache_salt: str
     held: bool
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    move: int
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("name", "address", "incarnation")
@@ -121,12 +123,14 @@ class Submit(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., request: _Optional[_Union[RequestState, _Mapping]] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "last_move")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LAST_MOVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    last_move: int
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., last_move: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("request_id",)
@@ -143,14 +147,16 @@ class Reassign(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class Move(_message.Message):
-    __slots__ = ("request_id", "decode", "unread")
+    __slots__ = ("request_id", "decode", "unread", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     UNREAD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: WorkerAddress
     unread: bool
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ..., unread: _Optional[bool] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerAddress, _Mapping]] = ..., unread: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("undo",)
@@ -238,7 +244,7 @@ class TokenOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer")
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +255,7 @@ class RequestEvent(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     kind: EventKind
@@ -259,7 +266,8 @@ class RequestEvent(_message.Message):
     decode_worker: str
     cause: FailureCause
     peer: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ...) -> None: ...
+    move: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ..., move: _Optional[int] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("tokens", "events")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from decode_worker.driver import DecodeRole
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
-from decode_worker.reservations import Reservations
+from decode_worker.reservations import ANY_MOVE, Reservations
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted
 from kv_transfer.options import TransferOptions
@@ -21,6 +23,10 @@ PAGES = 8
 
 
 async def make_reservations() -> Reservations:
+    return make_role().reservations
+
+
+def make_role() -> DecodeRole:
     pool = PagePool(PAGES, PAGE_SIZE)
 
     def hashed(tokens: list[int], parent: bytes) -> list[bytes]:
@@ -32,15 +38,18 @@ async def make_reservations() -> Reservations:
         options=options,
         pool=pool,
         engine=SimpleNamespace(
-            info=SimpleNamespace(fingerprint="m", vocab_size=100, max_model_len=30), memory=random_memory(PAGES)
+            info=SimpleNamespace(fingerprint="m", vocab_size=100, max_model_len=30, eos_token_ids=[]),
+            memory=random_memory(PAGES),
         ),
         address=pb.WorkerAddress(name="decode-0"),
         is_draining=False,
         is_stopping=False,
-        streams=SimpleNamespace(link=lambda _: object()),
+        streams=SimpleNamespace(link=lambda _: object(), event=lambda *_, **more: None, flush=lambda: None),
+        counters=Counter(),
+        wake=lambda: None,
         page_hashes=hashed,
     )
-    return Reservations(host, DecodePolicy(pool, DecodeOptions()))
+    return DecodeRole(host, DecodePolicy(pool, DecodeOptions()))
 
 
 def state(tokens: list[int], *, salt: str = "", **sampling: Any) -> pb.RequestState:
@@ -73,6 +82,41 @@ async def test_a_reservation_has_the_priority_of_its_request() -> None:
     urgent.priority = -2
     assert isinstance(reservations.reserve(urgent), Granted)
     assert reservations._policy._requests[urgent.request_id].priority == -2
+
+
+async def test_a_cancel_that_came_first_is_of_what_it_names() -> None:
+    reservations = await make_reservations()
+    moved = state([1, 2, 3])
+    reservations.remember_cancelled("a", 1)
+    for number, is_denied in ((0, True), (1, True), (2, False)):
+        moved.move = number
+        answer = reservations.reserve(moved, room_tokens=2)
+        assert isinstance(answer, Denied) == is_denied, number
+    moved.move = 3
+    answer = reservations.reserve(moved, room_tokens=2)
+    assert isinstance(answer, Denied)
+    assert answer.retryable, "it is there by another move, and may come by the next"
+    reservations.forget(reservations.requests["a"])
+    reservations.remember_cancelled("a", ANY_MOVE)
+    reservations.remember_cancelled("a", 1)
+    assert isinstance(reservations.reserve(moved, room_tokens=2), Denied), "it is over"
+
+
+async def test_a_cancel_of_a_move_ends_nothing_that_came_by_a_later_one() -> None:
+    role = make_role()
+    moved = state([1, 2, 3])
+    moved.move = 2
+    assert isinstance(role.reservations.reserve(moved, room_tokens=2), Granted)
+    role.policy.on_committed("a", 0)
+    role.on_cancel(pb.Cancel(request_id="a", last_move=1))
+    assert role.requests
+    role.on_cancel(pb.Cancel(request_id="a", last_move=2))
+    assert not role.requests
+    moved.move = 3
+    assert isinstance(role.reservations.reserve(moved, room_tokens=2), Granted)
+    role.policy.on_committed("a", 0)
+    role.on_cancel(pb.Cancel(request_id="a"))
+    assert not role.requests
 
 
 async def test_pages_are_only_found_under_the_same_salt() -> None:

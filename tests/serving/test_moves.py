@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from kv_transfer.prefill_side.errors import HandoffLost
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.deploy.running import kvrelay
@@ -101,6 +102,38 @@ async def test_a_worker_that_drains_is_left_by_all(
     assert (total["router_retries"], total["moves_failed"], total["router_stale_tokens"]) == (0, 0, 0)
     names = ["router-0", *(worker.options.name for worker in cluster.workers)]
     replays(*(tmp_path / f"{name}.jsonl" for name in names))
+
+
+async def test_who_could_not_be_reached_once_is_moved_to_later(
+    model_dir: ModelDir, undisturbed: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("moving", "workers", "policy"):
+        monkeypatch.setattr(f"cluster.router.{module}.REST_S", 0.05)
+    async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        first, gate = cluster.decode[0], Gate(cluster.decode[0].engine, at=10)
+        peers = first.role.moves._peers
+        tries: list[str] = []
+
+        async def pair(target: Any) -> Any:
+            tries.append(target.name)
+            raise HandoffLost(f"{target.name} cannot be reached")
+
+        with_pair = peers.pair
+        peers.pair = pair
+        answers = asyncio.create_task(_ask(client))
+        await until(lambda: _num_decoding(first) > 1, "it decodes some")
+        await client.drain("decode-0")
+        await until(lambda: tries, "a move has failed")
+        await asyncio.sleep(0.1)  # the router tells the other worker
+        peers.pair = with_pair
+        gate.open()
+        await until(lambda: not first.role.requests, "it is left by all")
+        done = await answers
+        total = counters(cluster)
+    assert [answer.choices for answer in done] == [wanted.choices for wanted in undisturbed]
+    assert total["moves_failed"] >= 1
+    assert total["moves_done"] == total["router_moved"] >= 1
+    assert total["router_retries"] == 0
 
 
 async def test_what_one_worker_has_too_much_of_goes_to_another_that_comes(

@@ -69,6 +69,7 @@ class RouterLink:
 
     def event(self, request: pb.RequestState, kind: pb.EventKind, **details: Unpack[EventDetails]) -> None:
         event = pb.RequestEvent(request_id=request.request_id, attempt=request.attempt, kind=kind, **details)
+        event.move = request.move
         event.at_ns = event.at_ns or time.monotonic_ns()
         self._outputs.events.append(event)
 

@@ -45,10 +45,10 @@ class WorkerLinks:
     def get(self, name: str) -> WorkerLink | None:
         return self._links.get(name)
 
-    def cancel(self, name: str, wire_id: str, reason: str) -> None:
+    def cancel(self, name: str, wire_id: str, reason: str, last_move: int | None = None) -> None:
         """Have the worker end a request, if it is there."""
         if link := self._links.get(name):
-            link.cancel(wire_id, reason)
+            link.cancel(wire_id, reason, last_move)
 
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         wanted = {worker.name: worker for worker in workers}

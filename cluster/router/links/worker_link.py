@@ -172,8 +172,10 @@ class WorkerLink:
         self._put(pb.RouterMessage(submit=pb.Submit(seq=self._seq, request=request, decode=decode)))
         return self._seq
 
-    def cancel(self, request_id: str, reason: str) -> None:
-        self._put(pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, reason=reason)))
+    def cancel(self, request_id: str, reason: str, last_move: int | None = None) -> None:
+        """`last_move`: it runs on elsewhere, and may come again by a later one."""
+        cancel = pb.Cancel(request_id=request_id, reason=reason, last_move=last_move)
+        self._put(pb.RouterMessage(cancel=cancel))
 
     def begin(self, request_id: str) -> None:
         self._put(pb.RouterMessage(begin=pb.Begin(request_id=request_id)))
@@ -181,8 +183,9 @@ class WorkerLink:
     def reassign(self, request_id: str, decode: pb.WorkerAddress) -> None:
         self._put(pb.RouterMessage(reassign=pb.Reassign(request_id=request_id, decode=decode)))
 
-    def move(self, request_id: str, decode: pb.WorkerAddress, *, unread: bool) -> None:
-        self._put(pb.RouterMessage(move=pb.Move(request_id=request_id, decode=decode, unread=unread)))
+    def move(self, request_id: str, decode: pb.WorkerAddress, number: int, *, unread: bool) -> None:
+        move = pb.Move(request_id=request_id, decode=decode, number=number, unread=unread)
+        self._put(pb.RouterMessage(move=move))
 
     def drain(self, *, undo: bool) -> None:
         self._put(pb.RouterMessage(drain=pb.Drain(undo=undo)))

@@ -48,18 +48,20 @@ class LiveMoves:
             if live is None or move is None:
                 continue
             live.moving_to = move.to
-            self._ask(move, unread=False)
+            self._ask(live, move, unread=False)
         for wire_id in self._policy.unread(worker, now):
             live = self._get(wire_id)
             move = None if live is None else self._policy.pass_on(wire_id, now)
             if live is None or move is None:
                 continue
             live.decode = move.to
-            self._ask(move, unread=True)
+            self._ask(live, move, unread=True)
 
-    def _ask(self, move: Move, *, unread: bool) -> None:
+    def _ask(self, live: LiveRequest, move: Move, *, unread: bool) -> None:
+        live.last_move += 1
         log.info("%s moves from %s to %s: %s", move.request_id, move.source, move.to, move.reason)
-        self._links[move.source].move(move.request_id, self._links[move.to].address, unread=unread)
+        to = self._links[move.to].address
+        self._links[move.source].move(move.request_id, to, live.last_move, unread=unread)
 
     def on_passed(self, live: LiveRequest, to: str, event: pb.RequestEvent) -> Retry | None:
         """Likewise of a prompt, which that worker reads on."""
@@ -93,10 +95,10 @@ class LiveMoves:
         """The worker goes on with it."""
         if source != live.decode:  # and so does the other one, whose receipt was lost
             self._policy.on_left(live.wire_id, source)
-            self._links.cancel(source, live.wire_id, "it runs elsewhere")
+            self._links.cancel(source, live.wire_id, "it runs elsewhere", live.last_move)
             return
         if cause == "peer":
-            self._links.cancel(target, live.wire_id, "it has not moved")
+            self._links.cancel(target, live.wire_id, "it has not moved", live.last_move)
         if target != live.moving_to:
             return  # of a move that was given up when its target was lost
         live.moving_to = ""

@@ -102,6 +102,7 @@ class LiveRequest:
         self.has_moved = False  # in this attempt
         self.has_passed = False  # likewise, before it was read to its end
         self.num_moves = 0
+        self.last_move = 0  # the number of the last that was asked for
         self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.receipt: generate_pb2.HandoffReceipt | None = None
