@@ -8,9 +8,9 @@ drained at random moments and taken back, or made a mixed one and back, and whil
 drained amid a handful of long prompts, and passes on what it has not read to its end; until there were so many moves;
 then for `--kills`, with SIGKILL of a random decode worker in the middle of moves. Every answer must be what it was
 undisturbed, token for token; nothing may stay held; without kills no request may be sent again and no token computed
-twice. The table shows gaps between tokens, as a client sees them: all of them, and the largest k, k being the number of
-moves, beside the largest k of the run without moves. Kept in bench/results/moves.json. Exit code 1 when anything of
-this does not hold.
+twice; each answer comes with a good receipt for each of its moves. The table shows gaps between tokens, as a client
+sees them: all of them, and the largest k, k being the number of moves, beside the largest k of the run without moves.
+Kept in bench/results/moves.json. Exit code 1 when anything of this does not hold.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ async def ask(client: AsyncClient, number: int, played: Played) -> None:
     played.answers[number] = tuple(tokens)
     if result.timeline is not None:
         played.moves += result.timeline.moves
+        if sum(receipt.checksums_ok for receipt in result.moved) != result.timeline.moves:
+            played.errors.append(f"request {number}: {result.timeline.moves} moves, and the receipts {result.moved}")
         played.attempts += result.timeline.attempts - 1
     played.recomputed += 0 if result.receipt is None else result.receipt.recomputed_tokens
 

@@ -77,7 +77,7 @@ def merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutp
 
 
 def conclude(response: generate_pb2.GenerateResponse, submission: Submission, num_tokens: int) -> None:
-    """Put usage, timeline and receipt into the last message of the call."""
+    """Put usage, timeline and receipts into the last message of the call."""
     first: LiveRequest = submission.choices[0]
     response.usage.prompt_tokens = len(first.prompt_ids)
     response.usage.completion_tokens = num_tokens
@@ -85,6 +85,7 @@ def conclude(response: generate_pb2.GenerateResponse, submission: Submission, nu
     response.timeline.CopyFrom(first.timeline_to_proto())
     if (receipt := first.receipt_to_proto()) is not None:
         response.receipt.CopyFrom(receipt)
+    response.moved.extend(first.moved)
 
 
 def trailers(submission: Submission) -> tuple[tuple[str, str], ...]:
@@ -119,6 +120,7 @@ class WholeAnswer:
         self._answer.timeline.CopyFrom(last.timeline)
         if last.HasField("receipt"):
             self._answer.receipt.CopyFrom(last.receipt)
+        self._answer.moved.extend(last.moved)
 
     def message(self) -> generate_pb2.GenerateOnceResponse:
         for index, choice in sorted(self._choices.items()):

@@ -380,7 +380,7 @@ class Router:
                 self._dispatcher.on_stalled(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
                 if live.is_handed_off and link.name != live.decode:
-                    self._on_ready_elsewhere(link, live, event.move)
+                    self._on_ready_elsewhere(link, live, event)
                     return
                 live.timeline.enter("decode_queue", at_s)
                 if live.receipt is None and event.HasField("receipt"):
@@ -394,7 +394,7 @@ class Router:
             case pb.EVENT_KIND_MOVED if not live.is_handed_off:
                 self._on_passed(live, event)
             case pb.EVENT_KIND_MOVED:
-                self._on_moved(live, link.name, event.decode_worker)
+                self._on_moved(live, link.name, event.decode_worker, event)
             case pb.EVENT_KIND_MOVE_FAILED if link.name == live.prefill and not live.is_handed_off:
                 self._moves.on_passing_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_MOVE_FAILED:
@@ -409,19 +409,19 @@ class Router:
         if retry is not None:
             self._dispatcher.retry(live, retry)
 
-    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest, move: int) -> None:
-        if link.name == live.moving_to and move == live.last_move:
-            self._on_moved(live, link.name, link.name)
+    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent) -> None:
+        if link.name == live.moving_to and event.move == live.last_move:
+            self._on_moved(live, link.name, link.name, event)
         else:  # it was told that it has not moved, or our cancel overtakes it
-            link.cancel(live.wire_id, f"it runs at {live.decode}", move)
+            link.cancel(live.wire_id, f"it runs at {live.decode}", event.move)
 
     def _on_passed(self, live: LiveRequest, event: pb.RequestEvent) -> None:
         if (retry := self._moves.on_passed(live, event.decode_worker, event)) is not None:
             self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 
-    def _on_moved(self, live: LiveRequest, source: str, to: str) -> None:
-        if (retry := self._moves.on_moved(live, source, to)) is not None:
+    def _on_moved(self, live: LiveRequest, source: str, to: str, event: pb.RequestEvent) -> None:
+        if (retry := self._moves.on_moved(live, source, to, event.receipt)) is not None:
             self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 

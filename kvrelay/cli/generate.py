@@ -198,6 +198,7 @@ def _as_object(stream: Stream) -> dict[str, Any]:
         "tpot_ms": _ms(stream.tpot_s),
         "timeline": _plain(answer.timeline),
         "receipt": _plain(answer.receipt),
+        "moved": [_plain(receipt) for receipt in answer.moved],
     }
     if answer.choices and answer.choices[0].stop_string:
         result["stop_string"] = answer.choices[0].stop_string

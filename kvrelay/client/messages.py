@@ -106,6 +106,7 @@ class Fold:
             usage=usage_from(end.usage) if end is not None and end.HasField("usage") else None,
             timeline=timeline_from(end.timeline) if end is not None and end.HasField("timeline") else None,
             receipt=receipt_from(end.receipt) if end is not None and end.HasField("receipt") else None,
+            moved=tuple(receipt_from(receipt) for receipt in end.moved) if end is not None else (),
         )
 
 
@@ -150,6 +151,7 @@ def completion_from(answer: generate_pb2.GenerateOnceResponse) -> Completion:
         usage=usage_from(answer.usage) if answer.HasField("usage") else None,
         timeline=timeline_from(answer.timeline) if answer.HasField("timeline") else None,
         receipt=receipt_from(answer.receipt) if answer.HasField("receipt") else None,
+        moved=tuple(receipt_from(receipt) for receipt in answer.moved),
     )
 
 

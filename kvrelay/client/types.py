@@ -97,7 +97,7 @@ class Timeline:
     prefill_worker: str
     decode_worker: str  # empty if the request ended at prefill
     attempts: int
-    moves: int = 0  # from one decode worker to another, while it was decoded
+    moves: int = 0  # from one worker to another, while it was decoded or read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +149,10 @@ class Completion:
 
     request_id: str
     choices: tuple[Choice, ...]
-    usage: Usage | None = None  # these three come with the end of the answer
+    usage: Usage | None = None  # these four come with the end of the answer
     timeline: Timeline | None = None
     receipt: Receipt | None = None  # None as well if nothing was handed over
+    moved: tuple[Receipt, ...] = ()  # one for each of the timeline's moves, 64 at most
 
     @property
     def text(self) -> str:

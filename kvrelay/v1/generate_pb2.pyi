@@ -157,7 +157,7 @@ class HandoffReceipt(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., checksums_ok: _Optional[bool] = ..., cached_pages: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., resends: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timeline", "receipt", "stop_string")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timeline", "receipt", "stop_string", "moved")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class GenerateResponse(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -178,7 +179,8 @@ class GenerateResponse(_message.Message):
     timeline: Timeline
     receipt: HandoffReceipt
     stop_string: str
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., receipt: _Optional[_Union[HandoffReceipt, _Mapping]] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    moved: _containers.RepeatedCompositeFieldContainer[HandoffReceipt]
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., receipt: _Optional[_Union[HandoffReceipt, _Mapping]] = ..., stop_string: _Optional[str] = ..., moved: _Optional[_Iterable[_Union[HandoffReceipt, _Mapping]]] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "stop_string")
@@ -197,18 +199,20 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class GenerateOnceResponse(_message.Message):
-    __slots__ = ("request_id", "choices", "usage", "timeline", "receipt")
+    __slots__ = ("request_id", "choices", "usage", "timeline", "receipt", "moved")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     usage: Usage
     timeline: Timeline
     receipt: HandoffReceipt
-    def __init__(self, request_id: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., receipt: _Optional[_Union[HandoffReceipt, _Mapping]] = ...) -> None: ...
+    moved: _containers.RepeatedCompositeFieldContainer[HandoffReceipt]
+    def __init__(self, request_id: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., receipt: _Optional[_Union[HandoffReceipt, _Mapping]] = ..., moved: _Optional[_Iterable[_Union[HandoffReceipt, _Mapping]]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")

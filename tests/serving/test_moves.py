@@ -98,6 +98,8 @@ async def test_a_worker_that_drains_is_left_by_all(
         assert answer.timeline is not None
         assert answer.timeline.attempts == 1
         num_moves += answer.timeline.moves
+        told = [(each.transport, each.checksums_ok, each.bytes > 0) for each in answer.moved]
+        assert told == [(transport, True, True)] * answer.timeline.moves
     assert num_moves == total["router_moved"] == total["moves_done"] > 0
     assert (total["router_retries"], total["moves_failed"], total["router_stale_tokens"]) == (0, 0, 0)
     names = ["router-0", *(worker.options.name for worker in cluster.workers)]

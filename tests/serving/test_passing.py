@@ -107,6 +107,7 @@ async def test_what_is_read_in_part_is_read_on_elsewhere(
     assert 0 < at_last["prompt_tokens"] < sum(LENGTHS) == total["prompt_tokens"], "nothing is read twice"
     receipts = [answer.receipt for answer in done if answer.receipt]
     assert sum(receipt.bytes > 0 and receipt.checksums_ok for receipt in receipts) >= 1
+    assert all(sum(each.checksums_ok for each in a.moved) == a.timeline.moves for a in done if a.timeline)
     replays(*(tmp_path / f"{worker.options.name}.jsonl" for worker in cluster.workers), tmp_path / "router-0.jsonl")
 
 

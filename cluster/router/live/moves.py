@@ -19,6 +19,7 @@ from cluster.router.live.requests import LiveRequest
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.policy import RouterPolicy
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import HandoffReceipt
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class LiveMoves:
             return None
         self._metrics.counts["moved"] += 1
         live.prefill, live.has_passed = to, True
-        live.num_moves += 1
+        live.on_moved(event.receipt)
         if event.HasField("receipt"):
             live.receipt = event.receipt
         return self._policy.on_passed(live.wire_id, to, event.cached_tokens, self._clock())
@@ -80,7 +81,7 @@ class LiveMoves:
         log.info("%s stays at %s: %s", live.wire_id, source, reason)
         self._policy.on_passing_failed(live.wire_id, self._clock(), cause)
 
-    def on_moved(self, live: LiveRequest, source: str, to: str) -> Retry | None:
+    def on_moved(self, live: LiveRequest, source: str, to: str, receipt: HandoffReceipt) -> Retry | None:
         """That worker has it, as it says itself or `source` does. Returns what becomes of it if it is lost by now."""
         if live.decode != source and source != to:  # it has said so before
             self._policy.on_left(live.wire_id, source)
@@ -88,7 +89,7 @@ class LiveMoves:
         self._metrics.counts["moved"] += 1
         live.decode, live.moving_to = to, ""
         live.has_moved = True
-        live.num_moves += 1
+        live.on_moved(receipt)
         return self._policy.on_moved(live.wire_id, to, self._clock(), has_left=source != to)
 
     def on_failed(self, live: LiveRequest, source: str, target: str, reason: str, cause: Cause) -> None:

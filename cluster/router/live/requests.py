@@ -26,6 +26,7 @@ from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
+MAX_MOVED = 64  # receipts of moves that are kept of a request
 MAX_AT_ONCE = 256  # tokens and log-probabilities that are made into messages in one go
 
 
@@ -106,6 +107,7 @@ class LiveRequest:
         self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.receipt: generate_pb2.HandoffReceipt | None = None
+        self.moved: list[generate_pb2.HandoffReceipt] = []  # one for each of its moves
         self.finish: FinishReason | None = None
         self.last_token_s = 0.0
         self._computed_len = 0  # of the sequence, in earlier attempts, at most
@@ -143,6 +145,12 @@ class LiveRequest:
             self.cached_tokens = cached_tokens
         self.recomputed_tokens += max(0, self._computed_len - cached_tokens)
         self._computed_len = len(self.prompt_ids) + len(self.output_ids)
+
+    def on_moved(self, receipt: generate_pb2.HandoffReceipt) -> None:
+        """Another worker has it, and says what it was handed."""
+        self.num_moves += 1
+        if len(self.moved) < MAX_MOVED:
+            self.moved.append(receipt)
 
     def begin_attempt(self, now: float, *, past: Past) -> None:
         """Send it again: the tokens delivered so far stay, all else begins anew."""

@@ -70,7 +70,7 @@ def test_json_is_one_object(server: ScriptedServer) -> None:
     result = run(server, "hello", "--json", "--max-tokens", "2", "--logprobs", "1")
     answer = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert list(answer)[:9] == [
+    assert list(answer)[:10] == [
         "request_id",
         "text",
         "token_ids",
@@ -80,11 +80,13 @@ def test_json_is_one_object(server: ScriptedServer) -> None:
         "tpot_ms",
         "timeline",
         "receipt",
+        "moved",
     ]
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("é0 é1 ", [100, 101], "length")
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1}
     assert answer["timeline"]["phases_s"] == {"prefill": 0.25, "decode": 0.75}
     assert answer["receipt"]["pages"] == 4
+    assert [receipt["bytes"] for receipt in answer["moved"]] == [5000]
     assert answer["logprobs"][0]["chosen"] == {"token_id": 100, "logprob": -0.5}
     assert answer["ttft_ms"] > 0
 

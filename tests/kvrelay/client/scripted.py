@@ -126,6 +126,7 @@ class ScriptedServer(generate_pb2_grpc.GenerateServicer, cluster_pb2_grpc.Cluste
                         usage=part.usage if part.HasField("usage") else None,
                         timeline=part.timeline if part.HasField("timeline") else None,
                         receipt=part.receipt if part.HasField("receipt") else None,
+                        moved=part.moved,
                     )
                 )
         except asyncio.CancelledError:
@@ -183,6 +184,7 @@ def _end(request: Any, num_tokens: int) -> Any:
         receipt=generate_pb2.HandoffReceipt(
             transport="loopback", pages=4, bytes=4000, checksums_ok=True, transfer_s=0.002, exposed_s=0.001
         ),
+        moved=[generate_pb2.HandoffReceipt(transport="loopback", pages=5, bytes=5000, checksums_ok=True)],
     )
 
 

@@ -29,6 +29,7 @@ def test_generate_hands_back_the_whole_answer(server: ScriptedServer) -> None:
     assert dict(answer.timeline.phases_s) == {"prefill": 0.25, "decode": 0.75}
     assert answer.receipt is not None
     assert answer.receipt.bytes == 4000
+    assert [receipt.bytes for receipt in answer.moved] == [5000]
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300])
