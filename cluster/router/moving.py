@@ -4,22 +4,24 @@
                     \\-> on_stays: it has not gone, and rests a while
 
 They leave a worker that is about to stop; one that runs out of pages, where the last would soon be preempted and
-computed again; and one that computes far more of them than another of its kind. A move costs a copy and a page or two,
-so each request rests after one, and only what makes much of a difference moves for balance: loads that take turns do
-not make requests swing.
+computed again; and one that computes far more of them than another of its kind, or whose tokens take longer than one of
+them wants. A move costs a copy and a page or two, so each request rests after one, and only what makes much of a
+difference moves for balance, with targets only to where its tokens take less time and make nobody late: loads that take
+turns do not make requests swing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from cluster.router.accounts import DecodeAccount, RoutedRequest
+from cluster.router.accounts import DecodeAccount, RequestShape, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
+from cluster.router.predicting import token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 
@@ -29,41 +31,65 @@ RETRY_S = 0.5  # after one for which there were no pages
 MIN_GAP = 4  # requests that one worker must have more than another, and half as many again
 
 
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Why requests should leave a worker; empty: they should not."""
+
+    reason: str = ""
+    gap: int = 0  # by how many the other must have fewer
+    is_for_balance: bool = False
+
+
 class Moving:
-    def __init__(self, decode: DecodeCandidates, health: Health, *, may_balance: bool) -> None:
+    def __init__(
+        self,
+        decode: DecodeCandidates,
+        health: Health,
+        is_better: Callable[[RequestShape, DecodeAccount, DecodeAccount], bool],
+        *,
+        may_balance: bool,
+    ) -> None:
+        """`is_better`: whether a request, at the first of two workers, would do better at the second."""
         self._decode = decode
         self._health = health
+        self._is_better = is_better
         self._may_balance = may_balance
 
     def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
         """Of the requests at this worker those that may leave it now, if any should: the last by priority first (of a
-        worker that is about to stop the first by priority), the youngest of those before the others."""
+        worker that is about to stop the first by priority), the youngest of those before the others. For balance a
+        few: it can wait, and is asked for at each report of an overloaded worker."""
         account = self._decode.accounts.get(name)
-        if account is None or len(self._decode.accounts) < 2 or not self._why(account)[0]:
+        if account is None or len(self._decode.accounts) < 2 or not (why := self._why(account)).reason:
             return []
         here = [requests[i] for i in reversed((*account.listed, *account.promised))]
         here.sort(key=_priority, reverse=not account.report.draining)
-        return [request.shape.id for request in here if _may_move(request, name, now)]
+        movable = [request.shape.id for request in here if _may_move(request, name, now)]
+        return movable[:AT_ONCE] if why.is_for_balance else movable
 
-    def _why(self, account: DecodeAccount) -> tuple[str, int]:
-        """Why requests should leave it, and by how many the other must have fewer."""
+    def _why(self, account: DecodeAccount) -> Why:
         name, batch = account.view.name, account.batch
         if account.report.draining:
-            return f"{name} is stopping", 0
+            return Why(f"{name} is stopping")
         if batch > 1 and account.free_pages < batch:
-            return f"{name} has {max(0, account.free_pages)} pages left for {batch} requests", 0
-        least = self._decode.least_batch(account.view.role) if self._may_balance else batch
-        gap = max(MIN_GAP, batch // 2)
+            return Why(f"{name} has {max(0, account.free_pages)} pages left for {batch} requests")
+        if not self._may_balance:
+            return Why()
+        least, gap = self._decode.least_batch(account.view.role), max(MIN_GAP, batch // 2)
         if batch - least >= gap:
-            return f"{name} computes {batch} requests, another {least}", gap
-        return "", 0
+            return Why(f"{name} computes {batch} requests, another {least}", gap, is_for_balance=True)
+        takes_s, wanted_s = token_s(account), account.tightest_s
+        if batch > 1 and takes_s > wanted_s:  # one alone is nowhere faster
+            reason = f"each token at {name} takes {takes_s * 1e3:.1f} of {wanted_s * 1e3:.1f} ms"
+            return Why(reason, is_for_balance=True)
+        return Why()
 
     def choose(self, request: RoutedRequest, num_tokens: int, now: float) -> tuple[DecodeAccount, Move] | None:
         """Who has pages for it now, `num_tokens` long; None: nobody, or it may stay."""
         source = self._decode.accounts[request.decode]
-        reason, gap = self._why(source)
+        why = self._why(source)
         most = AT_ONCE if source.report.draining else 1
-        if not reason or source.num_leaving >= most or not _may_move(request, request.decode, now):
+        if not why.reason or source.num_leaving >= most or not _may_move(request, request.decode, now):
             return None
         shape = request.shape
         grown = max(0, num_tokens - shape.prompt_len)
@@ -72,11 +98,17 @@ class Moving:
         shunned = self._health.shunned(request.past, DECODE, now, request.decode)
         shunned = {**shunned, **dict.fromkeys(request.refused_by, BARRED)}
         found = self._decode.with_pages(shape, pages, request.decode, shunned)
-        if found is None or found.view.name in shunned or (gap and source.batch - found.batch < gap):
+        if found is None or found.view.name in shunned:
+            return None
+        if why.gap and source.batch - found.batch < why.gap:
+            return None
+        if why.is_for_balance and not self._is_better(shape, source, found):
             return None
         if not source.report.draining and found.free_pages - pages <= found.batch:
             return None  # it would be short of pages itself
-        return found, Move(request_id=shape.id, source=request.decode, to=found.view.name, pages=pages, reason=reason)
+        return found, Move(
+            request_id=shape.id, source=request.decode, to=found.view.name, pages=pages, reason=why.reason
+        )
 
 
 def _priority(request: RoutedRequest) -> int:

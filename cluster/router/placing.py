@@ -20,7 +20,7 @@ from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
 from cluster.router.lending import lend
 from cluster.router.options import RouterOptions
-from cluster.router.predicting import Target, best_predicted
+from cluster.router.predicting import Target, best_predicted, is_better
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -153,6 +153,12 @@ class Placing:
         if pair is None or self._health.is_broken_pair(pair[0].view.name, pair[1].view.name, now):
             return None
         return Placed(prefill=pair[0], decode=pair[1], words="by splitwise's rules")
+
+    def is_better(self, shape: RequestShape, source: DecodeAccount, to: DecodeAccount) -> bool:
+        """Whether it is written in less time there, and nobody late for it; where nobody has a target, nobody asks."""
+        target = self.target_of(shape)
+        has_targets = target.ttft_s or target.tpot_s or to.tpots_s
+        return not has_targets or is_better(shape, target, source, to)
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""

@@ -90,6 +90,20 @@ def best_predicted(
     return best
 
 
+def token_s(account: DecodeAccount) -> float:
+    """What each token takes that is written there; 0 where its costs are not known."""
+    return 0.0 if account.report.costs is None else _step_s(account, account.report.prompt_share, account.batch, 0)
+
+
+def is_better(shape: RequestShape, target: Target, source: DecodeAccount, to: DecodeAccount) -> bool:
+    """Whether its tokens would take less time there, and all that write there keep their targets: not before the costs
+    of both are known."""
+    if source.report.costs is None or to.report.costs is None:
+        return False
+    written = _written(to, shape, target)
+    return written.is_kept and written.takes_s < token_s(source)
+
+
 def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s: float) -> Part:
     """Its prompt. The step under way counts for half of one."""
     costs, view, beside = account.report.costs, account.view, account.beside

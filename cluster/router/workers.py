@@ -32,8 +32,8 @@ class Workers:
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
         self.placing = Placing(self.prefill, self.decode, self.health, options)
-        chosen = bool(options.slo_ttft_ms or options.slo_tpot_ms) or options.placement != "predicted"
-        self.moving = Moving(self.decode, self.health, may_balance=not chosen)
+        may_balance = options.placement == "predicted"
+        self.moving = Moving(self.decode, self.health, self.placing.is_better, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options

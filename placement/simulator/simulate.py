@@ -68,9 +68,7 @@ class Simulation:
         self.machines: dict[str, Machine] = {}
         self._has_prefixes = bool(workload.blocks)
         ttft_s, tpot_s = workload.targets_s(cluster.router.slo_ttft_ms / 1e3, cluster.router.slo_tpot_ms / 1e3)
-        has_targets = bool(ttft_s.any() or tpot_s.any())
-        roles = {worker.role for worker in cluster.workers} | {change.role for change in cluster.role_changes}
-        self._predicts = has_targets and "mixed" in roles
+        self._predicts = bool(ttft_s.any() or tpot_s.any())
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         for worker in cluster.workers:

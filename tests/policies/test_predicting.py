@@ -100,6 +100,40 @@ def test_who_waits_without_end_keeps_no_target() -> None:
     assert placed(policy, shape(page_hashes=hashes))[0] == "m1"
 
 
+def running(policy: RouterPolicy, *ids: str, at: str = "d0", **more: Any) -> None:
+    """These run at a decode worker, with 100 tokens each."""
+    for each in ids:
+        policy.assign(shape(each, 100, **more), 1.0)
+        policy.on_first_token(each, 1.0)
+        policy.on_handed_off(each, at, 1.0)
+
+
+def leaving(policy: RouterPolicy, *ids: str, costs: StepCosts | None = COSTS) -> list[str]:
+    """After d0 has told that it has them, and d1 that it has nothing."""
+    there = {"num_running": len(ids), "available_pages": PAGES - 10 * len(ids), "request_ids": frozenset(ids)}
+    policy.on_report("d1", Report(made_s=2.0, available_pages=PAGES, costs=costs), 2.0)
+    policy.on_report("d0", Report(made_s=2.0, costs=costs, **there), 2.0)
+    return [each for each in policy.leaving("d0", 2.0) if policy.move(each, 110, 2.0) is not None]
+
+
+def test_far_more_requests_than_another_has_are_shed_where_that_makes_nobody_late() -> None:
+    ids = [f"r{i}" for i in range(8)]
+    for tpot_ms, costs, num in ((15.0, COSTS, 1), (5.0, COSTS, 0), (15.0, None, 0)):
+        policy = policy_with("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=tpot_ms))
+        running(policy, *ids)
+        assert len(leaving(policy, *ids, costs=costs)) == num, (tpot_ms, costs)
+        policy.check_invariants()
+
+
+def test_a_worker_whose_tokens_take_longer_than_is_wanted_sheds_some() -> None:
+    """Of two requests, whose context is long."""
+    slow = replace(COSTS, context_token_s=5e-5)  # 12 ms for one, 21 for both
+    for tpot_s, num in ((0.016, 1), (0.03, 0), (0.011, 0)):
+        policy = policy_with("p0", "d0", "d1", options=RouterOptions())
+        running(policy, "a", "b", slo_tpot_s=tpot_s)
+        assert len(leaving(policy, "a", "b", costs=slow)) == num, tpot_s
+
+
 def test_the_reason_tells_what_was_predicted() -> None:
     decision = policy_with("p0", "m0", m0=BUSY).assign(shape(), 1.0)
     assert isinstance(decision, Assigned)

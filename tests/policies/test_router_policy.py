@@ -459,7 +459,7 @@ def told(policy: RouterPolicy, *ids: str, made_s: float, draining: bool = False,
 
 
 def test_all_leave_a_worker_that_stops_a_few_at_a_time() -> None:
-    policy = cluster("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=50.0))  # with targets none moves for balance
+    policy = cluster("p0", "d0", "d1", options=RouterOptions(placement="splitwise"))  # none moves for balance
     ids = [f"r{i}" for i in range(6)]
     running(policy, *ids, d1=100)
     assert told(policy, *ids, made_s=2.0) == []

@@ -16,7 +16,7 @@ from tests.placement.simulator.test_simulate import Plain, cluster, play, reques
 
 pytestmark = pytest.mark.unit
 
-TARGETS = RouterOptions(slo_ttft_ms=1000, slo_tpot_ms=50)  # with targets nothing moves for balance
+TARGETS = RouterOptions(slo_ttft_ms=1000, slo_tpot_ms=50)
 
 
 def drained(worker: str = "decode-0", at_s: float = 5.0, **given: object) -> SimCluster:
@@ -76,7 +76,8 @@ def test_without_pages_elsewhere_it_goes_on_where_it_is() -> None:
     assert moves_of(outcome)[1] > 0
 
 
-def test_who_has_far_more_than_another_sheds_some() -> None:
+@pytest.mark.parametrize("router", [RouterOptions(), TARGETS], ids=["without targets", "with targets"])
+def test_who_has_far_more_than_another_sheds_some(router: RouterOptions) -> None:
     """All but four small ones come before the second worker does."""
     losses = (Loss(worker="decode-1", at_s=0.0, back_s=6.0),)
     setup = cluster(workers("prefill"), workers("decode", 2, num_pages=2000), losses=losses)
@@ -84,10 +85,12 @@ def test_who_has_far_more_than_another_sheds_some() -> None:
     arrival_s, prompt_len = (np.concatenate(pair) for pair in zip((many.arrival_s, many.prompt_len), few, strict=False))
     output_len = np.concatenate((np.full(14, 800), few[2]))
     workload = Workload(arrival_s=arrival_s, prompt_len=prompt_len, output_len=output_len)
-    (_, outcome), (_, never) = play(setup, workload), play(replace(setup, router=TARGETS), workload)
+    _, outcome = play(replace(setup, router=router), workload)
     assert moves_of(outcome)[0] > 1
-    assert moves_of(never) == (0, 0)
-    assert outcome.finish_s.max() < never.finish_s.max()
+    for options in (RouterOptions(placement="splitwise"), RouterOptions(slo_tpot_ms=5)):  # no worker keeps these
+        _, never = play(replace(setup, router=options), workload)
+        assert moves_of(never) == (0, 0)
+        assert outcome.finish_s.max() < never.finish_s.max()
 
 
 @pytest.mark.parametrize("role", ["decode", "mixed"])
