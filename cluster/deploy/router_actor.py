@@ -43,7 +43,7 @@ class RouterActor(MemberActor):
 
         super().__init__(f"router-{index}", host, membership, build)
 
-    def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
+    def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
         """Roster.workers, and the Roster's version then."""
         self._thread.call(self._thread.service.set_workers(version, workers), CALL_TIMEOUT_S)
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster.deploy.roster import Newest, WorkerEntry
 from cluster.front.memory import put_off_collections
@@ -62,7 +62,7 @@ class RouterService:
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
 
-    async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[str]]) -> None:
+    async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
         if not self._newest.takes(version):
             logger.info("a list of workers that came late is dropped: %s", version)
             return

@@ -110,7 +110,11 @@ def running(policy: RouterPolicy, *ids: str, at: str = "d0", **more: Any) -> Non
 
 def leaving(policy: RouterPolicy, *ids: str, costs: StepCosts | None = COSTS) -> list[str]:
     """After d0 has told that it has them, and d1 that it has nothing."""
-    there = {"num_running": len(ids), "available_pages": PAGES - 10 * len(ids), "request_ids": frozenset(ids)}
+    there: dict[str, Any] = {
+        "num_running": len(ids),
+        "available_pages": PAGES - 10 * len(ids),
+        "request_ids": frozenset(ids),
+    }
     policy.on_report("d1", Report(made_s=2.0, available_pages=PAGES, costs=costs), 2.0)
     policy.on_report("d0", Report(made_s=2.0, costs=costs, **there), 2.0)
     return [each for each in policy.leaving("d0", 2.0) if policy.move(each, 110, 2.0) is not None]

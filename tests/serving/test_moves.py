@@ -113,7 +113,7 @@ async def test_who_could_not_be_reached_once_is_moved_to_later(
         monkeypatch.setattr(f"cluster.router.{module}.REST_S", 0.05)
     async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
         first, gate = cluster.decode[0], Gate(cluster.decode[0].engine, at=10)
-        peers = first.role.moves._peers
+        peers: Any = first.role.moves._peers
         tries: list[str] = []
 
         async def pair(target: Any) -> Any:
