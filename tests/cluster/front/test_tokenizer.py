@@ -157,7 +157,7 @@ async def test_a_panic_of_the_tokenizer_refuses_the_text_that_caused_it() -> Non
 
     backend, codec = stuck_codec()
 
-    def panic(texts: list[str], **_: bool) -> list[Encoded]:
+    def panic(texts: list[str], add_special_tokens: bool = True) -> list[Encoded]:
         raise Panic("index out of bounds")
 
     backend.encode_batch_fast = panic  # type: ignore[method-assign]
