@@ -97,7 +97,7 @@ class FakeCluster:
     def load(self, window_s: float) -> RouterLoad:
         return RouterLoad(requests=tuple(self.requests), whole_s=min(window_s, self.whole_s))
 
-    def set_role(self, name: str, role: str, chunk_tokens: int | None) -> None:
+    def set_role(self, name: str, role: str, chunk_tokens: int | None, *, force: bool = False) -> None:
         self.asked.append((name, role) if chunk_tokens is None else (name, role, chunk_tokens))
         if self.refusal:
             raise KvrelayError("FAILED_PRECONDITION", self.refusal)
@@ -124,10 +124,12 @@ class FakeCluster:
         self.pending = []
 
 
-def made(cluster: FakeCluster, folder: Path, *, acts: bool = True, **more: Any) -> tuple[Replanner, Journal]:
+def made(
+    cluster: FakeCluster, folder: Path, *, acts: bool = True, most_changes: int = 1, **more: Any
+) -> tuple[Replanner, Journal]:
     clients: Any = [cluster]
     journal = Journal(folder / "kvrelay" / "decisions" / "here.jsonl")
-    asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=acts, most_changes=1, window_s=300.0, **more)
+    asked = Asked(slo=Slo(ttft_s=1.0, tpot_s=0.05), acts=acts, most_changes=most_changes, window_s=300.0, **more)
     return Replanner(clients, asked, journal), journal
 
 
@@ -162,8 +164,8 @@ def test_pools_grow_and_shrink_within_the_devices_that_they_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeCluster()
-    cluster.workers.pop()  # neither may change its role
-    replanner, _ = made(cluster, tmp_path, most_devices=4)
+    cluster.workers.pop()
+    replanner, _ = made(cluster, tmp_path, most_devices=4, most_changes=0)
     scaled, came = replanner.look().changes
     assert (scaled.pool, scaled.replicas, scaled.failure) == ("prefill", 2, "")
     assert (came.worker, came.role, came.failure) == ("prefill-1", "prefill", "")
@@ -188,7 +190,7 @@ def test_a_growth_for_which_there_is_no_place_is_taken_back_by_name_and_left_for
     cluster = FakeCluster()
     cluster.workers.pop()
     cluster.obeys = False
-    replanner, _ = made(cluster, tmp_path, most_devices=3)
+    replanner, _ = made(cluster, tmp_path, most_devices=3, most_changes=0)
     scaled, came = replanner.look().changes
     assert scaled.failure == "given up: prefill-1 waiting (wants GPU 1 of Ray)"
     assert came.failure == "not begun"
