@@ -37,7 +37,7 @@ class Member:
     def __init__(self, name: str) -> None:
         self.told: list[Any] = []
         self.event = {"name": name, "incarnation": "a", "stage": "ready", "fraction": 1.0, "address": "h:1"}
-        self.event |= {"pid": 7, "host": "h", "reason": ""}
+        self.event |= {"http": "", "pid": 7, "host": "h", "reason": ""}
         self.describe = remote(lambda: self.event | {"turns": 0, "drained": self.is_drained})
         self.secrets = remote(lambda: None)
         self.set_workers = remote(lambda _, workers: self.told.append(workers))

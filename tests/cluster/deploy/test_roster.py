@@ -17,7 +17,7 @@ def roster() -> Roster:
 
 
 def tell(roster: Roster, name: str, stage: str, *, life: str = "a", address: str = "", reason: str = "") -> bool:
-    event = {"name": name, "incarnation": life, "stage": stage, "fraction": 0.0, "address": address}
+    event = {"name": name, "incarnation": life, "stage": stage, "fraction": 0.0, "address": address, "http": ""}
     return roster.on_event(event | {"pid": 7, "host": "h", "reason": reason})
 
 
@@ -169,7 +169,7 @@ def test_a_killed_process_is_not_believed_any_more() -> None:
 def test_one_that_failed_is_replaced_though_the_controller_died_before_it_did_that() -> None:
     cluster = all_ready()
     failed = {"name": "decode-0", "incarnation": "b", "stage": "failed", "fraction": 0.0, "address": "", "pid": 7}
-    failed |= {"host": "h", "reason": "no memory"}
+    failed |= {"http": "", "host": "h", "reason": "no memory"}
     cluster.on_event(failed)
     again = restarted(cluster)
     assert not again.on_event(failed)  # nothing new
