@@ -31,6 +31,7 @@ import psutil
 
 from bench.common import about, demo_model, save
 from bench.e2e import cluster, spec
+from cluster.deploy.roster import SERVED_WELL_S
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError, WorkerState
 
@@ -141,6 +142,7 @@ async def kill(client: AsyncClient, name: str) -> None:
     await until(client, name, lambda each: each.losses > worker.losses)
     for each in DECODE:
         await until(client, each, lambda worker: worker.state in ("ready", "draining", "drained"))
+    await asyncio.sleep(SERVED_WELL_S + 1)  # else the next one would wait ever longer before it loads
 
 
 async def passed_by(client: AsyncClient) -> int:
