@@ -20,6 +20,7 @@ from placement.replan.policy import Prices
 from worker.options import pool_of
 
 CHANGE_TIMEOUT_S = 120.0  # then it is called off
+LEAST_WAIT_S = 5.0  # that new requests may be left waiting for a change, or it is not made
 START_TIMEOUT_S = 900.0  # likewise; CHANGE_TIMEOUT_S where there is no place for it
 PAUSE_S = 1800.0  # for which what has failed is not tried again, nor what was taken back
 POLL_S = 0.2
@@ -65,17 +66,22 @@ class Carrier:
                 return
 
     def _set_role(self, change: Change) -> Change:
-        client = self._client
-        before = {each.name: each.role for each in client.status().workers}.get(change.worker)
+        client, status = self._client, self._client.status()
+        before = {each.name: each.role for each in status.workers}.get(change.worker)
+        timeout_s = CHANGE_TIMEOUT_S
+        if change.force:  # new requests wait for it, and so long at most
+            timeout_s = min(timeout_s, float(status.limits.get("unavailable_grace_s", "inf")) / 2)
+            if timeout_s < LEAST_WAIT_S:
+                return replace(change, failure=f"new requests would wait, and may for {2 * timeout_s:g} s only")
         client.set_role(change.worker, change.role, change.chunk_tokens, force=change.force)
         done = _until(
             change,
             lambda: _has_role(client.status(), change),
             lambda: client.drain(change.worker, undo=True),
-            CHANGE_TIMEOUT_S,
+            timeout_s,
         )
         if done.failure:
-            return replace(done, failure=f"it was not so after {CHANGE_TIMEOUT_S:g} s, and stays as it is")
+            return replace(done, failure=f"it was not so after {timeout_s:g} s, and stays as it is")
         if before != change.role:
             self._changes_s.append(done.seconds)
         return done

@@ -8,12 +8,14 @@ import fcntl
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvrelay.client.known_clusters import directory, noted
+from kvrelay.client.types import KvrelayError
 from worker.wire.private_files import make_private_folder, write_private
 
 if TYPE_CHECKING:
@@ -99,9 +101,17 @@ class Journal:
 def journal_at(clients: Sequence[Client]) -> Journal:
     """Of the cluster whose routers these speak to, to be written: it is found at them from now on, when no router is
     there any more, too. Raises KvrelayError."""
-    journal = journal_of(clients[0].status(), clients[0].endpoint)
+    journal = _journal_of_first(clients)
     journal.note_last_at([client.endpoint for client in clients])
     return journal
+
+
+def _journal_of_first(clients: Sequence[Client]) -> Journal:
+    """That answers."""
+    for client in clients[:-1]:
+        with suppress(KvrelayError):
+            return journal_of(client.status(), client.endpoint)
+    return journal_of(clients[-1].status(), clients[-1].endpoint)
 
 
 def journal_of(status: ClusterStatus, endpoint: str) -> Journal:

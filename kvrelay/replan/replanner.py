@@ -39,19 +39,25 @@ class NotYet(Exception):
     """Too little was seen: one sentence."""
 
 
+class OtherCluster(Exception):
+    """Another one answers where the one was that it began with: one sentence. Begin anew, with its journal and lock."""
+
+
 class Replanner:
     def __init__(self, clients: Sequence[Client], asked: Asked, journal: Journal) -> None:
         """`clients`: of each router, whose loads add up."""
         self._clients = clients
         self._asked = asked
         self._journal = journal
+        self._cluster_id: str | None = None  # as the first look finds it
         self._carrier = Carrier(clients[0])
         self._spare_since_s: float | None = None  # since when one worker less would have done
         self._spare_looked_s = -math.inf
         self._profile: Profile | None = None  # of what came when arrangements were chosen; distserve
 
     def look(self) -> Entry:
-        """Once. Raises NotYet, SetupError for what is not simulated, KvrelayError where a router does not answer."""
+        """Once. Raises NotYet, OtherCluster, SetupError for what is not simulated, KvrelayError where a router does not
+        answer."""
         slo, seen = self._asked.slo, self._see()
         now = time.monotonic()
         terms = Terms(
@@ -109,6 +115,9 @@ class Replanner:
 
     def _see(self) -> Seen:
         status, window_s = self._clients[0].status(), self._asked.window_s
+        self._cluster_id = status.cluster_id if self._cluster_id is None else self._cluster_id
+        if status.cluster_id != self._cluster_id:
+            raise OtherCluster(f"another cluster is at {self._clients[0].endpoint}, begun since the last look")
         load = _added([client.load(window_s) for client in self._clients])
         if len(load) < LEAST_REQUESTS:
             raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")

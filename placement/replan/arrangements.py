@@ -150,21 +150,33 @@ def _number(name: str) -> tuple[int, str]:
 
 def _in_order(roles: Roles, wanted: Roles) -> Mapping[str, bool] | None:
     """Those that change, one after another, and whether a phase has nobody meanwhile; None: there is no order in which
-    each has somebody after each change. A phase may be without only where none keeps it all the time."""
+    each has somebody after each change. Prompts may be left waiting so where no order keeps both phases all the time;
+    the only one that writes stays, for its answers could go nowhere and be waited for without bound."""
     changing = [name for name, role in roles.items() if wanted[name] != role]
-    found = (pauses for order in permutations(changing) if (pauses := _pauses(roles, wanted, order)) is not None)
-    return min(found, key=lambda pauses: sum(pauses.values()), default=None)
+    found: Mapping[str, bool] | None = None
+    for order in permutations(changing):
+        pauses = _pauses(roles, wanted, order)
+        if pauses is not None and not any(pauses.values()):
+            return pauses
+        if pauses is not None and (found is None or sum(pauses.values()) < sum(found.values())):
+            found = pauses
+    return found
 
 
 def _pauses(roles: Roles, wanted: Roles, order: Sequence[str]) -> Mapping[str, bool] | None:
     now, pauses = dict(roles), dict[str, bool]()
     for name in order:
-        pauses[name] = not _computes_all([role for other, role in now.items() if other != name])
+        others = [role for other, role in now.items() if other != name]
+        pauses[name] = not _computes_all(others)
         now[name] = wanted[name]
-        if not _computes_all(now.values()):
+        if not (_computes(others, "decode") and _computes_all(now.values())):
             return None
     return pauses
 
 
+def _computes(roles: Collection[str], phase: str) -> bool:
+    return any(phase in kind_of(role).phases for role in roles)
+
+
 def _computes_all(roles: Collection[str]) -> bool:
-    return all(any(phase in kind_of(role).phases for role in roles) for phase in PHASES)
+    return all(_computes(roles, phase) for phase in PHASES)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from placement.replan.arrangements import Arrangement, Move, moves, num_changes
+from placement.replan.arrangements import Arrangement, Move, SetRole, moves, num_changes
 
 PARTS = 20  # of what came, one after another, by which two arrangements are compared
 SURE = 2.0  # standard errors
@@ -124,11 +124,13 @@ def _with_fewer(present: Played, others: Sequence[Played], terms: Terms, now: st
 
 
 def _price(present: Played, other: Played, terms: Terms) -> float:
-    """Of the requests, those that would come while a worker does nothing, and be served by it; and of what more workers
-    gain, what comes before they serve."""
+    """Of the requests, those that would come while a worker does nothing, and be served by it, or by nobody else; and
+    of what more workers gain, what comes before they serve."""
     before, after = present.arrangement.roles, other.arrangement.roles
     seen_s, prices = max(terms.seen_s, MIN_SEEN_S), terms.prices
-    price = num_changes(before, after) * prices.change_s / seen_s / max(1, len(before) - 1)
+    for_all = sum(isinstance(move, SetRole) and move.force for move in moves(before, other.arrangement) or ())
+    alone = num_changes(before, after) - for_all
+    price = (for_all + alone / max(1, len(before) - 1)) * prices.change_s / seen_s
     if len(after) > len(before):
         price += max(0.0, other.attainment - present.attainment) * min(1.0, prices.start_s / seen_s)
     return price

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,9 @@ from kvrelay.cli.targets import Targets
 from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, REFUSED, WINDOW_S, Asked, Policy
 
 if TYPE_CHECKING:
+    from kvrelay.client.client import Client
     from kvrelay.replan.journal import Journal
+    from kvrelay.replan.replanner import Replanner
 
 HELP = """Say which workers should have other roles or chunks for what has come lately, or have them change.
 
@@ -75,8 +77,7 @@ def replan(
 ) -> None:
     from kvrelay.client import known_clusters
     from kvrelay.client.types import KvrelayError
-    from kvrelay.replan.journal import journal_at
-    from kvrelay.replan.replanner import NotYet, Replanner
+    from kvrelay.replan.replanner import NotYet, OtherCluster
     from placement.catalogs.base import PlanError
     from placement.plan import Slo
     from placement.simulator.cluster import SetupError
@@ -102,13 +103,14 @@ def replan(
                 [each for each in known.endpoints if each != known_clusters.noted(router.endpoint)] if known else []
             )
             clients = [stack.enter_context(router.client_of(each)) for each in (router.endpoint, *others)]
-            journal = journal_at(clients)
-            if act and not journal.hold():
-                raise CliError(f"somebody else has the workers of {router.endpoint} change already: leave --act out")
-            replanner = Replanner(clients, asked, journal)
+            replanner: Replanner | None = None
             while True:
                 try:
+                    replanner = replanner or _replanner(clients, asked)
                     _show(asdict(replanner.look()), as_json)
+                except OtherCluster as error:
+                    note(str(error))
+                    replanner = None  # its lock goes with it
                 except (NotYet, SetupError) as error:
                     if once:
                         raise CliError(str(error)) from None
@@ -120,6 +122,17 @@ def replan(
                 if once:
                     return
                 time.sleep(every)
+
+
+def _replanner(clients: Sequence[Client], asked: Asked) -> Replanner:
+    """Raises KvrelayError, and CliError where another process has the workers change."""
+    from kvrelay.replan.journal import journal_at
+    from kvrelay.replan.replanner import Replanner
+
+    journal = journal_at(clients)
+    if asked.acts and not journal.hold():
+        raise CliError(f"somebody else has the workers of {clients[0].endpoint} change already: leave --act out")
+    return Replanner(clients, asked, journal)
 
 
 def decisions(router: Router, last: Last = 20, as_json: JsonOption = False) -> None:

@@ -151,11 +151,20 @@ def test_a_phase_has_a_worker_at_every_moment() -> None:
     assert decision.moves == (SetRole(worker="prefill-1", role="mixed"), SetRole(worker="decode-0", role="mixed"))
 
 
-def test_the_only_one_of_a_phase_may_come_to_do_more_while_new_requests_wait() -> None:
-    """And both phases are computed before and after."""
+def test_the_only_reader_may_come_to_write_too_while_new_requests_wait() -> None:
+    """Not the only writer, whose answers could go nowhere. And both phases are computed before and after."""
     roles = {"prefill-0": "prefill", "decode-0": "decode"}
-    assert {str(near) for near in nearby(roles, 2)} == {"1 prefill, 1 mixed", "1 decode, 1 mixed", "2 mixed"}
+    assert {str(near) for near in nearby(roles, 2)} == {"1 decode, 1 mixed", "2 mixed"}
     other = played({"prefill-0": "mixed", "decode-0": "mixed"}, 0.9)
     first, then = decide(played(roles, 0.2), [other], Terms(wanted=0.9, seen_s=600.0, measured=0.2)).moves
     assert first == SetRole(worker="prefill-0", role="mixed", force=True)
     assert then == SetRole(worker="decode-0", role="mixed")
+
+
+def test_what_makes_all_requests_wait_costs_as_much() -> None:
+    """Of four workers one that changes is a third of what is left; the only reader is all of what waits."""
+    roles = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "decode-2": "decode"}
+    terms = Terms(wanted=0.9, seen_s=60.0, measured=0.2)
+    for name, is_worth_it in (("decode-2", True), ("prefill-0", False)):
+        other = played(roles | {name: "mixed"}, 0.2 + 0.1)
+        assert bool(decide(played(roles, 0.2), [other], terms).moves) is is_worth_it, name
