@@ -86,7 +86,7 @@ async def serve_bare(step_s: str) -> None:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    listener = HttpListener(app, max_connections=4096, tls=None)
+    listener = HttpListener(app, max_connections=4096, max_stall_s=30.0, tls=None)
     port = await listener.start("127.0.0.1", 0)
     await answer({"port": port})
     await listener.stop()

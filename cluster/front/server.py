@@ -211,7 +211,10 @@ class RouterServer:
             max_stall_s=options.front.max_stall_s,
             turn=self.router.turns.wait,
         )
-        self._http = HttpListener(guard, max_connections=options.front.max_connections, tls=options.tls)
+        front = options.front
+        self._http = HttpListener(
+            guard, max_connections=front.max_connections, max_stall_s=front.max_stall_s, tls=options.tls
+        )
         for port in ports:
             try:
                 return await self._http.start(options.host, port)

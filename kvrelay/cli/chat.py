@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -53,30 +53,41 @@ def chat(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     given = {key: value for key, value in sampling.items() if value is not None}
     said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    url, key = _server(base_url)
+    to = _server(base_url)
     with refusals(as_json=False):
-        name = model or asyncio.run(_first_model(url, key))
-        note(f"{name} at {url}; Ctrl-D ends")
+        name = model or asyncio.run(_first_model(to))
+        note(f"{name} at {to.url}; Ctrl-D ends")
         while (text := _line()) is not None:
             if text.strip():
-                _turn(url, key, {"model": name, **given}, said, text)
+                _turn(to, {"model": name, **given}, said, text)
 
 
-def _server(base_url: str | None) -> tuple[str, str | None]:
-    """Where it is, and its key; None: the environment's. Raises CliError."""
+class Place(NamedTuple):
+    url: str
+    key: str | None = None  # None: the environment's
+    tls_ca: str = ""
+
+    def server(self) -> OpenAIServer:
+        return OpenAIServer(self.url, key=self.key, tls_ca=self.tls_ca)
+
+
+def _server(base_url: str | None) -> Place:
+    """Raises CliError."""
     if base_url is not None:
-        return base_url, None
+        return Place(base_url)
     served = [(cluster, url) for cluster in known_clusters.alive() for url in cluster.http[:1]]
     if len(served) != 1:
         why = "none runs here that serves HTTP" if not served else f"{len(served)} run here"
         raise CliError(f"which server? {why}; give --base-url")
     [(cluster, url)] = served
-    return url, known_clusters.token_of(cluster)
+    return Place(url, known_clusters.token_of(cluster), cluster.tls_ca)
 
 
-async def _first_model(url: str, key: str | None) -> str:
-    async with OpenAIServer(url, key=key) as server:
+async def _first_model(to: Place) -> str:
+    async with to.server() as server:
         models = (await server.get("/v1/models"))["data"]
+    if not models:
+        raise KvrelayError("UNAVAILABLE", f"{to.url} serves no model")
     return str(models[0]["id"])
 
 
@@ -88,12 +99,12 @@ def _line() -> str | None:
         return None
 
 
-def _turn(url: str, key: str | None, asked: dict[str, Any], said: list[dict[str, str]], text: str) -> None:
+def _turn(to: Place, asked: dict[str, Any], said: list[dict[str, str]], text: str) -> None:
     """One question and its answer, which join what was said; a question that is refused does not."""
     question = {"role": "user", "content": text.rstrip("\n")}
     parts: list[str] = []
     try:
-        figures = asyncio.run(_answer(url, key, asked | {"messages": [*said, question]}, parts))
+        figures = asyncio.run(_answer(to, asked | {"messages": [*said, question]}, parts))
     except KvrelayError as error:
         note(f"\nerror: {error.message}")
         if error.code == "INVALID_ARGUMENT" or not parts:
@@ -106,20 +117,21 @@ def _turn(url: str, key: str | None, asked: dict[str, Any], said: list[dict[str,
     note(f"[{figures}]")
 
 
-async def _answer(url: str, key: str | None, asked: dict[str, Any], parts: list[str]) -> str:
+async def _answer(to: Place, asked: dict[str, Any], parts: list[str]) -> str:
     """Printed as it comes; returns its figures."""
     began_s, first_s, usage = time.perf_counter(), 0.0, dict[str, Any]()
     asked = asked | {"stream_options": {"include_usage": True}}
-    async with OpenAIServer(url, key=key) as server, aclosing(server.events("/v1/chat/completions", asked)) as events:
+    async with to.server() as server, aclosing(server.events("/v1/chat/completions", asked)) as events:
         async for event in events:
             usage = event.get("usage") or usage
-            for choice in event["choices"]:
+            for choice in event.get("choices", ()):
                 said, thought = (choice["delta"].get(key) or "" for key in ("content", "reasoning_content"))
                 first_s = first_s or (time.perf_counter() if said or thought else 0.0)
                 parts.append(said)
                 print(said or thought, end="", flush=True)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    first = f"first after {1e3 * (first_s - began_s):.0f} ms" if first_s else "no text"
     return (
-        f"{usage.get('completion_tokens', 0)} tokens, first after {1e3 * (first_s - began_s):.0f} ms; "
+        f"{usage.get('completion_tokens', 0)} tokens, {first}; "
         f"prompt {usage.get('prompt_tokens', 0)} tokens, {cached} of them cached"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -32,14 +33,15 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class OpenAIServer:
-    """At `base_url`, with or without /v1. `key`: None: of the environment, if it has one."""
+    """At `base_url`, with or without /v1. `key`: None: of the environment, if it has one. `tls_ca`: a file of the
+    authorities that its certificate may be of; empty: those that the system trusts."""
 
-    def __init__(self, base_url: str, *, key: str | None = None) -> None:
+    def __init__(self, base_url: str, *, key: str | None = None, tls_ca: str = "") -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         token = os.environ.get(KEY_VARIABLE, "") if key is None else key
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=tls_ca) if tls_ca else True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=MAX_EVENT_BYTES,
         )
@@ -79,6 +81,10 @@ class OpenAIServer:
             yield
         except TimeoutError:
             raise KvrelayError("DEADLINE_EXCEEDED", "the deadline passed before the answer was complete") from None
+        except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientSSLError) as error:
+            raise KvrelayError(
+                "UNAVAILABLE", f"{self.base_url} cannot be trusted: {error}; give its authority"
+            ) from None
         except aiohttp.ClientConnectorError:
             raise KvrelayError(
                 "UNAVAILABLE", f"nothing answers at {self.base_url}; is a server running there?"

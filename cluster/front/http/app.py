@@ -108,7 +108,10 @@ def _add_answers(app: FastAPI, generation: Generation) -> None:
 def _add_tokens(app: FastAPI, generation: Generation) -> None:
     @app.post("/detokenize", responses={200: {"model": PromptBody}})
     async def detokenize(asked: DetokenizeRequest) -> Response:
-        vocab_size = generation.open_model(asked.model or "").vocab_size
+        model = generation.open_model(asked.model or "")
+        vocab_size = model.vocab_size
+        if len(asked.tokens) > model.max_model_len:
+            raise InvalidRequest(f"tokens has {len(asked.tokens)} ids; the model takes {model.max_model_len}")
         if generation.codec is None:
             raise InvalidRequest("tokens is a list of ids, and no tokenizer is loaded")
         if asked.tokens and (largest := max(asked.tokens)) >= vocab_size:

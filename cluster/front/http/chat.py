@@ -62,7 +62,7 @@ class ChatTemplate:
                     **{**(more or {}), **(asked.chat_template_kwargs or {})},
                 )
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             if isinstance(error, InvalidRequest):
                 raise
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
@@ -99,5 +99,5 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"tool_calls has arguments that are no JSON: {error}") from None

@@ -63,6 +63,8 @@ def _text(generation: Generation, prompt: str | list[int]) -> str:
         return prompt
     if generation.codec is None:
         raise InvalidRequest("echo is true, and no tokenizer is loaded; leave it out")
+    if len(prompt) > (longest := generation.checked_model("").max_model_len):
+        raise InvalidRequest(f"the prompt is {len(prompt)} tokens; the model takes {longest} with the output")
     return generation.codec.text_of(prompt)
 
 

@@ -77,11 +77,12 @@ class Guard:
             call.is_answered = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
+        is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
         try:
-            if scope["path"] not in OPEN and not scope["path"].startswith(OPEN_FOLDER):
+            if not is_open:
                 self._admit(headers)
                 await self._turn(CALLER.get())
-            body = await self._read(headers, receive)
+            body = await self._read(headers, receive, 0 if is_open else self._max_body_bytes)
         except RequestFailed as error:
             await refused(error)(scope, receive, named)
         except ClientGone:
@@ -99,33 +100,34 @@ class Guard:
         if why := self._calls.begin():
             raise RequestFailed(Code.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, most_bytes: int) -> bytes:
         """The body. Raises RequestFailed for one that is too large, or does not come."""
         told = headers.get("content-length", "0")
-        if told.isdecimal() and int(told) > self._max_body_bytes:
-            raise self._too_large(int(told))
+        if told.isdecimal() and int(told) > most_bytes:
+            raise _too_large(int(told), most_bytes)
         try:
             async with asyncio.timeout(None) as limit:
-                return await self._stalls.bounded(limit, self._whole(receive))
+                return await self._stalls.bounded(limit, _whole(receive, most_bytes))
         except TimeoutError:
             why = f"the request's body did not come within {self._stalls.bound_s:g} s"
             raise RequestFailed(Code.DEADLINE_EXCEEDED, why) from None
 
-    async def _whole(self, receive: Receive) -> bytes:
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise self._too_large(len(body))
-            more = message.get("more_body", False)
-        return bytes(body)
 
-    def _too_large(self, num_bytes: int) -> RequestFailed:
-        why = f"the body has {num_bytes} bytes or more; this router takes {self._max_body_bytes}"
-        return RequestFailed(Code.OUT_OF_RANGE, why)
+async def _whole(receive: Receive, most_bytes: int) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise _too_large(len(body), most_bytes)
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _too_large(num_bytes: int, most_bytes: int) -> RequestFailed:
+    return RequestFailed(Code.OUT_OF_RANGE, f"the body has {num_bytes} bytes or more; {most_bytes} are taken here")
 
 
 def _given_id(headers: Headers) -> str:

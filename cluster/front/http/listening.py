@@ -24,18 +24,35 @@ STOP_S = 1.0  # for the last bytes
 
 
 class _Connection(HttpToolsProtocol):
+    """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, too many of them, or a
+    request before the last one is answered: then nobody would see that it leaves."""
+
+    max_stall_s = 30.0
+    _headers_timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
+    _stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
+    _untaken_bytes = 0
+    _header_bytes = 0
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._header_bytes = 0
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_timer.cancel()
+        self._heard()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._headers_timer is None and not self.transport.is_closing():
+            self._await_headers()  # what came was no beginning of a request, and has ended uvicorn's own timer
+
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            raise ConnectionAbortedError  # ends the parser's work, too: there is no other cycle to tell of the end
         self._header_bytes = 0
-        self._headers_timer.cancel()
         self._await_headers()
         super().on_message_begin()
 
@@ -48,24 +65,59 @@ class _Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._headers_timer.cancel()
+        self._heard()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        self._heard()  # uvicorn's own timer runs now
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
     def _await_headers(self) -> None:
+        self._heard()
         self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    def _heard(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
 
     def _count(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
         if self._header_bytes > MAX_HEADER_BYTES:
             self.transport.abort()
 
+    def _look_again(self) -> None:
+        self._stop_stall_timer()
+        self._untaken_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.max_stall_s, self._look)
+
+    def _look(self) -> None:
+        if self.transport.get_write_buffer_size() >= self._untaken_bytes:
+            self.transport.abort()
+        else:
+            self._look_again()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
 
 class HttpListener:
-    def __init__(self, app: ASGIApp, *, max_connections: int, tls: TlsFiles | None) -> None:
+    def __init__(self, app: ASGIApp, *, max_connections: int, max_stall_s: float, tls: TlsFiles | None) -> None:
         """Raises TlsError."""
+        connection = type("Connection", (_Connection,), {"max_stall_s": max_stall_s})
         config = Config(
             app,
-            http=_Connection,
+            http=connection,
             ws="none",
             lifespan="off",
             log_config=None,

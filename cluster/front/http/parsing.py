@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from cluster.front.http.chat import Marks
 
-PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)  # Qwen3-Coder's
-FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*?)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)  # Qwen3-Coder's
+FUNCTION = re.compile(r"<function=([^<>]+)>(.*?)</function>", re.DOTALL)
+MOST_CHARS = 1 << 18  # of a call; a longer one is text
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")  # Mistral's newer: name[ARGS]{...}
 
 
@@ -137,11 +138,13 @@ def _certain(text: str, marks: Sequence[str] | dict[str, Any]) -> int:
 
 def calls_of(body: str) -> list[ToolCall]:
     """None if it cannot be read whole."""
-    if functions := FUNCTION.findall(body):
-        return [ToolCall(name.strip(), _xml_arguments(inner)) for name, inner in functions]
+    if len(body) > MOST_CHARS:
+        return []
+    if body.lstrip().startswith("<function=") and "</function>" in body:
+        return [ToolCall(name.strip(), _xml_arguments(inner)) for name, inner in FUNCTION.findall(body)]
     try:
         return [_call(read) for read in _objects(body)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
@@ -151,14 +154,18 @@ def _xml_arguments(inner: str) -> str:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _objects(body: str) -> Iterator[Any]:
     """Objects one after the other, a list of them, or each behind its name."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
     while body[place:].strip(" \n\r\t;"):
         place += len(body[place:]) - len(body[place:].lstrip(" \n\r\t;"))
         named = NAMED.match(body, place)

@@ -19,6 +19,8 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)
 ]  # one error is told, not a million
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+MAX_MESSAGES = 8192
 MAX_PROMPTS = 128  # in one request
 UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "allowed_token_ids": (None, []),
@@ -65,8 +67,8 @@ class Sampled(BaseModel):
     seed: Int64 | None = None
     n: Int32 | None = None
     best_of: Int32 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int32] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: Int32 | None = None
     ignore_eos: bool = False
@@ -185,15 +187,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
 
 
 class Prompted(BaseModel):
     """What a chat's prompt is made of."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: Objects | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -56,7 +56,10 @@ class EventStream(Response):
                 return  # it takes nothing: its connection is closed
             except (RequestFailed, InvalidRequest) as error:
                 last = event(told(error)[1]) + DONE
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as limit:
+                    end = {"type": "http.response.body", "body": last, "more_body": False}
+                    await self._stalls.bounded(limit, send(end))
 
     async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes) -> None:
         await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": True}))

@@ -16,6 +16,8 @@ from cluster.front.http.streams import EventStream, event
 from cluster.front.stalls import Stalls
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import AT_ONCE, status_of, told_of
+from worker.wire.door import CALLER
+from worker.wire.tokens import OPERATORS
 
 FOLDER = Path(__file__).parent / "page"
 FILES = {path.name: path for path in FOLDER.iterdir()}
@@ -39,15 +41,18 @@ def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
 
     @app.get("/watch", responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
     async def watch() -> Response:
-        return EventStream(_told(router), stalls)
+        return EventStream(_told(router, tells_ended=CALLER.get() in OPERATORS), stalls)
 
 
-async def _told(router: Router) -> AsyncGenerator[bytes, None]:
+async def _told(router: Router, *, tells_ended: bool) -> AsyncGenerator[bytes, None]:
+    """`tells_ended`: how others' requests fared is for operators, as GetLoad is."""
     load = router.metrics.load
     told = max(0, load.count - MOST_ENDED)
     while True:
         ended: list[dict[str, Any]] = []
         before, told = told, load.count
+        if not tells_ended:
+            before = told
         for number, each in enumerate(load.since(before)):
             ended.append({**told_of(each), "age_s": router.now - each.ended_s})
             if number % AT_ONCE == AT_ONCE - 1:

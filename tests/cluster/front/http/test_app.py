@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import openai
 import pytest
 
-from tests.cluster.front.http.harness import MARKS, http, words
+from cluster.front.http import listening
+from tests.cluster.front.http.harness import MARKS, Http, http, words
 from tests.cluster.harness import request
 from tests.fakes import EOS, VOCAB, scripted_tokens
 
@@ -271,11 +273,14 @@ async def test_what_is_refused_under_load_says_when_to_come_again() -> None:
 async def test_a_failure_in_a_stream_is_an_event() -> None:
     async with http() as h:
         h.harness.decode().max_steps = 2
-        call = asyncio.create_task(h.events("/v1/completions", prompt=PROMPT, max_tokens=50))
-        await h.harness.until(lambda: h.harness.decode().steps == 2)
-        await h.harness.router.close()
-        events = await call
-        assert events[-1]["error"]["code"] == "unavailable"
+        body = {"prompt": PROMPT, "max_tokens": 50, "stream": True}
+        async with h.raw.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line async for line in answer.aiter_lines() if line)
+            await anext(lines)
+            await h.harness.router.close()
+            *_, failed, done = [line async for line in lines]
+        assert json.loads(failed.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert done == "data: [DONE]"
 
 
 # whoever leaves
@@ -360,6 +365,69 @@ async def test_watching_tells_the_status_and_who_has_ended() -> None:
             second = json.loads((await anext(lines)).removeprefix("data: "))
             assert [each["output_tokens"] for each in second["ended"]] == [4]
             assert second["status"]["counters"]["finished"] == "2"
+
+
+async def test_how_others_fared_is_for_operators() -> None:
+    async with http(codec=words(), token="secret-token-of-somebody") as h:
+        await h.post("/v1/completions", prompt="w5", max_tokens=3)
+        async with h.raw.stream("GET", "/watch") as answer:
+            first = json.loads((await anext(answer.aiter_lines())).removeprefix("data: "))
+        assert first["ended"] == []
+        assert first["status"]["workers"]
+
+
+async def test_who_needs_no_token_may_send_no_body() -> None:
+    async with http(token="secret-token-of-somebody") as h:
+        answer = await h.raw.request("GET", "/health", content=b"x" * 1000, headers={"Authorization": ""})
+        assert answer.status_code == 413
+
+
+async def raw(h: Http, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", h.harness.server.http_port)
+    writer.write(data)
+    await writer.drain()
+    return reader, writer
+
+
+def posted(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    return head.encode() + b"\r\n\r\n" + text
+
+
+async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_both() -> None:
+    async with http() as h:
+        h.harness.decode().max_steps = 3
+        _, writer = await raw(h, posted({"prompt": PROMPT, "max_tokens": 50}))
+        await h.harness.until(lambda: bool(h.harness.decode().running))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        await h.harness.until(lambda: not h.harness.decode().running and h.harness.router.num_submissions == 0)
+        writer.close()
+
+
+async def test_a_client_that_says_no_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HEADERS_S", 0.2)
+    async with http() as h, asyncio.timeout(10):
+        for begin in (b"", b"GET / HT", b"\r\n"):
+            reader, writer = await raw(h, begin)
+            with suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+        reader, writer = await raw(h, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\r\n")
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_left() -> None:
+    async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 16, "num_pages": 1 << 12}) as h:
+        asked = {"prompt": PROMPT, "max_tokens": 60_000, "stream": True, "n": 8, "logprobs": 5, "ignore_eos": True}
+        _, writer = await raw(h, posted(asked))
+        await h.harness.until(lambda: h.harness.router.num_submissions == 1)
+        await h.harness.until(lambda: h.harness.router.num_submissions == 0)
+        writer.close()
 
 
 async def test_it_is_not_ready_before_its_workers_are() -> None:

@@ -59,6 +59,16 @@ CASES = [
         [("called", 'f({"a": 1, "b": "x y"})')],
     ),
     (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "<function=x>hi</function>"}}</tool_call>',
+        [("called", 'f({"a": "<function=x>hi</function>"})')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        [("said", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>')],
+    ),
+    (
         MISTRAL,
         '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": "é"}}]',
         [("called", "f({})"), ("called", 'g({"b": "é"})')],
@@ -88,3 +98,9 @@ def test_a_prompt_that_ended_in_a_thought_goes_on_in_it() -> None:
 def test_whoever_offers_no_tools_gets_text() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert told(HERMES, text, finds_calls=False) == [("said", text)]
+
+
+def test_a_model_that_repeats_itself_is_text_soon() -> None:
+    for piece in ("[", "\n", "<function=", '{"a":'):
+        text = "<tool_call>" + piece * 3000 + "</tool_call>"
+        assert told(HERMES, text, sizes=(1000, 1000)) == [("said", text)]
