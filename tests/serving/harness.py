@@ -81,19 +81,21 @@ def counters(cluster: LocalCluster) -> Counter[str]:
 class Gate:
     """Holds a worker's engine before a step: `reached` says that it stands there, `open` lets it and all others go.
 
-    `at`: the first step to hold, counted from 1.
+    `at`: the first step to hold, counted from 1. `seen`: the ids of what steps have computed, in their order.
     """
 
     def __init__(self, engine: Engine, at: int = 1) -> None:
         self._original = engine.step
         self._at = at
         self._steps = 0
+        self.seen: list[str] = []
         self._reached = threading.Event()
         self._open = threading.Event()
         engine.step = self._step  # type: ignore[method-assign]
 
     def _step(self, step: Step) -> list[SampledToken]:
         self._steps += 1
+        self.seen += [chunk.request_id for chunk in step.chunks]
         if self._steps >= self._at:
             self._reached.set()
             assert self._open.wait(WAIT_S), "a test left a gate closed"

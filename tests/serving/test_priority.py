@@ -9,7 +9,7 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import KvrelayError
+from kvrelay.client.types import GenerateOptions, KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import Gate, engine_with, router_with, until, worker_with
 
@@ -19,15 +19,12 @@ PROMPT = [11] * 40
 async def test_a_request_of_a_lower_number_overtakes_those_that_wait(model_dir: ModelDir) -> None:
     async with LocalCluster(str(model_dir("llama")), engine=engine_with(), worker=worker_with()) as cluster:
         gate = Gate(cluster.prefill[0].engine)
-        ended: list[str] = []
+        names = ("first", "urgent", "usual", "batch")
 
         async with AsyncClient(cluster.endpoint) as client:
 
             async def ask(name: str, priority: int) -> None:
-                async with client.stream(PROMPT, max_tokens=2, priority=priority, ignore_eos=True) as stream:
-                    async for _ in stream:
-                        if name not in ended:
-                            ended.append(name)
+                await client.generate(PROMPT, max_tokens=2, priority=priority, ignore_eos=True, request_id=name)
 
             def has_come(count: int) -> bool:
                 return len(cluster.prefill[0].role.requests) == count
@@ -39,7 +36,7 @@ async def test_a_request_of_a_lower_number_overtakes_those_that_wait(model_dir: 
                 await until(partial(has_come, count), "it has come")
             gate.open()
             await asyncio.gather(*asked)
-        assert ended == ["first", "urgent", "usual", "batch"]
+        assert [name for each in gate.seen for name in names if name in each] == [*names]
 
 
 async def test_a_named_client_may_go_later_and_not_before_others(model_dir: ModelDir) -> None:
