@@ -9,7 +9,7 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import GenerateOptions, KvrelayError
+from kvrelay.client.types import KvrelayError
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import Gate, engine_with, router_with, until, worker_with
 
