@@ -165,7 +165,7 @@ async def test_requests_that_were_handed_over_do_not_notice_the_loss_of_their_pr
     async with serving(1, 1, options=QUICK) as h:
         h.decode().max_steps = 2
         reader = asyncio.create_task(collect(h.generate.Generate(request(max_tokens=6))))
-        await h.until(lambda: h.decode().steps == 2)
+        await h.until(lambda: h.count("generation_tokens") == 3)  # the prefill worker's own, too
         await h.prefill().kill()
         await h.until(lambda: h.count("workers_lost") == 1)
         h.decode().resume()
