@@ -17,6 +17,7 @@ from grpc_health.v1 import health
 
 from cluster.front.options import FrontOptions
 from cluster.front.stalls import Stalls
+from cluster.router.live.requests import RequestFailed
 from cluster.router.live.turns import Turns
 from cluster.router.shares import Shares
 from worker.wire.aborts import without_traces
@@ -105,12 +106,11 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def running(self) -> int:
         return self._calls.total
 
-    def begin(self) -> str:
-        """Count the call of this task, to its end. Why not; empty if so."""
+    def begin(self) -> None:
+        """Count the call of this task, to its end. Raises RequestFailed."""
         if why := self._why_full(CALLER.get()):
-            return why
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
         self._count()
-        return ""
 
     def count_choices(self, num: int) -> str:
         """The call of this task, counted once already, is for so many choices: each is a call. Why not; empty if so."""

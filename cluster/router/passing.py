@@ -36,9 +36,9 @@ class Passing:
         """Who has pages for it now; None: nobody."""
         if not _may_pass(request, now):
             return None
-        readers = [name for name, account in self._prefill.accounts.items() if not account.reads_last]
+        readers = {name for name, account in self._prefill.accounts.items() if not account.reads_last}
         shunned = self._health.shunned(request.past, DECODE, now, request.prefill)
-        shunned = {**shunned, **dict.fromkeys(self._decode.accounts.keys() - set(readers), BARRED)}
+        shunned = {**shunned, **dict.fromkeys(self._decode.accounts.keys() - readers, BARRED)}
         present = self._decode.accounts.get(request.decode)
         if present is not None and present.view.name not in (request.prefill, *shunned) and not present.report.draining:
             return present

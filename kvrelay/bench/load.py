@@ -118,6 +118,4 @@ async def _follow(
     outcome.request_id = answer.request_id
     outcome.usage, outcome.timeline, outcome.receipt = answer.usage, answer.timeline, answer.receipt
     if answer.usage is not None and answer.usage.completion_tokens:
-        outcome.output_len = (
-            answer.usage.completion_tokens
-        )  # of servers that tell no ids, a message's tokens are guessed
+        outcome.output_len = answer.usage.completion_tokens  # where no ids are told, a message's tokens are a guess

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvrelay.client.openai_http import OpenAIServer
 from kvrelay.client.types import Completion, ServedModel, Usage
@@ -26,23 +25,15 @@ class OpenAITarget:
     vocab_size: int = 32_000  # that prompts' token ids are drawn from
 
 
-class OpenAIBackend:
+class OpenAIBackend(OpenAIServer):
     def __init__(self, target: OpenAITarget) -> None:
+        super().__init__(target.base_url)
         self._target = target
-        self._server = OpenAIServer(target.base_url)
         self._model = target.model or ""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._server.__aexit__(kind, error, trace)
 
     async def model_info(self) -> ServedModel:
         """What the server says of it. Raises KvrelayError."""
-        models = (await self._server.get("/v1/models"))["data"]
+        models = await self.models()
         model: Mapping[str, Any] = next((each for each in models if each["id"] == self._model), models[0])
         self._model = self._model or str(model["id"])
         return ServedModel(
@@ -65,7 +56,7 @@ class OpenAIBackend:
         }
         if request.priority:
             body["priority"] = request.priority
-        return OpenAIAnswer(self._server.events("/v1/completions", body, timeout_s=timeout_s))
+        return OpenAIAnswer(self.events("/v1/completions", body, timeout_s=timeout_s))
 
 
 def _sampling(sampling: generate_pb2.SamplingParams) -> dict[str, Any]:

@@ -24,15 +24,13 @@ from kvrelay.client.messages import build_request
 from kvrelay.client.types import ServedModel
 
 AS_IT_COMES = PlayOptions()
+TimedShapes = list[tuple[Shape, float]]
 
 
 def _connected(target: str | OpenAITarget, access: Access) -> AsyncClient | OpenAIBackend:
     if isinstance(target, OpenAITarget):
         return OpenAIBackend(target)
     return AsyncClient(target, token=access.token, tls=access.tls)
-
-
-TimedShapes = list[tuple[Shape, float]]
 
 
 def _check(playing: PlayOptions) -> None:

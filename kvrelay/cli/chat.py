@@ -17,6 +17,7 @@ import typer
 from kvrelay.cli.connection import refusals
 from kvrelay.cli.console import CliError, note
 from kvrelay.client import known_clusters
+from kvrelay.client.access import token_of
 from kvrelay.client.openai_http import KEY_VARIABLE, OpenAIServer
 from kvrelay.client.types import KvrelayError
 
@@ -80,15 +81,12 @@ def _server(base_url: str | None) -> Place:
         why = "none runs here that serves HTTP" if not served else f"{len(served)} run here"
         raise CliError(f"which server? {why}; give --base-url")
     [(cluster, url)] = served
-    return Place(url, known_clusters.token_of(cluster), cluster.tls_ca)
+    return Place(url, token_of(cluster), cluster.tls_ca)
 
 
 async def _first_model(to: Place) -> str:
     async with to.server() as server:
-        models = (await server.get("/v1/models"))["data"]
-    if not models:
-        raise KvrelayError("UNAVAILABLE", f"{to.url} serves no model")
-    return str(models[0]["id"])
+        return str((await server.models())[0]["id"])
 
 
 def _line() -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvrelay.client import known_clusters
 from worker.wire.tls import TlsFiles
-from worker.wire.tokens import checked_token, read_tokens
+from worker.wire.tokens import TokenError, checked_token, read_tokens
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"
 TOKENS_FILE_VARIABLE = "KVRELAY_TOKENS_FILE"
@@ -45,7 +45,7 @@ def find_access(endpoint: str, access: Access) -> FoundAccess:
     tls = _tls_from_environment() if tls is None else tls
     cluster = known_clusters.at(endpoint) if token is None or tls is None else None
     if cluster is not None:
-        token = known_clusters.token_of(cluster) if token is None else token
+        token = token_of(cluster) if token is None else token
         tls = TlsFiles(ca=cluster.tls_ca) if tls is None and cluster.tls else tls
     if not tls and cluster is not None:
         endpoint = known_clusters.noted(endpoint)
@@ -64,6 +64,14 @@ def _from_environment(given: str | None) -> str | None:
         return checked_token(token, TOKEN_VARIABLE)
     path = os.environ.get(TOKENS_FILE_VARIABLE)
     return token_in(path) if path else None
+
+
+def token_of(cluster: known_clusters.ClusterState) -> str | None:
+    """A file that is gone, or not ours any more, gives none: the router then says what is missing."""
+    try:
+        return token_in(cluster.tokens_file) if cluster.tokens_file else cluster.token
+    except TokenError:
+        return None
 
 
 def _tls_from_environment() -> TlsFiles | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from worker.wire.private_files import PrivateFileError, read_private
-from worker.wire.tokens import TokenError, read_tokens
 
 Mode = Literal["foreground", "daemon", "joined"]
 ENDED = ("Z", "X")  # and not reaped yet
@@ -85,14 +84,6 @@ def noted(endpoint: str) -> str:
     else may listen."""
     host, _, port = endpoint.rpartition(":")
     return f"127.0.0.1:{port}" if host == "localhost" else endpoint
-
-
-def token_of(cluster: ClusterState) -> str | None:
-    """A file that is gone, or not ours any more, gives none: the router then says what is missing."""
-    try:
-        return read_tokens(cluster.tokens_file)[0].value.decode("ascii") if cluster.tokens_file else cluster.token
-    except TokenError:
-        return None
 
 
 def start_of(pid: int) -> str:

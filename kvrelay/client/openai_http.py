@@ -59,6 +59,13 @@ class OpenAIServer:
         async with self._told(), self._session.get(self.base_url + path) as response:
             return await _checked(response)
 
+    async def models(self) -> list[dict[str, Any]]:
+        """At least one. Raises KvrelayError."""
+        served: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]
+        if not served:
+            raise KvrelayError("UNAVAILABLE", f"{self.base_url} serves no model")
+        return served
+
     async def events(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:

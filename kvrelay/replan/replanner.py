@@ -20,7 +20,7 @@ from engine.knobs import read
 from kvrelay.client.client import Client
 from kvrelay.client.types import ClusterStatus, EndedRequest, RouterLoad, WorkerState
 from kvrelay.replan.carrying import SERVING, Carrier
-from kvrelay.replan.journal import Change, Entry, Journal
+from kvrelay.replan.journal import Change, Entry, Journal, journal_at
 from kvrelay.replan.options import Asked
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
@@ -41,6 +41,12 @@ class NotYet(Exception):
 
 class OtherCluster(Exception):
     """Another one answers where the one was that it began with: one sentence. Begin anew, with its journal and lock."""
+
+
+def begin(clients: Sequence[Client], asked: Asked) -> Replanner | None:
+    """None: it is to act, and another process has the workers change. Raises KvrelayError."""
+    journal = journal_at(clients)
+    return Replanner(clients, asked, journal) if not asked.acts or journal.hold() else None
 
 
 class Replanner:

@@ -12,7 +12,7 @@ from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.replan.journal import Entry, journal_at
 from kvrelay.replan.options import EVERY_S, NICE, REFUSED, Asked
-from kvrelay.replan.replanner import NotYet, Replanner
+from kvrelay.replan.replanner import NotYet, Replanner, begin
 from placement.simulator.cluster import SetupError
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,9 @@ class ReplanThread:
             replanner: Replanner | None = None
             while not self._is_over.wait(EVERY_S):
                 try:
-                    replanner = replanner or self._replanner(clients)
+                    replanner = replanner or begin(clients, self._asked)
                     if replanner is None:
+                        log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
                         return
                     self._on_entry(replanner.look())
                 except KvrelayError as error:
@@ -68,11 +69,3 @@ class ReplanThread:
         log.error("replan is %s, and %s", self._asked.mode, reason)
         with suppress(KvrelayError):
             journal_at(clients).add(Entry(reason=reason, mode=self._asked.mode))
-
-    def _replanner(self, clients: Sequence[Client]) -> Replanner | None:
-        """None: another process has the workers change. Raises KvrelayError."""
-        journal = journal_at(clients)
-        if self._asked.acts and not journal.hold():
-            log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
-            return None
-        return Replanner(clients, self._asked, journal)

@@ -90,8 +90,10 @@ def decide(present: Played, others: Sequence[Played], terms: Terms) -> Decision:
     if not others:
         return Decision(moves=(), reason=f"{now}, and there is no other arrangement near by")
 
+    prices = {other: _price(present, other, terms) for other in others}
+
     def rank(other: Played) -> tuple[bool, int, float]:
-        worth = other.attainment - _price(present, other, terms)
+        worth = other.attainment - prices[other]
         is_enough = worth >= wanted
         dearer = TRUSTED if other.devices > present.devices else 0.0
         return is_enough, -other.devices if is_enough else 0, worth - dearer
@@ -99,7 +101,7 @@ def decide(present: Played, others: Sequence[Played], terms: Terms) -> Decision:
     def least(other: Played) -> float:
         """That it must gain."""
         better = other.met.astype(np.float64) - present.met
-        return _price(present, other, terms) + SURE * _error(better) + TRUSTED
+        return prices[other] + SURE * _error(better) + TRUSTED
 
     worth_it = [other for other in others if other.attainment - present.attainment > least(other)]
     best = max(worth_it or others, key=rank)

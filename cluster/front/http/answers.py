@@ -45,7 +45,6 @@ class Answer(ABC):
     ) -> None:
         """`requests`: one for each prompt. `shown_special`: special tokens whose text is wanted."""
         self.asked = asked
-        self.num_choices = len(requests) * asked.num_choices
         self.names = TokenNames(generation.codec, by_id=bool(asked.return_tokens_as_token_ids))
         self.stop_token_ids: Sequence[int] = asked.stop_token_ids or ()
         self._generation = generation

@@ -58,9 +58,10 @@ class Probes:
 
 def make_app(generation: Generation, probes: Probes, router: Router) -> FastAPI:
     app = FastAPI(title="kvrelay", version=VERSION, docs_url=None, redoc_url=None, responses=FAILURES)
+    template = ChatTemplate(generation.codec.tokenizer) if generation.codec is not None else None
     _tell_failures(app)
-    _add_answers(app, generation)
-    _add_tokens(app, generation)
+    _add_answers(app, generation, template)
+    _add_tokens(app, generation, template)
     _add_models(app, generation)
     _add_probes(app, probes)
     add_page(app, router, generation.stalls)
@@ -72,9 +73,7 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-def _add_answers(app: FastAPI, generation: Generation) -> None:
-    template = ChatTemplate(generation.codec.tokenizer) if generation.codec is not None else None
-
+def _add_answers(app: FastAPI, generation: Generation, template: ChatTemplate | None) -> None:
     @app.post("/v1/completions", responses=_answers(CompletionBody))
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         answer = CompletionAnswer(generation, _named(asked, request), asked)
@@ -90,6 +89,8 @@ def _add_answers(app: FastAPI, generation: Generation) -> None:
         answer = ChatAnswer(generation, call, asked, template, prompt, ids)
         return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
 
+
+def _add_tokens(app: FastAPI, generation: Generation, template: ChatTemplate | None) -> None:
     @app.post("/tokenize", responses={200: {"model": TokensBody}})
     async def tokenize(asked: TokenizeRequest | TokenizeChatRequest) -> Response:
         model = asked.model or ""
@@ -104,8 +105,6 @@ def _add_answers(app: FastAPI, generation: Generation) -> None:
         body: TokensBody = {"tokens": ids, "count": len(ids), "max_model_len": longest, "token_strs": strings}
         return JSONResponse(body)
 
-
-def _add_tokens(app: FastAPI, generation: Generation) -> None:
     @app.post("/detokenize", responses={200: {"model": PromptBody}})
     async def detokenize(asked: DetokenizeRequest) -> Response:
         model = generation.open_model(asked.model or "")

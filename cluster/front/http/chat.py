@@ -51,10 +51,11 @@ class ChatTemplate:
         for key in asked.chat_template_kwargs or ():
             if key in self._own_names and key not in FOR_TEMPLATES:
                 raise InvalidRequest(f"chat_template_kwargs has {key}, which is not the template's to know")
+        messages = [_read(number, message) for number, message in enumerate(asked.messages)]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_read(number, message) for number, message in enumerate(asked.messages)],
+                    messages,
                     tools=asked.tools or None,
                     add_generation_prompt=asked.add_generation_prompt,
                     continue_final_message=asked.continue_final_message,
@@ -63,8 +64,6 @@ class ChatTemplate:
                 )
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            if isinstance(error, InvalidRequest):
-                raise
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
 
 

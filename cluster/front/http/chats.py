@@ -10,7 +10,7 @@ from cluster.front.generation import Generation
 from cluster.front.http.answers import Answer, Made
 from cluster.front.http.chat import ChatTemplate
 from cluster.front.http.guard import HttpCall
-from cluster.front.http.parsing import AnswerParser, Part
+from cluster.front.http.parsing import AnswerParser
 from cluster.front.http.schemas import ChatRequest, Prompted
 from cluster.front.http.shapes import (
     FINISH,
@@ -90,7 +90,7 @@ class ChatAnswer(Answer):
             if each.kind == "thought" and not self._shows_thoughts:
                 continue
             yield delta_of(each, number, f"call_{secrets.token_hex(12)}")
-            number += _is_call(each)
+            number += each.kind == "called"
 
     def _conclude(self, choice: ChatChoice, part: generate_pb2.GenerateResponse, logprobs: ChatLogprobs | None) -> None:
         choice["logprobs"] = logprobs
@@ -117,7 +117,3 @@ class ChatAnswer(Answer):
         if self._shows_ids:
             whole["token_ids"] = [token for each in told for token in each.get("token_ids", [])]
         return whole
-
-
-def _is_call(part: Part) -> bool:
-    return part.kind == "called"

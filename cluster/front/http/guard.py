@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,14 +36,13 @@ class HttpCall:
     """Of one request over HTTP: a Call (generation.py)."""
 
     request_id: str
-    trailers: dict[str, str] = field(default_factory=dict)
     is_answered: bool = False
 
     def time_remaining(self) -> float | None:
         return None
 
     def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str]], /) -> None:
-        self.trailers |= dict(trailing_metadata)
+        """HTTP/1.1's clients read none."""
 
 
 class Guard:
@@ -97,8 +96,7 @@ class Guard:
             if owner is None:
                 raise RequestFailed(Code.UNAUTHENTICATED, REFUSAL)
             CALLER.set(owner)
-        if why := self._calls.begin():
-            raise RequestFailed(Code.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+        self._calls.begin()
 
     async def _read(self, headers: Headers, receive: Receive, most_bytes: int) -> bytes:
         """The body. Raises RequestFailed for one that is too large, or does not come."""

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import ssl
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -27,11 +28,13 @@ class _Connection(HttpToolsProtocol):
     """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, too many of them, or a
     request before the last one is answered: then nobody would see that it leaves."""
 
-    max_stall_s = 30.0
-    _headers_timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
-    _stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
-    _untaken_bytes = 0
-    _header_bytes = 0
+    def __init__(self, *args: Any, max_stall_s: float, **uvicorns: Any) -> None:
+        super().__init__(*args, **uvicorns)
+        self._max_stall_s = max_stall_s
+        self._headers_timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
+        self._stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
+        self._untaken_bytes = 0
+        self._header_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -97,7 +100,7 @@ class _Connection(HttpToolsProtocol):
     def _look_again(self) -> None:
         self._stop_stall_timer()
         self._untaken_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self.max_stall_s, self._look)
+        self._stall_timer = self.loop.call_later(self._max_stall_s, self._look)
 
     def _look(self) -> None:
         if self.transport.get_write_buffer_size() >= self._untaken_bytes:
@@ -114,7 +117,7 @@ class _Connection(HttpToolsProtocol):
 class HttpListener:
     def __init__(self, app: ASGIApp, *, max_connections: int, max_stall_s: float, tls: TlsFiles | None) -> None:
         """Raises TlsError."""
-        connection = type("Connection", (_Connection,), {"max_stall_s": max_stall_s})
+        connection: Any = partial(_Connection, max_stall_s=max_stall_s)
         config = Config(
             app,
             http=connection,

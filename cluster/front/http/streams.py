@@ -41,28 +41,21 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
-            try:
-                first = await anext(events)
-            except StopAsyncIteration:
-                first = b""
+            first = await anext(events, b"")
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = DONE
-            try:
+            with suppress(TimeoutError):  # it takes nothing: its connection is closed
                 async with asyncio.timeout(None) as limit:
-                    await self._write(send, limit, first)
-                    async for each in events:
-                        await self._write(send, limit, each)
-            except TimeoutError:
-                return  # it takes nothing: its connection is closed
-            except (RequestFailed, InvalidRequest) as error:
-                last = event(told(error)[1]) + DONE
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None) as limit:
-                    end = {"type": "http.response.body", "body": last, "more_body": False}
-                    await self._stalls.bounded(limit, send(end))
+                    last = DONE
+                    try:
+                        await self._write(send, limit, first)
+                        async for each in events:
+                            await self._write(send, limit, each)
+                    except (RequestFailed, InvalidRequest) as error:
+                        last = event(told(error)[1]) + DONE
+                    await self._write(send, limit, last, more=False)
 
-    async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes) -> None:
-        await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": True}))
+    async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes, *, more: bool = True) -> None:
+        await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": more}))
 
 
 async def gather(streams: Sequence[Callable[[], AsyncGenerator[T, None]]]) -> AsyncGenerator[T, None]:

@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 from cluster.front.http.streams import EventStream, event
 from cluster.front.stalls import Stalls
 from cluster.router.driver import Router
-from cluster.router.monitoring.status import AT_ONCE, status_of, told_of
+from cluster.router.monitoring.status import a_few_at_a_time, status_of, told_of
 from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
@@ -49,14 +49,9 @@ async def _told(router: Router, *, tells_ended: bool) -> AsyncGenerator[bytes, N
     load = router.metrics.load
     told = max(0, load.count - MOST_ENDED)
     while True:
-        ended: list[dict[str, Any]] = []
         before, told = told, load.count
-        if not tells_ended:
-            before = told
-        for number, each in enumerate(load.since(before)):
-            ended.append({**told_of(each), "age_s": router.now - each.ended_s})
-            if number % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)
+        rows = load.since(before) if tells_ended else ()
+        ended = [{**told_of(each), "age_s": router.now - each.ended_s} async for each in a_few_at_a_time(rows)]
         yield event(_snapshot(router) | {"ended": ended})
         await asyncio.sleep(TICK_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -78,17 +79,23 @@ def told_of(ended: Ended) -> dict[str, Any]:
     return {key: getattr(ended, key) for key in TOLD}
 
 
+async def a_few_at_a_time(rows: Iterable[Ended]) -> AsyncIterator[Ended]:
+    """The loop has others to serve."""
+    for number, ended in enumerate(rows):
+        yield ended
+        if number % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)
+
+
 async def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadResponse:
-    """`window_s` 0: of all that is kept. A few at a time: the loop has others to serve."""
+    """`window_s` 0: of all that is kept."""
     now, load = router.now, router.metrics.load
     window_s = window_s or math.inf
     whole_s = min(window_s, now - load.whole_since_s, router.uptime_s)
     answer = cluster_pb2.GetLoadResponse(whole_s=whole_s)
-    for number, ended in enumerate(load):
+    async for ended in a_few_at_a_time(load):
         if now - ended.arrived_s < window_s:
             answer.requests.add(age_s=now - ended.arrived_s, **told_of(ended))
-        if number % AT_ONCE == AT_ONCE - 1:
-            await asyncio.sleep(0)
     return answer
 
 

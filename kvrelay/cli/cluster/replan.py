@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,6 @@ from kvrelay.cli.targets import Targets
 from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, REFUSED, WINDOW_S, Asked, Policy
 
 if TYPE_CHECKING:
-    from kvrelay.client.client import Client
     from kvrelay.replan.journal import Journal
     from kvrelay.replan.replanner import Replanner
 
@@ -77,7 +76,7 @@ def replan(
 ) -> None:
     from kvrelay.client import known_clusters
     from kvrelay.client.types import KvrelayError
-    from kvrelay.replan.replanner import NotYet, OtherCluster
+    from kvrelay.replan.replanner import NotYet, OtherCluster, begin
     from placement.catalogs.base import PlanError
     from placement.plan import Slo
     from placement.simulator.cluster import SetupError
@@ -106,7 +105,11 @@ def replan(
             replanner: Replanner | None = None
             while True:
                 try:
-                    replanner = replanner or _replanner(clients, asked)
+                    replanner = replanner or begin(clients, asked)
+                    if replanner is None:
+                        raise CliError(
+                            f"somebody else has the workers of {router.endpoint} change already: leave --act out"
+                        )
                     _show(asdict(replanner.look()), as_json)
                 except OtherCluster as error:
                     note(str(error))
@@ -122,17 +125,6 @@ def replan(
                 if once:
                     return
                 time.sleep(every)
-
-
-def _replanner(clients: Sequence[Client], asked: Asked) -> Replanner:
-    """Raises KvrelayError, and CliError where another process has the workers change."""
-    from kvrelay.replan.journal import journal_at
-    from kvrelay.replan.replanner import Replanner
-
-    journal = journal_at(clients)
-    if asked.acts and not journal.hold():
-        raise CliError(f"somebody else has the workers of {clients[0].endpoint} change already: leave --act out")
-    return Replanner(clients, asked, journal)
 
 
 def decisions(router: Router, last: Last = 20, as_json: JsonOption = False) -> None:

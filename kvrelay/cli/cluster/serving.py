@@ -97,8 +97,8 @@ def _serve(
             state.write(own_state)
             snapshot = _until_ready(deployment, view)
             ready_s = time.monotonic() - began_s
-            endpoints = tuple(_endpoints(snapshot))
             told = summary(deployment, snapshot, ready_s)
+            endpoints = tuple(told["endpoints"])
             own_pid = 0 if mode == "joined" else own_state.pid
             own_state = replace(own_state, endpoints=endpoints, http=tuple(told["http"]), pid=own_pid)
             state.write(own_state)
