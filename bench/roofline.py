@@ -3,14 +3,14 @@
     python -m bench.roofline [--quick]
 
     H200    Llama-3.1-8B, sums over NVIDIA's published op tables; no launches, gaps or sampling in them
-    A100    DistServe's coefficients of OPT-13B and OPT-66B (its own engine); the A100's file was fitted to these
+    A100    DistServe's coefficients of OPT-13B and OPT-66B (its own engine)
     A100    Splitwise's table of Llama2-70B and BLOOM-176B (vLLM of 2023)
     H100    the same
 
-Each row is one step: predicted / published - 1. Twice: with the hardware file as it stands, and with what that engine
-spends on launching kernels (`layer_s`, `hop_s`: two figures for each table) in place of the file's. The second says how
-good the formulas are, the first what a plan for an engine that nobody measured is worth. The error that a hardware file
-states is where nine of ten of its rows lie. No time is measured here: a result is the same on every machine.
+Each row is one step: predicted / published - 1. Twice: with the hardware file as it stands, which was fitted to another
+engine (bench/static_batches), and with what this one spends on launching kernels (`layer_s`, `hop_s`: two figures for
+each table) in place of the file's. The second says how good the formulas are, the first what a plan for an engine that
+nobody measured is worth. No time is measured here: a result is the same on every machine.
 Writes bench/results/roofline.json.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.common import about, save
+from bench.static_batches.fitting import with_figures
 from placement.catalogs.base import Degrees
 from placement.latency.base import decode_s
 from placement.latency.hardware import Hardware, load_hardware
@@ -55,13 +56,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """`layer_s`, `hop_s`: what the engine that was measured spends on launches; None: as the hardware file."""
+    """`layer_s`, `hop_s`: what the engine that was measured spends on launches; None: as the hardware file.
+    `is_kernels`: sums over kernels, with nothing around them."""
 
     name: str
     hardware: str
     layer_s: float | None = None
     hop_s: float | None = None
-    step_s: float | None = None
+    is_kernels: bool = False
 
     def rows(self) -> list[Row]:
         readers = {"H200": op_tables, "DistServe": distserve}
@@ -70,9 +72,9 @@ class Source:
 
 
 SOURCES = (
-    Source(name="NVIDIA's op tables on H200", hardware="h200-sxm", step_s=0.0),
-    Source(name="DistServe on A100", hardware="a100-80g-sxm"),
-    Source(name="Splitwise on A100", hardware="a100-80g-sxm", layer_s=0.00018, hop_s=8e-6),
+    Source(name="NVIDIA's op tables on H200", hardware="h200-sxm", layer_s=0.0, is_kernels=True),
+    Source(name="DistServe on A100", hardware="a100-80g-sxm", layer_s=0.0001, hop_s=2e-6),
+    Source(name="Splitwise on A100", hardware="a100-80g-sxm", layer_s=0.00014, hop_s=8e-6),
     Source(name="Splitwise on H100", hardware="h100-sxm", layer_s=0.00012, hop_s=6e-6),
 )
 
@@ -145,13 +147,10 @@ def errors(source: Source, *, with_engine: bool) -> list[tuple[Row, float]]:
 
 def engine_of(source: Source, hardware: Hardware) -> Hardware:
     """The hardware with the launches of the engine that was measured."""
-    given = {"layer_s": source.layer_s, "hop_s": source.hop_s, "step_s": source.step_s}
-    changed = {
-        key: getattr(hardware.overhead, key).model_copy(update={"value": value})
-        for key, value in given.items()
-        if value is not None
-    }
-    return hardware.model_copy(update={"overhead": hardware.overhead.model_copy(update=changed)})
+    given = {"overhead.layer_s": source.layer_s, "overhead.hop_s": source.hop_s}
+    if source.is_kernels:
+        given |= dict.fromkeys(("overhead.step_s", "overhead.prefill_step_s", "overhead.request_s"), 0.0)
+    return with_figures(hardware, {path: value for path, value in given.items() if value is not None})
 
 
 def within(values: list[float]) -> float:

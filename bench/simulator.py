@@ -144,8 +144,9 @@ def growth(meter: Meter, quick: bool) -> None:
         workload = source.resampled(count, 2.0, seed=0)
         live = pair(latency, latency, (pages, pages), (1, 1))
         meter(f"{count:,} requests, 1 + 1 workers", "live policies", simulate, live, workload)
-    for num_workers in (10, 100, 1000):
-        workload = source.resampled(5_000 if quick else 20_000, 1.5 * num_workers, seed=0)
+    sizes = [(10, 20_000), (100, 20_000), (1000, 20_000), (1000, 1_000_000)]
+    for num_workers, count in [(size, 5_000) for size, _ in sizes[:3]] if quick else sizes:
+        workload = source.resampled(count, 1.5 * num_workers, seed=0)
         live = pair(latency, latency, (pages, pages), (num_workers // 2, num_workers // 2))
         meter(f"{len(workload):,} requests, {num_workers:,} workers", "live policies", simulate, live, workload)
 

@@ -38,7 +38,7 @@ from kvrelay.bench.workload import timed_workload
 from kvrelay.calibrate.calibration import CalibrationError, calibrate
 from kvrelay.calibrate.effort import QUICK, Effort
 from kvrelay.calibrate.probes import ProbeError, Prober
-from kvrelay.calibrate.verifying import Claim, foretell, judge, play
+from kvrelay.calibrate.verifying import Claim, doubt_of, foretell, judge, play
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import KvrelayError
 from placement.build.from_profile import sim_cluster
@@ -116,7 +116,7 @@ def probe(endpoint: str, profile: Profile) -> dict[str, float]:
 
 
 async def _probe(endpoint: str, profile: Profile) -> dict[str, float]:
-    latency = ProfileLatency(profile)
+    latency = ProfileLatency(replace(profile, load=None))  # as probes found it
     async with AsyncClient(endpoint) as client:
         prober = Prober(client, await client.model_info(), time.time_ns() % 2**32)
         seen = [(await prober.prefill([prober.prompt(256)]))[0][0].seconds for _ in range(3)]
@@ -301,14 +301,12 @@ class Trial:
     knee: float  # of the very requests that are played
 
     def claim(self, share: float) -> Claim:
-        error = self.profile.error
         return Claim(
             cluster=self.simulated,
             workload=workload_at(share * self.knee, self.count),
             slo=self.slo,
             source=self.profile.name,
-            client_s=self.profile.client_s,
-            error=max(error.prefill, error.decode),
+            doubt=doubt_of(self.profile),
         )
 
     def left_s(self, shares: Sequence[float]) -> float:

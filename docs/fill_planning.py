@@ -40,7 +40,7 @@ def shown(page: str) -> list[tuple[str, str]]:
 
 
 def printed(command: str) -> str:
-    """stdout and then stderr of a `kvrelay ...` as a reader at a terminal of so many columns sees them."""
+    """stderr and then stdout of a `kvrelay ...` as a reader at a terminal of so many columns sees them."""
     compiled_folder()  # once for a version of the sources, which the command would say
     words = shlex.split(command.replace("\\\n", " "))
     assert words[0] == "kvrelay", f"{words[0]} is not run by this script"
@@ -49,7 +49,7 @@ def printed(command: str) -> str:
     done = subprocess.run(
         call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    lines = [line.rstrip() for line in f"{done.stdout}{done.stderr}".splitlines()]
+    lines = [line.rstrip() for line in f"{done.stderr}{done.stdout}".splitlines()]
     return "\n".join(lines).strip("\n") + "\n"
 
 

@@ -145,6 +145,36 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A step that somebody measured, and what the latency model says of it. `case`: model, GPU, TP, and how many
+    prompts of how many tokens, with how many of output."""
+
+    phase: str
+    case: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swing:
+    """One thing that a plan was told, otherwise: how in words, and the goodput of the chosen placement then."""
+
+    what: str
+    less: str
+    more: str
+    at_less: float  # requests/s
+    at_more: float
+
+    @property
+    def span(self) -> float:
+        return abs(self.at_more - self.at_less)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """`asked`: the inputs as plain data, enough to run it again. `tried`: every candidate whose goodput was searched,
     the best first. `refused`: what could not be, and why. `advice`: sentences for the report, most important first."""
@@ -162,6 +192,8 @@ class Plan:
     sources: Mapping[str, str]  # where the figures come from: latency, workload, hardware
     phase_goodput: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     """Algorithm 1's two tables: for "prefill" and "decode", the goodput per GPU of each degree."""
+    nearest: tuple[Near, ...] = ()  # measured steps most like this plan's; empty: its times are no roofline's
+    swings: tuple[Swing, ...] = ()  # what moves the answer, the most first; empty: not asked
     cpu_s: float = 0.0
     num_simulated: int = 0  # requests
 

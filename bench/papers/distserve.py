@@ -31,7 +31,8 @@ from placement.goodput.estimate import Effort
 from placement.goodput.runner import Runner, open_runner
 from placement.goodput.search import GoodputProblem, find_goodput
 from placement.goodput.targets import Targets
-from placement.papers.distserve.coefficients import DistServeCatalog, Engine, distserve_latency
+from placement.papers.distserve.coefficients import DistServeCatalog, distserve_latency
+from placement.papers.distserve.latency import Engine
 from placement.papers.distserve.rules import DistServeCluster
 from placement.plan import Slo
 from placement.search.placements import find_pairs

@@ -33,9 +33,9 @@ from placement.mixes.scenario import LoadPoint, PointResult, Scenario
 from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import DesignSearch, Simulations
 from placement.mixes.slowdowns import SlowdownTargets
+from placement.papers.splitwise.latency import DecodeRule
 from placement.papers.splitwise.machines import GPUS, splitwise_machines
 from placement.papers.splitwise.request_list import ListLoad
-from placement.papers.splitwise.table import DecodeRule
 from placement.workload.requests import Workload, from_rows, from_trace
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"

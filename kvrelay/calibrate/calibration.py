@@ -1,6 +1,7 @@
 """calibrate measures a running cluster by its ordinary API and makes a profile of it.
 
     check -> Measuring (what to ask, in rounds) -> Prober (sends and reads) -> Samples -> profile_of (medians, errors)
+          -> serve_load (all workers at work, for minutes) -> fit_under_load (interference, swing, noise)
 
 It assumes that nobody else uses the cluster meanwhile. What is measured is a prefill and a decode pool, or one mixed
 worker, which is both: of several the router would choose by what it predicts, and not by what a probe means.
@@ -8,15 +9,21 @@ worker, which is both: of several the router would choose by what it predicts, a
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
 from typing import Any
 
+from kvrelay.calibrate.contention import fit_under_load
 from kvrelay.calibrate.effort import USUAL, Effort
+from kvrelay.calibrate.loading import serve_load
 from kvrelay.calibrate.measuring import Measuring, OnProgress
 from kvrelay.calibrate.points import degree_of, profile_of, threads_of
 from kvrelay.calibrate.probes import Prober
+from kvrelay.calibrate.served_steps import Tables
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import ClusterStatus, ServedModel, WorkerState
-from placement.latency.profile import Profile
+from placement.latency.profile import Profile, SlowdownPoint
+from placement.latency.profile_latency import ProfileLatency
 
 LEAST_LEN = 128  # tokens that a sequence may have: a prompt and the steps of a window
 
@@ -46,7 +53,26 @@ async def calibrate(
     await measuring.measure()
     if mixed and not measuring.samples.mixed:
         raise CalibrationError("no prompt was read in a step that decodes; give the cluster a longer max_model_len")
-    return profile_of(measuring, model, status, machine or {}, commit)
+    profile = profile_of(measuring, model, status, machine or {}, commit)
+    if mixed or not effort.minutes:
+        return profile
+    if measuring.shares_host:  # whether or not any probe of it said something
+        profile = replace(profile, slowdown=profile.slowdown or (SlowdownPoint(batch_size=1, prefill=1.0, decode=1.0),))
+    runs = await serve_load(client, model, profile, effort.minutes, seed, on_progress)
+    return replace(profile, load=fit_under_load(runs, tables_of(profile)))
+
+
+def tables_of(profile: Profile) -> Tables:
+    """What it says without a load."""
+    slowdown = profile.slowdown
+    return Tables(
+        latency=ProfileLatency(replace(profile, load=None)),
+        overhead_s=profile.prefill_overhead_s,
+        message_s=profile.message_s,
+        max_batch_tokens=int(profile.prefill_pool.options.get("max_batch_tokens", 512)),
+        prefill_beside=statistics.median(point.prefill for point in slowdown) if slowdown else 1.0,
+        decode_beside=statistics.median(point.decode for point in slowdown) if slowdown else 1.0,
+    )
 
 
 def _check_mixed(ready: list[WorkerState]) -> None:

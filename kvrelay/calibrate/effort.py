@@ -14,11 +14,12 @@ class Effort:
     steps: int = 32
     slowdown_repeats: int = 3
     at_most_s: float = 150.0
+    minutes: float = 3.0  # of a load that has all workers at work; 0: none
     is_coarse: bool = False  # every second point of the grids
 
 
 USUAL = Effort()
-QUICK = Effort(repeats=2, steps=16, slowdown_repeats=1, at_most_s=45.0, is_coarse=True)
+QUICK = Effort(repeats=2, steps=16, slowdown_repeats=1, at_most_s=45.0, minutes=0.5, is_coarse=True)
 
 
 def prefill_lengths(max_chunk: int, is_coarse: bool) -> tuple[list[int], list[int]]:

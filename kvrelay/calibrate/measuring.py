@@ -30,6 +30,7 @@ OnProgress = Callable[[str, int, int], None]
 MOST_BATCH = 64
 MOST_CONTEXT = 4096  # tokens of a batch: what priming it may cost
 CONTEXTS_IN_CACHE = 8  # of the prefill worker at least, so that none drives out another
+LEAST_WINDOW_S = 0.25  # of steps, where more can be had: a client reads some ms late, at either end
 CHUNK_DIFFERENCE = 0.2  # prompts that were in one step took the same time, but for this share
 
 
@@ -199,14 +200,15 @@ class Measuring:
         return [task(size, length) for size, length in asked]
 
     async def _decode(self, prompts: list[list[int]], length: int, held_out: bool) -> None:
+        samples: list[DecodeSample] = []
         for steps in (self.effort.steps, 4 * self.effort.steps):  # without a prefix cache they come one by one
             if length + steps + 2 > self.prober.model.max_model_len:
                 break
-            samples = await self.prober.decode(prompts, steps)
-            for sample in samples:
-                self.samples.decode[sample.batch_size, length, held_out].append(sample)
-            if samples:
+            samples = await self.prober.decode(prompts, steps) or samples
+            if samples and min(sample.ended_s - sample.begun_s for sample in samples) >= LEAST_WINDOW_S:
                 break
+        for sample in samples:
+            self.samples.decode[sample.batch_size, length, held_out].append(sample)
 
     # both at once
 

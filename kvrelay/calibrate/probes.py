@@ -23,6 +23,7 @@ from kvrelay.client.types import KvrelayError, ServedModel
 
 WAIT_S = 120.0  # for any one probe
 LEAST_STEPS = 6  # in a window, or it says nothing
+LAST = 1_000_000  # a priority behind everybody's
 AT_ONCE_MS = 0.001  # a TPOT target for which a busy router keeps no token: a step is timed by when its tokens come
 
 
@@ -91,8 +92,16 @@ class Prober:
             outcome.token_times_s = [at + begun_s for at in outcome.token_times_s]
         return [_good(outcome) for outcome in outcomes]
 
-    def _planned(self, prompt: Sequence[int], num_tokens: int) -> Planned:
+    async def through(self, pair: tuple[str, str], prompt: Sequence[int], steps: int, wait_s: float) -> Outcome:
+        """One request, read and written by these two workers, behind all others. Raises KvrelayError."""
+        prefill, decode = pair
+        named: dict[str, str | int] = {"prefill_worker": prefill, "decode_worker": decode, "priority": LAST}
+        outcomes, _ = await play(self._client, [self._planned(prompt, steps + 2, **named)], timeout_s=wait_s)
+        return _good(outcomes[0])
+
+    def _planned(self, prompt: Sequence[int], num_tokens: int, **more: str | int) -> Planned:
         options = {
+            **more,
             "max_tokens": num_tokens,
             "temperature": 0.0,
             "ignore_eos": True,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from placement.checks.verification import Row, Verification
-from placement.latency.profile import Profile
+from placement.latency.profile import Fault, Profile
 from placement.latency.profile_latency import ProfileLatency
+from placement.latency.under_load import UnderLoad
 from placement.plan import Slo
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}
@@ -17,7 +19,7 @@ METRICS = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e"
 
 def profile_tables(profile: Profile) -> list[Table]:
     """What a person wants to see of it: times of typical steps, and how far off the tables were."""
-    latency = ProfileLatency(profile)
+    latency = ProfileLatency(replace(profile, load=None))
     prefill = _table("Prefill", "tokens in a step", "cached before", "ms", "tokens/s", "table ms", "")
     for p in profile.prefill:
         start = p.chunks[0][1]
@@ -45,10 +47,28 @@ def profile_tables(profile: Profile) -> list[Table]:
     for s in profile.slowdown:
         both = f"prefill {s.prefill:.2f}, decode {s.decode:.2f} times as long"
         rest.add_row(f"both at once, {s.batch_size} requests decoding", both)
-    error = profile.error
-    wrong = f"prefill {error.prefill:.1%}, decode {error.decode:.1%}, handoff {error.transfer:.1%}"
-    rest.add_row("error, nine in ten of the points held out", wrong)
-    return [prefill, decode, *([mixed] if profile.mixed else []), *([handoff] if profile.transfer else []), rest]
+    rest.add_row("error, nine in ten of the points held out", _wrong(profile.error))
+    load = [_load_table(profile.load)] if profile.load else []
+    return [prefill, decode, *([mixed] if profile.mixed else []), *([handoff] if profile.transfer else []), rest, *load]
+
+
+def _wrong(error: Fault) -> str:
+    return f"prefill {error.prefill:.1%}, decode {error.decode:.1%}, handoff {error.transfer:.1%}"
+
+
+def _load_table(load: UnderLoad) -> Table:
+    title = f"All at work, {len(load.runs)} runs at {_rates(load)} requests/s: times as long as above"
+    columns = ("alone", "beside the other phase", "bias", "swing between runs", "noise between steps")
+    table = _table(title, "", *columns)
+    for name, phase in (("prefill", load.prefill), ("decode", load.decode)):
+        errors = (f"{share:.1%}" for share in (phase.bias, phase.swing, phase.noise))
+        table.add_row(name, f"{phase.alone:.2f}", f"{phase.beside:.2f}", *errors)
+    return table
+
+
+def _rates(load: UnderLoad) -> str:
+    rates = [run.rate for run in load.runs]
+    return f"{min(rates):.3g} to {max(rates):.3g}"
 
 
 def verification_tables(verified: Verification) -> list[Table]:

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from kvrelay.plan.reading import request_of
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import PlanError
 from placement.checks.margin import MarginRun
-from placement.checks.verification import Prediction, Seen, Verification, compare, predict
+from placement.checks.verification import Doubt, Prediction, Seen, Verification, compare, predict
 from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from placement.plan import Candidate, PoolPlan, Slo
@@ -43,19 +43,17 @@ AT_A_RATE: dict[str, Any] = {"num_prompts": 1000, "trace_timestamps": False}  # 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """What is verified: a cluster as it is simulated, what is sent, and how wrong the times may be. `source`: the file
-    that predicts, for the margin. `client_s`: between the client and the router."""
+    that predicts, for the margin."""
 
     cluster: SimCluster
     workload: WorkloadOptions
     slo: Slo
     source: str
-    client_s: float = 0.0
-    error: float = 0.0
+    doubt: Doubt = field(default_factory=Doubt)
 
 
 def foretell(claim: Claim) -> Prediction:
-    workload = timed_workload(claim.workload)
-    return predict(claim.cluster, workload, client_s=claim.client_s, error=claim.error)
+    return predict(claim.cluster, timed_workload(claim.workload), claim.doubt)
 
 
 async def play(
@@ -116,8 +114,12 @@ def of_profile_values(profile: Profile, workload: WorkloadOptions, slo: Slo, sou
 
 
 def _calibrated(profile: Profile, cluster: SimCluster, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
-    error = max(profile.error.prefill, profile.error.decode)
-    return Claim(cluster=cluster, workload=workload, slo=slo, source=source, client_s=profile.client_s, error=error)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=source, doubt=doubt_of(profile))
+
+
+def doubt_of(profile: Profile) -> Doubt:
+    error = profile.error
+    return Doubt(prefill=error.prefill, decode=error.decode, load=profile.load, client_s=profile.client_s)
 
 
 def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
@@ -143,7 +145,8 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
         return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
     client_s = read_profile(request.profile[0]).client_s if request.profile else 0.0
-    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, client_s=client_s, error=share)
+    doubt = Doubt(prefill=share, decode=share, client_s=client_s)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, doubt=doubt)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import math
 
 from placement.plan import Interval
 
+UNKNOWN = 0.8  # of all requests: an interval of a share that is so wide says nothing
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -27,7 +28,14 @@ def percent(share: float) -> str:
     return "-" if not math.isfinite(share) else f"{share * 100:.3g}%"
 
 
+def is_known(share: Interval) -> bool:
+    """Whether its interval says more than that it is a share."""
+    return share.high - share.low < UNKNOWN
+
+
 def percent_between(interval: Interval) -> str:
+    if not is_known(interval):
+        return f"{percent(interval.value)} (not known)"
     return f"{percent(interval.value)} ({percent(interval.low)} to {percent(interval.high)})"
 
 

@@ -107,12 +107,28 @@ def _time_caption(plan: Plan) -> str:
     )
 
 
+def _tornado_alt(plan: Plan) -> str:
+    parts = [
+        f"{swing.what}, {swing.less} {amounts.num(swing.at_less)}, {swing.more} {amounts.num(swing.at_more)}"
+        for swing in plan.swings
+    ]
+    return f"Goodput of the chosen placement, requests per second, with one thing otherwise: {'; '.join(parts)}."
+
+
+def _tornado_caption(plan: Plan) -> str:
+    return (
+        "One thing otherwise at a time, the same requests: light is less of it, dark is more. The line is the plan's "
+        "goodput. Times differ by as much as the latency model may be wrong."
+    )
+
+
 ALTS = {
     "attainment": _attainment_alt,
     "goodput": _goodput_alt,
     "phases": _phases_alt,
     "cost": _cost_alt,
     "time": _time_alt,
+    "tornado": _tornado_alt,
 }
 CAPTIONS = {
     "attainment": _attainment_caption,
@@ -120,4 +136,5 @@ CAPTIONS = {
     "phases": _phases_caption,
     "cost": _cost_caption,
     "time": _time_caption,
+    "tornado": _tornado_caption,
 }

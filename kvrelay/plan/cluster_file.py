@@ -40,9 +40,11 @@ def spec_data(
     slo: Slo | None = None,
     name: str = "planned",
     dtype: str = "",
+    assumed: Sequence[Mapping[str, Any] | None] = (),
 ) -> dict[str, Any]:
     """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
-    `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's."""
+    `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's.
+    `assumed`: by pool, cluster.spec.assumed.Assumed as plain data."""
     pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
@@ -56,7 +58,8 @@ def spec_data(
         **({"router": targets} if targets else {}),
         "pools": [
             _pool(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
-            for pool, label in zip(pools, labels, strict=True)
+            | ({"assumed": dict(told)} if told else {})
+            for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)
         ],
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan import amounts, words
 from kvrelay.plan import cluster_file as cluster
+from kvrelay.plan.assumptions import assumed_by
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
@@ -100,7 +101,16 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     has_gpus = request.latency_kind != "profile"
-    data = cluster.spec_data(placement, model, kv_bytes, has_gpus=has_gpus, slo=slo, name=name, dtype=dtype)
+    data = cluster.spec_data(
+        placement,
+        model,
+        kv_bytes,
+        has_gpus=has_gpus,
+        slo=slo,
+        name=name,
+        dtype=dtype,
+        assumed=assumed_by(request, placement.candidate),
+    )
     refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))
     if isinstance(refusal, str):

@@ -21,12 +21,13 @@ from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
 from placement.catalogs.roofline import RooflineCatalog
 from placement.checks.margin import load_margin
+from placement.checks.nearest import nearest
 from placement.goodput.bounds import decode_bound, prefill_bound
 from placement.latency.base import LatencyError
 from placement.mixes.machines import MachineType, capped, machine_of
 from placement.mixes.options import Provisioning
 from placement.mixes.provision import provision
-from placement.plan import Plan, to_json
+from placement.plan import Near, Plan, to_json
 from placement.search import planner
 from placement.search.question import PlanQuestion
 from placement.simulator.cluster import SetupError
@@ -38,15 +39,27 @@ OnProgress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
 
 
-def make_plan(request: PlanRequest, on_progress: OnProgress | None = None) -> Plan:
-    """Raises PlanError, LatencyError or WorkloadError: what is asked for cannot be, in one sentence."""
+def make_plan(
+    request: PlanRequest, on_progress: OnProgress | None = None, on_first: planner.OnFirst | None = None
+) -> Plan:
+    """`on_first` is told a coarse answer before, where there is one kind of machine. Raises PlanError, LatencyError or
+    WorkloadError: what is asked for cannot be, in one sentence."""
     requests = workload_of(request)
     open_catalogs = catalogs(request)
     if len(open_catalogs) > 1:
         planned = _provisioned(request, open_catalogs, requests, on_progress)
     else:
-        planned = _planned(request, open_catalogs[0], requests, on_progress)
-    return replace(planned, asked=asked(request), sources=sources(planned, request))
+        planned = _planned(request, open_catalogs[0], requests, on_progress, on_first)
+    near = _nearest(planned, open_catalogs[0], requests) if len(open_catalogs) == 1 else ()
+    return replace(planned, asked=asked(request), sources=sources(planned, request), nearest=near)
+
+
+def _nearest(planned: Plan, catalog: Catalog, requests: Workload) -> tuple[Near, ...]:
+    if isinstance(catalog, Narrowed):
+        catalog = catalog.of
+    if not isinstance(catalog, RooflineCatalog) or catalog.machine.unit != "GPU":
+        return ()
+    return nearest(catalog.shape, catalog.machine, planned.chosen.candidate, float(requests.prompt_len.mean()))
 
 
 def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
@@ -84,7 +97,13 @@ def workload_of(request: PlanRequest) -> Workload:
     return workload
 
 
-def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_progress: OnProgress | None) -> Plan:
+def _planned(
+    request: PlanRequest,
+    catalog: Catalog,
+    requests: Workload,
+    on_progress: OnProgress | None,
+    on_first: planner.OnFirst | None,
+) -> Plan:
     if request.tensor_parallel is not None:
         refusal = catalog.offer(catalog.degrees(max(request.tensor_parallel, catalog.gpus_per_node))[0])
         if isinstance(refusal, str):
@@ -93,7 +112,7 @@ def _planned(request: PlanRequest, catalog: Catalog, requests: Workload, on_prog
         _check_rate(request.rate, [catalog], requests, request.slo.tpot_s)
     else:
         _check_workers(request, catalog)
-    return planner.plan(_question(request), catalog, requests, on_progress=on_progress)
+    return planner.plan(_question(request), catalog, requests, on_progress=on_progress, on_first=on_first)
 
 
 def _check_rate(rate: float, kinds: Sequence[Catalog], requests: Workload, tpot_s: float) -> None:
@@ -144,6 +163,7 @@ def _question(request: PlanRequest) -> PlanQuestion:
         is_replay=request.workload.trace_timestamps,
         seed=request.workload.seed,
         processes=request.processes,
+        what_if=request.what_if,
     )
 
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
-from importlib.resources import files
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined, Template
 
 from kvrelay.plan import amounts, words
 from kvrelay.plan.captions import Drawn, captioned_figures
+from kvrelay.plan.frame import framed
 from kvrelay.plan.plots.style import ranked
 from placement.plan import Goodput, Interval, Plan, RatePoint
 
@@ -49,8 +45,7 @@ class Context:
 def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
     """The page. `wide`, `narrow`: the same figures for a desk and for a phone, by name."""
     rate = amounts.num(plan.at_rate.rate)
-    return _template().render(
-        version=version("kvrelay"),
+    return framed("kvrelay.plan", "report.html").render(
         title=context.title,
         asked=context.asked,
         sections=SECTIONS,
@@ -66,7 +61,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         advice=plan.advice,
         at_rate=rate,
         percentiles=words.percentile_rows(plan.at_rate, plan.slo),
-        attained=f"{amounts.percent_between(plan.at_rate.attainment)} of requests meet their targets at this rate.",
+        attained=f"Requests that meet their targets at this rate: {words.attained(plan)}.",
         classes=list(_classes(plan)),
         figures=list(captioned_figures(plan, wide, narrow)),
         tried=[_tried_row(rank, placement, plan) for rank, placement in ranked(plan)],
@@ -75,17 +70,14 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         curve=[_curve_row(point) for point in plan.chosen.curve],
         honesty=list(_honesty(plan)),
         sources=[(key.replace("_", " "), text) for key, text in plan.sources.items()],
+        nearest=[
+            (near.phase, near.case, amounts.seconds(near.measured_s), f"{near.error:+.0%}") for near in plan.nearest
+        ],
         refused=list(plan.refused.items()),
         commands=context.commands,
         spec=context.spec,
         no_spec=context.no_spec,
     )
-
-
-@cache
-def _template() -> Template:
-    text = files("kvrelay.plan").joinpath("report.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
 
 
 def _pool(pool: Any) -> dict[str, Any]:

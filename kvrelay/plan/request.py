@@ -91,6 +91,9 @@ class PlanRequest(Spec):
     )
     max_batch_tokens: Count | None = setting(None, "Prompt tokens of a prefill step, at most.")
     max_batch_size: Count | None = setting(None, "Requests of a decode step, at most.")
+    what_if: bool = setting(
+        False, "Also simulate what moves the answer: times, targets, lengths; one worker more; twice the rate."
+    )
     processes: int | None = setting(None, "Simulate in so many; 0: in this one. Default: one a core.", ge=0)
 
     @field_validator("latency", mode="after")
@@ -172,6 +175,9 @@ class PlanRequest(Spec):
         if kind != "roofline" and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
+        if self.what_if and len(self.hardware or ()) > 1:
+            names = ", ".join(self.hardware or ())
+            raise ValueError(f"`what_if` is of one kind of machine and `hardware` is {names}; give one of them")
 
     @property
     def workload(self) -> WorkloadOptions:

@@ -53,7 +53,7 @@ def _figures(plan: Plan) -> Table:
     if chosen.watts:
         table.add_row("Power (kW)", amounts.num(chosen.watts / 1e3))
     table.add_row("Rate planned for (requests/s)", amounts.num(at_rate.rate))
-    table.add_row("Requests that meet their targets", amounts.percent_between(at_rate.attainment))
+    table.add_row("Requests that meet their targets", words.attained(plan))
     table.add_row("Binding", plan.binding)
     table.add_row("Headroom", amounts.percent(plan.headroom))
     return table

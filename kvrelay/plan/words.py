@@ -8,7 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvrelay.plan.amounts import between, count, num, percent, seconds, usd, usd_per_million
+from kvrelay.plan.amounts import (
+    between,
+    count,
+    is_known,
+    num,
+    percent,
+    percent_between,
+    seconds,
+    usd,
+    usd_per_million,
+)
 from placement.plan import Candidate, Goodput, Interval, Kind, Plan, PoolPlan, RatePoint, Slo
 
 ALIKE = 0.05  # the search's own precision, and what two sets of requests differ by
@@ -180,6 +190,15 @@ def headroom(plan: Plan) -> str:
     if plan.headroom < 0.005:
         return f"At {rate} requests/s the plan stands at its knee: nothing is left for a busier hour."
     return f"At {rate} requests/s, {percent(plan.headroom)} of its goodput is left."
+
+
+def attained(plan: Plan) -> str:
+    """The share at the plan's rate; where the latency model is too uncertain for that, what is known instead."""
+    share, low = plan.at_rate.attainment, plan.chosen.goodput.low
+    if is_known(share):
+        return percent_between(share)
+    sure = f"sure up to {num(low)} requests/s" if low else "sure at no rate"
+    return f"{percent(share.value)} if the latency model is right; {sure}"
 
 
 def warnings(plan: Plan) -> Iterator[str]:

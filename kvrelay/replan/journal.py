@@ -7,7 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -96,6 +96,21 @@ class Journal:
         except FileNotFoundError:
             return []
         return [entry for line in lines[-count:] if (entry := _read(line))]
+
+
+def changes_of(entry: Mapping[str, Any]) -> Iterator[str]:
+    """For people: what changes, or should, and what came of it."""
+    for change in entry["changes"]:
+        verb = "becomes" if entry["mode"] == "act" else "should become"
+        took = change["failure"] or (f"after {change['seconds']:g} s" if change["seconds"] else "")
+        yield f"{_named(change, verb)}{f': {took}' if took else ''}"
+
+
+def _named(change: Mapping[str, Any], verb: str) -> str:
+    if pool := change.get("pool"):
+        return f"{pool} {verb} a pool of {change['replicas']}"
+    chunks = change.get("chunk_tokens")
+    return f"{change['worker']} {verb} a {change['role']} worker{'' if chunks is None else f' with chunks of {chunks}'}"
 
 
 def journal_at(clients: Sequence[Client]) -> Journal:

@@ -6,6 +6,7 @@ that against other arrangements of workers, and has them change where that pays.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Sequence
@@ -18,9 +19,9 @@ import numpy as np
 from cluster.router.options import RouterOptions
 from engine.knobs import read
 from kvrelay.client.client import Client
-from kvrelay.client.types import ClusterStatus, EndedRequest, RouterLoad, WorkerState
+from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, RouterLoad, WorkerState
 from kvrelay.replan.carrying import SERVING, Carrier
-from kvrelay.replan.journal import Change, Entry, Journal, journal_at
+from kvrelay.replan.journal import Change, Entry, Journal, changes_of, journal_at
 from kvrelay.replan.options import Asked
 from placement.replan.distserve import Profile
 from placement.replan.play import Bounds, weigh, weigh_shifts
@@ -98,7 +99,15 @@ class Replanner:
         finally:
             if changes or (weighed.others and not terms.is_enough):
                 self._journal.add(entry)
+                self._tell(entry)
         return entry
+
+    def _tell(self, entry: Entry) -> None:
+        """The routers, which show it. One that is away, or too old to know of this, shows it not."""
+        what = "; ".join(changes_of(asdict(entry))) or "all stays as it is"
+        for client in self._clients:
+            with contextlib.suppress(KvrelayError):
+                client.note_decision("planner", what, entry.reason, acted=self._asked.acts)
 
     def _bounds(self, now: float) -> Bounds:
         """To play one worker less takes time from a cluster that is well: it is done now and then."""
@@ -124,7 +133,7 @@ class Replanner:
         self._cluster_id = status.cluster_id if self._cluster_id is None else self._cluster_id
         if status.cluster_id != self._cluster_id:
             raise OtherCluster(f"another cluster is at {self._clients[0].endpoint}, begun since the last look")
-        load = _added([client.load(window_s) for client in self._clients])
+        load = added([client.load(window_s) for client in self._clients])
         if len(load) < LEAST_REQUESTS:
             raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")
         age_s = time.monotonic() - self._carrier.changed_s
@@ -145,7 +154,7 @@ class Replanner:
                 raise NotYet(f"{each.name} is {each.stage}")
 
 
-def _added(loads: Sequence[RouterLoad]) -> list[EndedRequest]:
+def added(loads: Sequence[RouterLoad]) -> list[EndedRequest]:
     """For as long as all of them are whole: of a busy router that is shorter, of one that was restarted, too."""
     whole_s = min(load.whole_s for load in loads)
     return [ended for load in loads for ended in load.requests if ended.age_s <= whole_s]

@@ -34,6 +34,7 @@ from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
 from placement.simulator.systems import LiveSystem, System
+from placement.workload.closed_loop import ClosedLoop
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic
 from worker.options import pool_of
@@ -46,10 +47,12 @@ ASKED_WRONGLY = (PlanError, LatencyError, SetupError, SpecError, WorkloadError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Each rate with each seed. `rates` empty: the trace's own. `num_requests` None: the long run."""
+    """Each rate with each number of clients and each seed. `rates` empty: the trace's own; of clients in a closed loop
+    (`loops`) as fast as they are answered. `num_requests` None: the long run."""
 
     slo: Slo
     rates: tuple[float, ...]
+    loops: tuple[ClosedLoop, ...] = ()
     num_requests: int | None = None
     seeds: tuple[int, ...] = (0,)
     colocated: bool = False  # the spec's workers, all of them mixed
@@ -57,8 +60,8 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """`error`: of the latency model, taken into the intervals. `counters`: by rate, of a run of the first seed with
-    `counted` requests."""
+    """`error`: of the latency model, taken into the intervals. `counters`: by point, of a run of the first seed with
+    `counted` requests. `clients`: of each point, in a closed loop; empty: requests come at a rate."""
 
     points: tuple[RatePoint, ...]
     counters: tuple[Mapping[str, int], ...]
@@ -67,6 +70,7 @@ class SweepResult:
     kv_tokens: Mapping[str, int]  # of one worker
     sources: tuple[str, ...]
     error: float
+    clients: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -107,18 +111,18 @@ def simulate_spec(
     spec = mixed_spec(spec) if sweep.colocated else spec
     system = LiveSystem(sim_cluster(spec, source))
     error = latency_error(spec, source)
-    rates = sweep.rates or (_own_rate(traffic),)
-    total, done = len(rates) * len(sweep.seeds), 0
+    loads = [(rate, loop) for rate in _rates(sweep, traffic) for loop in sweep.loops or (None,)]
+    total, done = len(loads) * len(sweep.seeds), 0
     points, counters, counted = [], [], []
-    for rate in rates:
-        by_seed = []
+    for rate, loop in loads:
+        by_seed, load = [], replace(traffic, loop=loop)
         for seed in sweep.seeds:
-            on_progress(f"{rate:g} requests/s", done, total)
-            by_seed.append(_point(system, traffic, rate, sweep, seed, error))
+            on_progress(f"{loop.max_concurrency} clients" if loop else f"{rate:g} requests/s", done, total)
+            by_seed.append(_point(system, load, rate, sweep, seed, error))
             done += 1
         points.append(merged(by_seed))
         counted.append(_counted(sweep, points[-1]))
-        counters.append(_counters(system, traffic, rate, sweep.seeds[0], counted[-1]))
+        counters.append(_counters(system, load, rate, sweep.seeds[0], counted[-1]))
     on_progress("done", total, total)
     return SweepResult(
         points=tuple(points),
@@ -128,13 +132,20 @@ def simulate_spec(
         kv_tokens=_kv_tokens(system),
         sources=tuple(latency_sources(spec, source)),
         error=error,
+        clients=tuple(loop.max_concurrency for _, loop in loads if loop is not None),
         notes=tuple(_notes(spec, source)),
     )
 
 
+def _rates(sweep: Sweep, traffic: Traffic) -> tuple[float, ...]:
+    if sweep.rates:
+        return sweep.rates
+    return (math.inf,) if sweep.loops and not traffic.is_replay else (_own_rate(traffic),)
+
+
 def _own_rate(traffic: Traffic) -> float:
     if not traffic.is_replay:
-        raise PlanError("no rate is given; give --rate, or --trace-timestamps for the trace's own")
+        raise PlanError("no rate is given; give --rate, --max-concurrency, or --trace-timestamps for the trace's own")
     return traffic.source.rate
 
 
@@ -153,6 +164,7 @@ def merged(points: Sequence[RatePoint]) -> RatePoint:
         return first
     return replace(
         first,
+        rate=_mean([point.rate for point in points]),
         attainment=_mean_interval([point.attainment for point in points]),
         ttft_s={at: _mean_interval([point.ttft_s[at] for point in points]) for at in first.ttft_s},
         tpot_s={at: _mean_interval([point.tpot_s[at] for point in points]) for at in first.tpot_s},
@@ -205,6 +217,8 @@ def result_object(result: SweepResult, sweep: Sweep, **asked: Any) -> dict[str, 
         to_json(point) | {"counters": dict(counters), "counted_requests": counted}
         for point, counters, counted in zip(result.points, result.counters, result.counted, strict=True)
     ]
+    if result.clients:
+        rows = [{"max_concurrency": n} | row for n, row in zip(result.clients, rows, strict=True)]
     return {
         **asked,
         "slo": to_json(sweep.slo),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from kvrelay.plan.amounts import is_known
 from kvrelay.simulate.simulation import Sweep, SweepResult
 from placement.plan import Interval, RatePoint
 
@@ -56,6 +57,8 @@ def _table(result: SweepResult, sweep: Sweep, shown: slice) -> Table:
     table.add_column("requests/s")
     for point in points:
         table.add_column(f"{point.rate:g}", justify="right", no_wrap=True)
+    if result.clients:
+        table.add_row("clients", *map(str, result.clients[shown]), end_section=True)
     _add_latencies(table, points, sweep)
     table.add_row("requests simulated", *(_requests(point) for point in points), end_section=True)
     for name in points[0].phases_s:
@@ -100,4 +103,5 @@ def _interval(interval: Interval) -> str:
 
 
 def _share(interval: Interval) -> str:
-    return f"{interval.value:.1%} ({interval.low:.0%}-{interval.high:.0%})"
+    between = f"{interval.low:.0%}-{interval.high:.0%}" if is_known(interval) else "not known"
+    return f"{interval.value:.1%} ({between})"

@@ -44,7 +44,7 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
         router=_read(RouterOptions, profile.router, "router"),
         message_s=profile.message_s,
         report_gap_s=report_gap_s(len(workers)),
-        handoff_s=profile.handoff_s,
+        handoff_s=profile.loaded_handoff_s,
         hosts=shared_hosts(profile, workers),
     )
 
@@ -52,7 +52,7 @@ def sim_cluster(profile: Profile, num_prefill: int | None = None, num_decode: in
 def shared_hosts(profile: Profile, workers: Iterable[SimWorker]) -> tuple[SharedHost, ...]:
     """Where the profile was measured on one host: hosts with as many workers of each role as were measured there, the
     last ones with what is left. Else none."""
-    rows = tuple((point.batch_size, point.prefill, point.decode) for point in profile.slowdown)
+    rows = profile.by_batch
     return hosts_of(rows, workers, (profile.prefill_pool.count, profile.decode_pool.count)) if rows else ()
 
 

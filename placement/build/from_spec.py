@@ -52,7 +52,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         report_gap_s=report_gap_s(len(workers)),
         layer_groups=_layer_groups(spec, source),
         num_routers=spec.router.replicas,
-        handoff_s=source.profile.handoff_s if isinstance(source, ProfileWorkers) else 0.0,
+        handoff_s=source.profile.loaded_handoff_s if isinstance(source, ProfileWorkers) else 0.0,
         hosts=shared_hosts(source.profile, workers) if isinstance(source, ProfileWorkers) else (),
     )
 

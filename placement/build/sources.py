@@ -18,7 +18,7 @@ from placement.latency.model_shape import ModelShape
 from placement.latency.profile import Profile
 from placement.latency.profile_latency import ProfileLatency
 from prefill_worker.options import PrefillOptions
-from worker.roles import kind_of
+from worker.roles import PHASES, kind_of
 
 MESSAGE_S = 0.0005  # one way, between two processes
 
@@ -154,7 +154,7 @@ class ProfileWorkers:
         if isinstance(pool.kv_memory, int) and self.shape is not None:
             token_bytes = self.shape.with_dtype(spec.dtype).kv_bytes_per_token
             pages = max(1, pool.kv_memory // (token_bytes * spec.page_size))
-        errors = {"prefill": profile.error.prefill, "decode": profile.error.decode}
+        errors = dict(zip(PHASES, profile.wrong_by, strict=True))
         error = max(errors[phase] for phase in kind_of(pool.role).phases)
         # its steps hold their overhead
         return WorkerModel(latency=self._latency, num_pages=pages, page_size=spec.page_size, error=error)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
-from placement.latency.profile import Profile
+from placement.latency.profile import Profile, SlowdownPoint
 from placement.latency.profile_latency import ProfileLatency
 
 
@@ -60,7 +60,7 @@ class ProfileCatalog:
             return f"{degrees} was not measured, only {measured}; calibrate a cluster that runs it"
         profile = self.profiles[degrees]
         prefill, decode = profile.prefill_pool, profile.decode_pool
-        error, pack_tokens = profile.error, prefill.options.get("pack_tokens")
+        pack_tokens = prefill.options.get("pack_tokens")
         return Offer(
             degrees=degrees,
             latency=self._latency[degrees],
@@ -70,9 +70,9 @@ class ProfileCatalog:
             pack_tokens=None if pack_tokens in (None, "None") else int(pack_tokens),
             max_batch_size=int(decode.options.get("max_batch_size", 64)),
             message_s=profile.message_s,
-            handoff_s=profile.handoff_s,
-            error=max(error.prefill, error.decode),
-            slowdown=tuple((point.batch_size, point.prefill, point.decode) for point in profile.slowdown),
+            handoff_s=profile.loaded_handoff_s,
+            error=max(profile.wrong_by),
+            slowdown=profile.by_batch,
         )
 
 
@@ -113,8 +113,9 @@ def _alike(profile: Profile) -> dict[str, object]:
 def _complete(profiles: Sequence[Profile]) -> list[Profile]:
     """With handoffs, and what workers of a host cost each other, as they were measured of the first pair."""
     pair = next(profile for profile in profiles if not profile.is_mixed)
+    slowdown = tuple(SlowdownPoint(batch_size=size, prefill=p, decode=d) for size, p, d in pair.by_batch)
     return [
-        replace(profile, transfer=pair.transfer, handoff_s=pair.handoff_s, slowdown=pair.slowdown)
+        replace(profile, transfer=pair.transfer, handoff_s=pair.handoff_s, slowdown=slowdown)
         if profile.is_mixed
         else profile
         for profile in profiles

@@ -89,7 +89,7 @@ class RooflineCatalog:
             page_size=self.page_size,
             max_batch_tokens=self.max_batch_tokens,
             max_batch_size=self.max_batch_size,
-            error=self.machine.error.value,
+            error=self.machine.error.of(self.model, degrees.gpus),
         )
 
     # memory, in bytes of one GPU
@@ -110,7 +110,7 @@ class RooflineCatalog:
         shape = self.shape
         heads = kv_heads_per_gpu(shape, degrees.tp)
         layers = math.ceil(shape.num_layers / degrees.pp)
-        return layers * heads * (shape.k_dim + shape.v_dim) * shape.dtype_bytes
+        return layers * heads * (shape.k_dim + shape.v_dim) * shape.kv_dtype_bytes
 
     def num_pages(self, degrees: Degrees) -> int:
         """Of a worker; 0 where the weights leave no room."""

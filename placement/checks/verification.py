@@ -1,26 +1,29 @@
 """Verification is a prediction and what was measured, side by side: the very same requests, simulated and served.
 
 It compares and judges; it plays nothing. All times are the client's: what lies between client and router is added to
-the simulated ones (`client_s`). Every predicted figure has the interval that the latency model's known error gives it.
+the simulated ones. Every predicted figure comes of many simulations of these requests, each in one Way that the times
+may be (placement/checks/ways.py): the value is their median, the interval holds nine in ten of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from placement.latency.scaled import factors_of
+from placement.checks.ways import Way, way_latency, ways_of
+from placement.latency.under_load import LoadRun, UnderLoad, Work, wrong_by
 from placement.plan import Interval, Slo, to_json
 from placement.simulator.cluster import SimCluster
-from placement.simulator.outcome import percentiles
-from placement.simulator.systems import LiveSystem
+from placement.simulator.outcome import Outcome, percentiles
+from placement.simulator.simulate import simulate
 from placement.workload.requests import Floats, Workload
 
 PERCENTILES = (50.0, 90.0, 99.0)
 METRICS = ("ttft", "tpot", "e2e")
+WAYS = 24
 LEAST_ERROR = 0.02  # of a time: no measured table is better than that
 KNEE_ATTAINMENT = 0.5  # with less of the requests in time, a run is past the knee
 
@@ -42,11 +45,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """`bounds`: the same requests with every time shorter and longer by the latency model's error."""
+    """`expected`: by the times as they were fitted; `ways`: as they may be instead."""
 
     workload: Workload
     expected: Seen
-    bounds: tuple[Seen, ...]
+    ways: tuple[Seen, ...]
     error: float
 
 
@@ -94,15 +97,49 @@ class Verification:
         return plain | {"is_past_knee": self.is_past_knee}
 
 
-def predict(cluster: SimCluster, workload: Workload, *, client_s: float = 0.0, error: float = 0.0) -> Prediction:
-    """Simulate the workload; and once with every time longer, once shorter by `error`."""
-    error, system = max(error, LEAST_ERROR), LiveSystem(cluster)
-    bounds = tuple(_simulated(system.scaled(factor), workload, client_s) for factor in factors_of(error))
-    return Prediction(workload=workload, expected=_simulated(system, workload, client_s), bounds=bounds, error=error)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """How wrong a prediction's times may be: by the tables, nine times in ten, as shares, and what a load showed.
+    `client_s`: between client and router, where no load says more."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    load: UnderLoad | None = None
+    client_s: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Of a time of either phase."""
+        prefill = wrong_by(self.prefill, self.load.prefill if self.load else None)
+        decode = wrong_by(self.decode, self.load.decode if self.load else None)
+        return max(LEAST_ERROR, prefill, decode)
 
 
-def _simulated(system: LiveSystem, workload: Workload, client_s: float) -> Seen:
-    outcome = system.play(workload)
+def predict(cluster: SimCluster, workload: Workload, doubt: Doubt, *, seed: int = 0) -> Prediction:
+    """Simulate the workload, and again in each of WAYS."""
+    outcome = simulate(cluster, workload)
+    work = _work(cluster, outcome)
+    like = doubt.load.runs_like(work) if doubt.load else []
+    prefill, decode = (0.0, 0.0) if doubt.load else (doubt.prefill, doubt.decode)  # the swing holds what is left of it
+    ways = ways_of(doubt.load, work, max(prefill, LEAST_ERROR), max(decode, LEAST_ERROR), WAYS, seed)
+    return Prediction(
+        workload=workload,
+        expected=_expected(outcome, doubt, like),
+        ways=tuple(in_way(cluster, workload, doubt, like, way) for way in ways),
+        error=doubt.error,
+    )
+
+
+def _work(cluster: SimCluster, outcome: Outcome) -> Work:
+    span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0]) or 1.0
+    reading = sum(worker.role != "decode" for worker in cluster.workers)
+    busy_s = outcome.busy_s.get("prefill", 0.0) + outcome.busy_s.get("mixed", 0.0)
+    tokens = float(outcome.workload.output_len.sum())
+    return Work(busy=busy_s / span_s / reading, tokens_per_s=tokens / span_s)
+
+
+def _expected(outcome: Outcome, doubt: Doubt, like: Sequence[LoadRun]) -> Seen:
+    client_s = float(np.median([run.client_s for run in like])) if like else doubt.client_s
     served = np.isfinite(outcome.finish_s)
     phases = {name: float(spent[served].mean()) for name, spent in outcome.phases.items()} if served.any() else {}
     return Seen(
@@ -110,14 +147,32 @@ def _simulated(system: LiveSystem, workload: Workload, client_s: float) -> Seen:
     )
 
 
+def in_way(cluster: SimCluster, workload: Workload, doubt: Doubt, like: Sequence[LoadRun], way: Way) -> Seen:
+    """With steps that differ among themselves, and clients that are as far away as in one of the runs like it."""
+    rng, count = np.random.default_rng(way.seed), len(workload)
+    run = like[int(rng.integers(len(like)))] if like else None
+    noise = run.prefill_noise if run else ()
+    workers = tuple(replace(w, latency=way_latency(w.latency, way, noise)) for w in cluster.workers)
+    outcome = simulate(replace(cluster, workers=workers), workload)
+    client_s: float | Floats = doubt.client_s
+    tpot_s = outcome.tpot_s
+    if run:
+        gaps = np.maximum(workload.output_len - 1, 1)
+        client_s = rng.choice(run.client_s, count)
+        tpot_s = tpot_s * rng.choice(run.decode_noise, count) ** (1 / np.sqrt(gaps))
+        tpot_s = np.where(workload.output_len > 1, tpot_s + rng.choice(run.client_rest_s, count) / gaps, 0.0)
+    ttft_s = outcome.ttft_s + client_s
+    return Seen(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + tpot_s * np.maximum(workload.output_len - 1, 0))
+
+
 def compare(prediction: Prediction, measured: Seen, slo: Slo) -> Verification:
     workload = prediction.workload
-    expected, bounds = prediction.expected, prediction.bounds
+    expected, ways = prediction.expected, prediction.ways
     many = workload.output_len > 1  # a single token has no time per output token
     rows = []
     for metric in METRICS:
         kept = many if metric == "tpot" else np.ones(len(workload), dtype=bool)
-        ranks = [percentiles(_values(seen, metric)[kept], PERCENTILES) for seen in (expected, *bounds, measured)]
+        ranks = [percentiles(_values(seen, metric)[kept], PERCENTILES) for seen in (*ways, measured)]
         for i, percentile in enumerate(PERCENTILES):
             predicted = [values[i] for values in ranks[:-1]]
             rows.append(
@@ -135,7 +190,7 @@ def compare(prediction: Prediction, measured: Seen, slo: Slo) -> Verification:
         failed=measured.failed,
         slo=slo,
         rows=tuple(row for row in rows if not np.isnan(row.predicted.value)),
-        attainment=_interval([attainment(seen, slo) for seen in (expected, *bounds)]),
+        attainment=_interval([attainment(seen, slo) for seen in ways]),
         measured_attainment=attainment(measured, slo),
         phases_s={n: (expected.phases_s.get(n, 0.0), measured.phases_s.get(n, 0.0)) for n in names},
         error=prediction.error,
@@ -154,5 +209,6 @@ def _values(seen: Seen, metric: str) -> Floats:
 
 
 def _interval(values: Sequence[float]) -> Interval:
-    """The first is what is expected, the others how it might be instead."""
-    return Interval(values[0], min(values), max(values))
+    ordered = sorted(values)
+    low, value, high = (float(at) for at in percentiles(np.array(ordered), (5, 50, 95)))
+    return Interval(value, low, high)

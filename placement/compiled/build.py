@@ -52,6 +52,7 @@ COMPILED = (
     "decode_worker/run.py",
     "mixed_worker/policy.py",
     "worker/steps/costs.py",
+    "placement/simulator/clients.py",
     "placement/simulator/clock.py",
     "placement/simulator/ledger.py",
     "placement/simulator/pages.py",
@@ -67,6 +68,8 @@ COMPILED = (
     "placement/simulator/machines/routers.py",
     "placement/simulator/machines/steps.py",
     "placement/latency/base.py",
+    "placement/latency/roofline.py",
+    "placement/latency/scaled.py",
     *registry.COMPILED,
 )
 OURS = frozenset(name.partition("/")[0] for name in COMPILED) | {"kv_transfer", "worker"}

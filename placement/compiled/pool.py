@@ -28,6 +28,8 @@ from placement.papers import registry
 PASSED_TO_PROCESSES = (  # compiled dataclasses that are arguments; pickle cannot restore them by itself
     ("cluster.router.options", "RouterOptions"),
     ("placement.latency.base", "DecodeLine"),
+    ("placement.latency.roofline", "RooflineLatency"),
+    ("placement.latency.scaled", "ScaledLatency"),
     *registry.PASSED_TO_PROCESSES,
 )
 

@@ -202,7 +202,7 @@ class _Look:
             attainment = replace(attainment, low=0.0)
             slack = Interval(min(slack.value, -1e-6), -1.0, slack.high)
         point = RatePoint(
-            rate=rate,
+            rate=self._rate(rate),
             attainment=attainment,
             ttft_s={str(at): percentile_interval(outcome.ttft_s[kept], at) for at in PERCENTILES},
             tpot_s={str(at): percentile_interval(outcome.tpot_s[kept], at) for at in PERCENTILES},
@@ -221,6 +221,18 @@ class _Look:
             num_simulated=simulated,
             cpu_s=0.0,
         )
+
+    def _rate(self, asked: float) -> float:
+        """As it was asked for; of clients who wait for their answers, how many got one a second."""
+        workload, end_s = self.outcome.workload, self.outcome.finish_s
+        if workload.loop is None:
+            return asked
+        at = workload.arrival_s[self.window]
+        if self.window == slice(0, len(self.outcome)) or at[0] == at[-1]:
+            span_s, count = float(np.nanmax(end_s, initial=0.0) - at[0]), self.outcome.served
+        else:
+            span_s, count = float(at[-1] - at[0]), int(((end_s > at[0]) & (end_s <= at[-1])).sum())
+        return count / span_s if span_s > 0 else 0.0
 
     def _busy(self) -> dict[str, float]:
         """Shares of the whole run, its beginning and end too."""

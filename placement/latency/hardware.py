@@ -41,18 +41,41 @@ class Cost(_File):
     source: str = Field(min_length=1)
 
 
-class Error(_File):
-    """Nine times in ten a latency is within this share of the truth."""
+class Half(_File):
+    """The size at which a share of a ceiling is half of what a large one reaches, and who found it."""
 
-    value: float = Field(ge=0, le=10)
+    value: float = Field(ge=0)
     source: str = Field(min_length=1)
 
 
+NO_SIZE = Half(value=0.0, source="not known: the same share at every size")
+NO_COST = Cost(value=0.0, source="not known: in step_s")
+
+
+class Error(_File):
+    """Nine times in ten a latency is within this share of the truth. `value`: of a model that no figure was fitted to.
+    `one_gpu`: likewise, with neither TP nor PP. `fitted`: of `models`, to which figures were fitted, by name."""
+
+    value: float = Field(ge=0, le=10)
+    one_gpu: float | None = Field(None, ge=0, le=10)
+    fitted: float | None = Field(None, ge=0, le=10)
+    models: tuple[str, ...] = ()
+    source: str = Field(min_length=1)
+
+    def of(self, model: str, gpus: int = 1) -> float:
+        if self.fitted is not None and model in self.models:
+            return self.fitted
+        return self.one_gpu if gpus == 1 and self.one_gpu is not None else self.value
+
+
 class Efficiency(_File):
-    prefill_flops: Sourced  # of flops, in the matrices of a long step
+    prefill_flops: Sourced  # of flops, in the matrices of a long step; of wide ones, where half_width is given
+    prefill_flops_float8: Sourced | None = None  # the same in float8; none: as in wider dtypes
+    half_width: Half = NO_SIZE  # of a GPU's products: the root of its parameters a layer
     attention_flops: Sourced  # of flops, in the attention of a prompt
     decode_bandwidth: Sourced  # of memory_bytes_per_s, reading weights
     attention_bandwidth: Sourced  # of memory_bytes_per_s, reading KV
+    half_heads: Half = NO_SIZE  # that read KV in a decode step: requests times KV heads on a GPU
     link: Sourced  # of a link's bytes, moving KV to another worker
     collective: Sourced  # of a link's bytes, in an all-reduce
     overlap: Sourced  # of the shorter of arithmetic and reading weights, hidden behind the longer
@@ -60,7 +83,10 @@ class Efficiency(_File):
 
 class Overhead(_File):
     step_s: Cost  # once a step and stage: sampling, gaps
-    layer_s: Cost  # once a layer: launching kernels; about nothing where steps are captured as graphs
+    prefill_step_s: Cost = NO_COST  # once a step that reads prompts, besides
+    request_s: Cost = NO_COST  # once a request for which a step draws a token
+    layer_s: Cost  # once a layer: launching kernels; small where steps are captured as graphs
+    reduce_s: Cost = NO_COST  # once an all-reduce, whatever the group
     hop_s: Cost  # of a ring all-reduce within a node: 2 (tp - 1) of them
     cross_hop_s: Cost  # between nodes
 
@@ -116,6 +142,13 @@ class Hardware(_File):
             if name in self.flops:
                 return self.flops[name]
         raise PlanError(f"{self.name} has no FLOP/s for {dtype}; give flops.{dtype} in its file")
+
+    def matrix_flops_for(self, dtype: str, width: float) -> float:
+        """FLOP/s that products of this width get."""
+        share = self.efficiency.prefill_flops
+        if dtype == "float8" and "float8" in self.flops:
+            share = self.efficiency.prefill_flops_float8 or share
+        return self.flops_for(dtype) * share.value * width / (width + self.efficiency.half_width.value)
 
     def cap(self, power: float) -> PowerCap:
         """How a cap slows it down. Raises PlanError for one that nobody measured."""

@@ -73,6 +73,7 @@ class _ShapeReader:
             max_positions=self.keys.number("positions", 0),
             window=window,
             num_window_layers=num_window,
+            reduces_per_layer=1 if self._is_parallel else 2,
             dtype=dtype,
             weight_bits=bits,
             quantisation=method,
@@ -115,6 +116,13 @@ class _ShapeReader:
         if self.keys.model_type == "gpt_bigcode":
             return 1 if self.keys.config.get("multi_query", True) else heads
         return self.keys.number("num_key_value_heads", heads) or heads
+
+    @property
+    def _is_parallel(self) -> bool:
+        """Attention and MLP of a layer are summed before a TP group reduces them (as vLLM does for Falcon alone)."""
+        config = self.keys.config
+        is_parallel = config.get("parallel_attn", True) or config.get("new_decoder_architecture")
+        return self.keys.model_type == "falcon" and bool(is_parallel)
 
     def _mla(self, hidden: int, heads: int) -> dict[str, Any]:
         """Multi-head latent attention: low-rank queries and KV, a rotary key shared by all heads."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.weights.near import did_you_mean
 from placement.catalogs.base import PlanError
 from placement.latency.model_config import shape_of
 from placement.latency.model_shape import ModelShape
@@ -63,4 +64,7 @@ def _find(model: str) -> Path:
     if shipped is not None and not model.startswith((".", "/", "~")) and model.count("/") < 2:  # a name, or a hub id
         return shipped
     known = ", ".join(known_models())
-    raise PlanError(f"model is {model!r}, which is no directory and no config.json; give one, or a name of {known}")
+    near = did_you_mean(model, known_models())
+    raise PlanError(
+        f"model is {model!r}, which is no directory and no config.json; {near}give one, or a name of {known}"
+    )

@@ -47,7 +47,9 @@ class ModelShape:
     window: int = 0  # tokens that windowed layers attend to
     num_window_layers: int = 0
     latent_dim: int = 0  # MLA: elements of a token's latent and its rotary key
+    reduces_per_layer: int = 2  # sums over a TP group: behind attention and MLP, or behind both at once
     dtype: str = "bfloat16"
+    kv_dtype: str = ""  # empty: as dtype
     weight_bits: float = 16.0  # of the layers' matrices; embeddings and head keep dtype
     quantisation: str = ""
     compute_dtype: str = "bfloat16"
@@ -107,7 +109,11 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token_layer(self) -> float:
-        return self.kv_heads * (self.k_dim + self.v_dim) * self.dtype_bytes
+        return self.kv_heads * (self.k_dim + self.v_dim) * self.kv_dtype_bytes
+
+    @property
+    def kv_dtype_bytes(self) -> float:
+        return DTYPE_BYTES[self.kv_dtype or self.dtype]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -119,7 +125,7 @@ class ModelShape:
         """MLA: of an engine that pages the latents. Elsewhere the same as kv_bytes_per_token."""
         if not self.latent_dim:
             return self.kv_bytes_per_token
-        return round(self.num_layers * self.latent_dim * self.dtype_bytes)
+        return round(self.num_layers * self.latent_dim * self.kv_dtype_bytes)
 
     # arithmetic
 

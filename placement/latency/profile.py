@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.latency.base import LatencyError
+from placement.latency.under_load import UnderLoad, wrong_by
 
 
 class ProfileError(LatencyError):
@@ -120,6 +121,7 @@ class Profile:
     client_s: float = 0.0  # of what a client waits for a token: to the router, in it, and back
     slowdown: tuple[SlowdownPoint, ...] = ()  # empty: the workers do not share a host
     error: Fault = field(default_factory=Fault)
+    load: UnderLoad | None = None  # what a live load showed; None: none was served
     notes: Mapping[str, Any] = field(default_factory=dict)  # how it was measured; load of the machine
     name: str = "profile"
 
@@ -130,3 +132,23 @@ class Profile:
     @property
     def is_shared_host(self) -> bool:
         return bool(self.slowdown)
+
+    @property
+    def by_batch(self) -> tuple[tuple[int, float, float], ...]:
+        """As SharedHost has it: what the load showed, else the probes; empty where the workers share no host."""
+        if not self.slowdown or self.load is None:
+            return tuple((point.batch_size, point.prefill, point.decode) for point in self.slowdown)
+        prefill, decode = self.load.prefill, self.load.decode
+        return ((1, prefill.beside / prefill.alone, decode.beside / decode.alone),)
+
+    @property
+    def loaded_handoff_s(self) -> float:
+        """What a handoff takes beside its bytes while all are at work, where that is known."""
+        return self.load.handoff_s if self.load else self.handoff_s
+
+    @property
+    def wrong_by(self) -> tuple[float, float]:
+        """A time of prefill and of decode, nine times in ten, as a share."""
+        load = self.load
+        swings = (load.prefill, load.decode) if load else (None, None)
+        return wrong_by(self.error.prefill, swings[0]), wrong_by(self.error.decode, swings[1])

@@ -23,6 +23,7 @@ from placement.latency.profile import (
     SlowdownPoint,
     TransferPoint,
 )
+from placement.latency.under_load import LoadRun, PhaseUnderLoad, UnderLoad
 
 FORMAT = "kvrelay-profile"
 VERSION = 1
@@ -84,6 +85,7 @@ def profile_from(data: Any) -> Profile:
         client_s=_number(data, "client_s"),
         slowdown=tuple(_slowdown_point(row, f"slowdown[{i}]") for i, row in enumerate(_rows(data, "slowdown"))),
         error=_fault(_mapping(data, "error")),
+        load=_load(data["load"]) if data.get("load") is not None else None,
         notes=_mapping(data, "notes") if "notes" in data else {},
     )
     for key in ("prefill", "decode"):
@@ -154,6 +156,35 @@ def _fault(row: Mapping[str, Any]) -> Fault:
     return Fault(**{key: _number(row, key, "error") for key in ("prefill", "decode", "transfer")})
 
 
+def _load(row: Any) -> UnderLoad:
+    return UnderLoad(
+        prefill=_phase(row, "prefill"),
+        decode=_phase(row, "decode"),
+        gap_s=_number(row, "gap_s", "load"),
+        handoff_s=_number(row, "handoff_s", "load"),
+        runs=tuple(_load_run(run, f"load.runs[{i}]") for i, run in enumerate(_rows(row, "runs", "load"))),
+    )
+
+
+def _phase(row: Any, key: str) -> PhaseUnderLoad:
+    phase, where = _get(row, key, "load")
+    factors = {name: _above_0(phase, name, where) for name in ("alone", "beside")}
+    errors = {name: _number(phase, name, where) for name in ("bias", "swing", "noise")}
+    return PhaseUnderLoad(**factors, **errors)
+
+
+def _load_run(row: Any, where: str) -> LoadRun:
+    tables = {key: _numbers(row, key, where) for key in ("prefill_noise", "decode_noise", "client_s", "client_rest_s")}
+    factors = {key: _above_0(row, key, where) for key in ("rate", "tokens_per_s", "busy", "prefill", "decode")}
+    values: dict[str, Any] = {**tables, **factors}
+    return LoadRun(at_s=_number(row, "at_s", where), requests=_whole(row, "requests", where), **values)
+
+
+def _numbers(data: Any, key: str, where: str) -> tuple[float, ...]:
+    rows = {f"{key}[{i}]": value for i, value in enumerate(_rows(data, key, where))}
+    return tuple(_number(rows, name, where) for name in rows)
+
+
 def _common(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"repeats": int(row.get("repeats", 1)), "held_out": bool(row.get("held_out", False))}
 
@@ -200,8 +231,8 @@ def _mapping(data: Any, key: str) -> Mapping[str, Any]:
     return value
 
 
-def _rows(data: Any, key: str) -> Sequence[Any]:
-    value, name = _get(data, key, "")
+def _rows(data: Any, key: str, where: str = "") -> Sequence[Any]:
+    value, name = _get(data, key, where)
     if not isinstance(value, list):
         raise ProfileError(f"{name} is {value!r}; give a list")
     return value

@@ -78,6 +78,9 @@ class ProfileLatency:
 
     def __init__(self, profile: Profile, prompt_share: float | None = None) -> None:
         self.profile = profile
+        load = profile.load
+        self._prefill_factor, self._decode_factor = (load.prefill.alone, load.decode.alone) if load else (1.0, 1.0)
+        self._overhead_s = load.gap_s if load else profile.prefill_overhead_s
         fit = [point for point in profile.prefill if not point.held_out]
         alone = [point for point in fit if len(point.chunks) == 1] or fit
         self._prefill = Lines([(point.tokens, point.attended, point.seconds) for point in alone])
@@ -132,12 +135,13 @@ class ProfileLatency:
         if not tokens:
             return 0.0
         step_s = self._step_s(tokens, pairs / tokens) + (len(chunks) - 1) * self._chunk_s
-        return max(self._least_s, step_s) + self.profile.prefill_overhead_s
+        return self._prefill_factor * max(self._least_s, step_s) + self._overhead_s
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         base_s, slope_s = self._decode.at(batch_size)
         per_token_s = slope_s / batch_size
-        return DecodeLine(max(self._least_s, base_s + per_token_s * context_tokens), per_token_s)
+        step_s = max(self._least_s, base_s + per_token_s * context_tokens)
+        return DecodeLine(self._decode_factor * step_s, self._decode_factor * per_token_s)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
         if not batch_size:

@@ -1,12 +1,12 @@
 """RooflineLatency computes a step's time from a model's shape and a machine's figures, kernel group by kernel group.
 
     matrices    the greater of arithmetic (2 flops a parameter and token) and reading the weights once, and of the other
-                what is not hidden behind it
+                what is not hidden behind it; narrow products get less of the arithmetic
     head        the same, for the tokens that are drawn
-    attention   the greater of arithmetic and reading the KV; in decode a line in the context
-    collective  with TP, two ring all-reduces a layer: 2 (tp - 1) hops, 2 (tp - 1) / tp of the activations on the link
+    attention   the greater of arithmetic and reading the KV; in decode a line in the context, of few heads a slower one
+    collective  with TP, a layer's ring all-reduces: 2 (tp - 1) hops, 2 (tp - 1) / tp of the activations on the link
     pipeline    with PP, a stage is 1/pp of the layers and of the head, and passes the activations on
-    overhead    once a layer, and once a step
+    overhead    once a layer, once a step, once a step of prompts, once a request
 
 They run one after another, so their times add up; nothing here is fitted to a model. Ceilings, and the share of them
 that an engine gets, come from the hardware file. All shares are taken when the object is made: asking costs little.
@@ -41,12 +41,14 @@ class RooflineLatency:
     head_weights_s: float
     exposed: float  # share of the lesser of arithmetic and reading that the greater does not hide
     attention_s_per_pair: float  # one token attending to one other, in every layer
-    decode_s_per_pair: float  # the same in decode: arithmetic or reading, whichever is longer
+    half_batch: float  # requests whose KV a decode step reads half as fast as that of many
     read_s_per_token: float  # reading the KV of one token of context, in every layer
     window_share: float  # of layers, that look no further back than `window` tokens
     window: int
     reduce_s_per_token: float  # all-reduces and passing on, by bytes
     fixed_s: float  # hops, launches, step
+    prefill_step_s: float
+    request_s: float
     link_s_per_token: float  # the KV of a token over all links of the worker
     link_parts: int  # links that carry different parts of the KV
     prefill_factor: float = 1.0  # of a power cap
@@ -57,11 +59,12 @@ class RooflineLatency:
             return 0.0
         tokens = sum(length for length, _ in chunks)
         work_s = self._matrices_s(tokens, len(chunks)) + self._attention_s(chunks)
-        return work_s * self.prefill_factor + self.fixed_s
+        return work_s * self.prefill_factor + self.prefill_step_s + self._around_s(len(chunks))
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        base_s = self._matrices_s(batch_size, batch_size) * self.decode_factor + self.fixed_s
-        full = self.decode_s_per_pair * self.decode_factor
+        base_s = self._matrices_s(batch_size, batch_size) * self.decode_factor + self._around_s(batch_size)
+        read_s = self.read_s_per_token * (1 + self.half_batch / batch_size)
+        full = max(self.attention_s_per_pair, read_s) * self.decode_factor
         if not self.window_share:
             return DecodeLine(base_s + full * context_tokens, full)
         reach = batch_size * self.window  # beyond it windowed layers read no more; requests taken to be alike
@@ -80,9 +83,11 @@ class RooflineLatency:
         if not chunks:
             return line.step_s
         tokens = sum(length for length, _ in chunks) + batch_size
-        matrices_s = self._matrices_s(tokens, len(chunks) + batch_size) * self.prefill_factor
-        alone_s = self._matrices_s(batch_size, batch_size) * self.decode_factor + self.fixed_s
-        return matrices_s + self._attention_s(chunks) * self.prefill_factor + (line.step_s - alone_s) + self.fixed_s
+        matrices_s = self._matrices_s(tokens, len(chunks) + batch_size)
+        decode_attention_s = line.step_s - self._around_s(batch_size)
+        decode_attention_s -= self._matrices_s(batch_size, batch_size) * self.decode_factor
+        prompts_s = (matrices_s + self._attention_s(chunks)) * self.prefill_factor + self.prefill_step_s
+        return prompts_s + decode_attention_s + self._around_s(len(chunks) + batch_size)
 
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.link_s_per_token / self.link_parts
@@ -100,6 +105,9 @@ class RooflineLatency:
         layers_s = self._overlapped_s(self.matrix_s_per_token * tokens, weights_s)
         head_s = self._overlapped_s(self.head_s_per_row * rows, self.head_weights_s)
         return layers_s + head_s + self.reduce_s_per_token * tokens
+
+    def _around_s(self, rows: int) -> float:
+        return self.fixed_s + self.request_s * rows
 
     def _overlapped_s(self, compute_s: float, read_s: float) -> float:
         return max(compute_s, read_s) + self.exposed * min(compute_s, read_s)
@@ -137,7 +145,8 @@ def roofline_latency(
     """
     tp, pp = degrees.tp, degrees.pp
     is_one_node = tp <= hardware.gpus_per_node
-    matrix_flops = hardware.flops_for(shape.compute_dtype) * hardware.efficiency.prefill_flops.value
+    width = math.sqrt(shape.active_params / shape.num_layers / tp)
+    matrix_flops = hardware.matrix_flops_for(shape.compute_dtype, width)
     plain_flops = hardware.flops_for(shape.dtype)
     weight_bps = hardware.memory_bytes_per_s * hardware.efficiency.decode_bandwidth.value
     gpus = tp * pp
@@ -145,7 +154,8 @@ def roofline_latency(
     attention_flops = plain_flops * hardware.efficiency.attention_flops.value
     pair_flops = 2.0 * shape.num_layers * shape.heads * (shape.k_dim + shape.v_dim)
     read_bps = hardware.memory_bytes_per_s * hardware.efficiency.attention_bandwidth.value
-    held = shape.num_layers * kv_heads_per_gpu(shape, tp) * (shape.k_dim + shape.v_dim) * shape.dtype_bytes
+    kv_heads = kv_heads_per_gpu(shape, tp)
+    held = shape.num_layers * kv_heads * (shape.k_dim + shape.v_dim) * shape.kv_dtype_bytes
     cap = hardware.cap(power_cap)
     link = (hardware.node_link_bytes_per_s if within_node else hardware.cross_link_bytes_per_s) * (
         hardware.efficiency.link.value
@@ -162,12 +172,14 @@ def roofline_latency(
         head_weights_s=shape.head_bytes / gpus / weight_bps,
         exposed=1.0 - hardware.efficiency.overlap.value,
         attention_s_per_pair=pair_flops / gpus / attention_flops,
-        decode_s_per_pair=max(pair_flops / gpus / attention_flops, held / pp / read_bps),
         read_s_per_token=held / pp / read_bps,
+        half_batch=hardware.efficiency.half_heads.value / kv_heads,
         window_share=shape.num_window_layers / shape.num_layers,
         window=shape.window,
         reduce_s_per_token=_reduce_s_per_token(shape, hardware, degrees, is_one_node),
         fixed_s=_fixed_s(shape, hardware, degrees, is_one_node),
+        prefill_step_s=hardware.overhead.prefill_step_s.value / pp,
+        request_s=hardware.overhead.request_s.value / pp,
         link_s_per_token=shape.kv_bytes_per_token / link,
         link_parts=min(tp, shape.kv_heads) * pp,
         prefill_factor=cap.prefill_time,
@@ -181,11 +193,12 @@ def kv_heads_per_gpu(shape: ModelShape, tp: int) -> int:
 
 
 def _reduce_s_per_token(shape: ModelShape, hardware: Hardware, degrees: Degrees, is_one_node: bool) -> float:
-    """Two all-reduces a layer of hidden activations over a ring; one hand-over of them a stage."""
+    """A layer's all-reduces of hidden activations over a ring; one hand-over of them a stage."""
     link = hardware.node_link_bytes_per_s if is_one_node else hardware.cross_link_bytes_per_s
     row_bytes = shape.hidden * shape.dtype_bytes
     shares = 2 * (degrees.tp - 1) / degrees.tp
-    reduce_s = 2 * shape.num_layers / degrees.pp * row_bytes * shares / (link * hardware.efficiency.collective.value)
+    reduced_bytes = shape.reduces_per_layer * shape.num_layers / degrees.pp * row_bytes
+    reduce_s = reduced_bytes * shares / (link * hardware.efficiency.collective.value)
     pass_link = _stage_link(hardware, degrees)
     pass_s = row_bytes / degrees.tp / (pass_link * hardware.efficiency.link.value) if degrees.pp > 1 else 0.0
     return reduce_s + pass_s
@@ -200,6 +213,7 @@ def _fixed_s(shape: ModelShape, hardware: Hardware, degrees: Degrees, is_one_nod
     overhead = hardware.overhead
     hop_s = overhead.hop_s.value if is_one_node else overhead.cross_hop_s.value
     layers = shape.num_layers / degrees.pp
-    hops_s = layers * 2 * 2 * (degrees.tp - 1) * hop_s
+    reduce_s = overhead.reduce_s.value + 2 * (degrees.tp - 1) * hop_s if degrees.tp > 1 else 0.0
+    hops_s = layers * shape.reduces_per_layer * reduce_s
     pass_s = overhead.cross_hop_s.value if degrees.pp > 1 else 0.0
     return hops_s + layers * overhead.layer_s.value + pass_s + overhead.step_s.value / degrees.pp

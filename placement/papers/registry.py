@@ -17,14 +17,18 @@ CATALOGS: Mapping[str, str] = {"distserve": "placement.papers.distserve.coeffici
 RULES: Mapping[str, str] = {"splitwise": "placement.papers.splitwise.mixes:SplitwiseRules"}
 COMPILED = (
     "placement/papers/distserve/groups.py",
+    "placement/papers/distserve/latency.py",
     "placement/papers/distserve/rules.py",
     "placement/papers/splitwise/batch.py",
+    "placement/papers/splitwise/latency.py",
     "placement/papers/splitwise/machine.py",
     "placement/papers/splitwise/rules.py",
 )
 PASSED_TO_PROCESSES = (
+    ("placement.papers.distserve.latency", "DistServeLatency"),
     ("placement.papers.distserve.rules", "DistServeCluster"),
     ("placement.papers.splitwise.rules", "SplitwiseCluster"),
+    ("placement.papers.splitwise.latency", "SplitwiseLatency"),
 )
 
 

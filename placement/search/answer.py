@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from placement.goodput.estimate import Effort, Estimate
-from placement.goodput.search import find_goodput
+from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
@@ -17,6 +17,7 @@ from placement.search.clusters import JOINT
 from placement.search.placements import Placement, goodput_problem, system_of
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_one_more
+from placement.search.what_if import swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
 FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
@@ -50,13 +51,16 @@ class PlanAnswer:
 
     def plan(self, tried: Sequence[Goodput], phases: Mapping[str, Sequence[WorkerGoodput]]) -> Plan:
         """`tried`: what has a goodput, the best first."""
-        chosen = self._with_error(tried[0])
-        tried = self._with_curves([chosen, *tried[1:]])
+        rate = self.question.rate or tried[0].goodput.value
+        tried, at_rate, knee = self._looked_at(tried, rate)
         chosen = tried[0]
-        rate = self.question.rate or chosen.goodput.value
-        at_rate, knee = self._at_rate_and_knee(chosen, rate)
         binding, relief = self._relieved(chosen, knee)
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
+        placement = self.placements[chosen.candidate]
+        swings = swings_of(self.search, placement, chosen) if self.question.what_if else ()
+        advice = advise(self._findings(tried, binding, relief, headroom))
+        if self.question.what_if:
+            advice += what_if(self.search, [self.placements[each.candidate] for each in tried], chosen, swings)
         return Plan(
             asked=self._asked(),
             slo=self.question.slo,
@@ -67,7 +71,8 @@ class PlanAnswer:
             headroom=headroom,
             tried=tuple(tried),
             refused=dict(sorted(self.search.log.refused.items())),
-            advice=tuple(advise(self._findings(tried, binding, relief, headroom))),
+            advice=tuple(advice),
+            swings=swings,
             sources=self._sources(chosen),
             phase_goodput={
                 role: tuple((str(worker.offer.degrees), worker.per_gpu) for worker in workers)
@@ -95,47 +100,45 @@ class PlanAnswer:
 
     # what else is simulated
 
-    def _with_error(self, chosen: Goodput) -> Goodput:
-        """Its interval, searched at times so much longer and shorter as the latency model may be wrong."""
-        error = self.search.error_of(chosen.candidate)
-        if not error:
-            return chosen
-        value = chosen.goodput.value
-        placement = self.placements[chosen.candidate]
-        searches = [
-            replace(
-                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor),
-                top=1.05 * value / factor,
-            )
-            for factor in factors_of(error)
-        ]
-        slow, fast = self.search.runner.map(find_goodput, searches, "with the latency model's error")
-        for knee in (slow, fast):
-            self.search.log.count(knee)
-        low, high = min(value, slow.goodput.low), max(value, fast.goodput.high)
-        return replace(chosen, goodput=Interval(value, low, high))
-
-    def _with_curves(self, tried: Sequence[Goodput]) -> list[Goodput]:
-        """A few more points for each, so that its curve can be drawn from an idle cluster to an overloaded one."""
+    def _looked_at(self, tried: Sequence[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:
+        """With the interval of the chosen one, and a few more points for the best, so that their curves can be drawn
+        from an idle cluster to an overloaded one; then the chosen one at the rate, and where it misses the SLO. None of
+        these jobs waits for another; the longest come first."""
+        placement, error = self.placements[tried[0].candidate], self.search.error_of(tried[0].candidate)
         shown = tried[:CURVES]
-        wanted = [
-            (self.placements[goodput.candidate], share * goodput.goodput.value, 0.0)
-            for goodput in shown
-            for share in CURVE_AT
+        jobs: list[EstimateJob | GoodputProblem] = [
+            self._job(placement, rate, FINAL, error),
+            *self._error_searches(tried[0], error),
+            self._job(placement, BEYOND[0] * tried[0].goodput.value, FINAL),
         ]
-        estimates = iter(self._estimates(wanted, CURVE))
-        curves = [[*goodput.curve, *(next(estimates).point for _ in CURVE_AT)] for goodput in shown]
+        for goodput in shown:
+            points = [share * goodput.goodput.value for share in CURVE_AT]
+            jobs += [self._job(self.placements[goodput.candidate], point, CURVE) for point in points]
+        done = self._done(jobs)
+        at_rate, knee, *points_of_curves = [result for result in done if isinstance(result, Estimate)]
+        tried = [_with_error(tried[0], [result for result in done if isinstance(result, Knee)]), *tried[1:]]
+        more = iter(points_of_curves)
+        curves = [[*goodput.curve, *(next(more).point for _ in CURVE_AT)] for goodput in shown]
         curves += [list(goodput.curve) for goodput in tried[CURVES:]]
-        return [replace(goodput, curve=_falling(curve)) for goodput, curve in zip(tried, curves, strict=True)]
+        drawn = [replace(goodput, curve=_falling(curve)) for goodput, curve in zip(tried, curves, strict=True)]
+        return drawn, at_rate, self._missing(placement, tried[0].goodput.value, knee)
 
-    def _at_rate_and_knee(self, chosen: Goodput, rate: float) -> tuple[Estimate, Estimate]:
-        placement, value = self.placements[chosen.candidate], chosen.goodput.value
-        wanted = [(placement, rate, self.search.error_of(chosen.candidate)), (placement, BEYOND[0] * value, 0.0)]
-        at_rate, knee = self._estimates(wanted, FINAL)
+    def _error_searches(self, chosen: Goodput, error: float) -> list[GoodputProblem]:
+        """At times so much longer and shorter as the latency model may be wrong."""
+        placement, top = self.placements[chosen.candidate], 1.05 * chosen.goodput.value
+        return [
+            replace(
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor), top=top / factor
+            )
+            for factor in (factors_of(error) if error else ())
+        ]
+
+    def _missing(self, placement: Placement, goodput: float, knee: Estimate) -> Estimate:
+        """What binds shows only where something is late."""
         for factor in BEYOND[1:]:
-            if knee.keeps_slo:  # what binds shows only where something is late
-                (knee,) = self._estimates([(placement, factor * value, 0.0)], FINAL)
-        return at_rate, knee
+            if knee.keeps_slo:
+                (knee,) = self._estimates([(placement, factor * goodput)], FINAL)
+        return knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
         """Which pool binds: where one worker more helps most just above the goodput. Attainment by what was added."""
@@ -148,32 +151,32 @@ class PlanAnswer:
             return binding, as_it_is
         roles: tuple[PhaseRole, ...] = ("prefill", "decode")
         variants = [replace(placement, candidate=with_one_more(candidate, role)) for role in roles]
-        estimates = self._estimates([(variant, knee.point.rate, 0.0) for variant in variants], CURVE)
+        estimates = self._estimates([(variant, knee.point.rate) for variant in variants], CURVE)
         relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
         return binding, as_it_is | relief
 
-    def _estimates(self, wanted: Sequence[tuple[Placement, float, float]], effort: Effort) -> list[Estimate]:
-        """Of each placement at a rate, with the latency model wrong by so much."""
-        jobs = []
-        for placement, rate, error in wanted:
-            jobs.append(
-                EstimateJob(
-                    system=system_of(placement, self.problem.offer_of, self.problem.targets.loosest),
-                    copies=placement.copies,
-                    traffic=self.problem.traffic,
-                    rate=rate,
-                    targets=self.problem.targets,
-                    effort=effort.times(self.question.thoroughness),
-                    seed=self.problem.seed,
-                    error=error,
-                )
-            )
-        estimates = self.search.runner.map(estimate_job, jobs, "curves")
-        for estimate in estimates:
-            self.search.log.count(estimate)
-        return estimates
+    def _estimates(self, wanted: Sequence[tuple[Placement, float]], effort: Effort) -> list[Estimate]:
+        """Of each placement at a rate."""
+        done = self._done([self._job(placement, rate, effort) for placement, rate in wanted])
+        return [result for result in done if isinstance(result, Estimate)]
+
+    def _job(self, placement: Placement, rate: float, effort: Effort, error: float = 0.0) -> EstimateJob:
+        """With the latency model wrong by so much."""
+        return EstimateJob(
+            system=system_of(placement, self.problem.offer_of, self.problem.targets.loosest),
+            copies=placement.copies,
+            traffic=self.problem.traffic,
+            rate=rate,
+            targets=self.problem.targets,
+            effort=effort.times(self.question.thoroughness),
+            seed=self.problem.seed,
+            error=error,
+        )
+
+    def _done(self, jobs: Sequence[EstimateJob | GoodputProblem]) -> list[Estimate | Knee]:
+        return self.search.done(estimate_or_search, jobs, "intervals and curves")
 
     # in words
 
@@ -205,6 +208,18 @@ class PlanAnswer:
             "hardware": self.problem.hardware,
             "workload": f"{self.problem.traffic.source.name}: lengths drawn from it, {arrivals}",
         }
+
+
+def estimate_or_search(job: EstimateJob | GoodputProblem) -> Estimate | Knee:
+    return estimate_job(job) if isinstance(job, EstimateJob) else find_goodput(job)
+
+
+def _with_error(chosen: Goodput, knees: Sequence[Knee]) -> Goodput:
+    """Its interval covers what was found at longer and at shorter times."""
+    if not knees:
+        return chosen
+    (slow, fast), value = knees, chosen.goodput.value
+    return replace(chosen, goodput=Interval(value, min(value, slow.goodput.low), max(value, fast.goodput.high)))
 
 
 def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:

@@ -1,5 +1,5 @@
 """Whole clusters are simulated here: each placement's goodput, those of its neighbours where they may be better, and
-those of hybrids of the best two pools and the best colocated placement.
+those of hybrids of the best two pools and the best colocated placement, of most by a quick look.
 
 For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
 sized until it keeps the SLO there (placement/search/sizing.py), and hybrids of the best are cut down as far as they
@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
-from placement.goodput.search import Knee, find_goodput, verify_goodput
+from placement.goodput.search import GoodputProblem, Knee, find_goodput, verify_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.placements import Placement, goodput_problem
 from placement.search.problem import PlanSearch
-from placement.search.sizing import SizingJob, binding_pool, size_for_rate, with_one_more
+from placement.search.sizing import binding_pool, size_for_rate, sizing_job, with_one_more
 
 CHUNKS_BESIDE = (128, 256, 512)  # tokens, of mixed workers that are there for answers first
 HYBRIDS_OF = 3  # placements, no two of the same degrees
+QUICK = 0.1  # of the requests: a quick look
+NEAR = 0.9  # of the best by a quick look: what may be the best
 LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
 JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 
@@ -47,13 +49,15 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
             break
         done.add(moved.candidate)
         clusters += _goodputs(search, [moved], "neighbours of the best")
-    return clusters + _goodputs(search, _hybrids(search, clusters), "hybrids")
+    hybrids = _hybrids(search, clusters)
+    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in hybrids]
+    return clusters + _best_of(search, hybrids, searches, "hybrids")
 
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
     """Of the best placements: of two pools those in which one or both do both, of colocated ones that in which some
     only read prompts."""
-    if not search.question.colocated:
+    if not (search.question.colocated and search.tries_hybrids):
         return []
     best: dict[tuple[Degrees, ...], Placement] = {}
     for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
@@ -88,38 +92,47 @@ def hybrids_of(candidate: Candidate) -> list[Candidate]:
 def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[SimulatedCluster]:
     """Each one sized until it keeps the SLO at the rate, then its goodput; then hybrids of the best, of no use unless
     they do with as many workers or fewer."""
-    clusters = _sized(search, placements, rate, "clusters for the rate")
-    return clusters + _sized(search, _hybrids(search, clusters), rate, "hybrids for the rate", may_grow=False)
+    sized = _sized(search, placements, rate, "clusters for the rate")
+    clusters = _clusters(search, sized, search.done(find_goodput, _headrooms(search, sized, rate), "headroom"))
+    hybrids = _sized(search, _hybrids(search, clusters), rate, "hybrids for the rate", may_grow=False)
+    fewest = min((placement.candidate.gpus for placement in [*sized, *hybrids]), default=0)
+    hybrids = [placement for placement in hybrids if placement.candidate.gpus == fewest]
+    return clusters + _best_of(search, hybrids, _headrooms(search, hybrids, rate), "headroom")
+
+
+def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[GoodputProblem]:
+    """What is searched for each: by how much it keeps more than the rate."""
+    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
+    return [replace(each, bottom=rate, top=1.25 * rate) for each in searches]
+
+
+def _best_of(
+    search: PlanSearch, placements: Sequence[Placement], searches: Sequence[GoodputProblem], what: str
+) -> list[SimulatedCluster]:
+    """Each one's goodput: by a quick look, and searched where that sees it near the best."""
+    quick = [replace(each, effort=each.effort.times(QUICK)) for each in searches]
+    clusters = _clusters(search, placements, search.done(find_goodput, quick, f"{what}, a quick look"))
+    best = max((search.worth(cluster.goodput) for cluster in clusters), default=0.0)
+    near = [at for at, cluster in enumerate(clusters) if search.worth(cluster.goodput) >= NEAR * best > 0]
+    again = []
+    for at in near:
+        value = clusters[at].goodput.goodput.value
+        again.append(replace(searches[at], bottom=max(searches[at].bottom, NEAR * value), top=value / NEAR))
+    found = _clusters(search, [placements[at] for at in near], search.done(find_goodput, again, what))
+    return found + [cluster for at, cluster in enumerate(clusters) if at not in near]
 
 
 def _sized(
     search: PlanSearch, placements: Sequence[Placement], rate: float, what: str, *, may_grow: bool = True
-) -> list[SimulatedCluster]:
-    problem = search.problem
-    jobs = [
-        SizingJob(
-            placement=placement,
-            offers=tuple(problem.offer_of(pool.degrees, placement.within_node) for pool in placement.candidate.pools),
-            rate=rate,
-            traffic=problem.traffic,
-            targets=problem.targets,
-            effort=JOINT.times(search.question.thoroughness),
-            seed=problem.seed,
-            gpus_per_node=problem.catalog.gpus_per_node,
-            may_grow=may_grow,
-        )
-        for placement in placements
-    ]
+) -> list[Placement]:
+    """Those that keep the SLO at the rate, with as many workers as that takes."""
+    effort = JOINT.times(search.question.thoroughness)
+    jobs = [replace(sizing_job(search.problem, each, rate, effort), may_grow=may_grow) for each in placements]
     by_candidate: dict[Candidate, Placement] = {}
-    for sized in search.runner.map(size_for_rate, jobs, what):
-        search.log.count(sized)
+    for sized in search.done(size_for_rate, jobs, what):
         if sized.keeps_slo:
             by_candidate.setdefault(sized.placement.candidate, sized.placement)
-    kept = list(by_candidate.values())
-    searches = [
-        replace(goodput_problem(problem, placement, effort=JOINT), bottom=rate, top=1.25 * rate) for placement in kept
-    ]
-    return _clusters(search, kept, search.runner.map(find_goodput, searches, "headroom"))
+    return list(by_candidate.values())
 
 
 def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[SimulatedCluster]:
@@ -139,7 +152,7 @@ def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> lis
             replace(goodput_problem(search.problem, cluster.placement, effort=LONG), earlier=cluster.knee.estimates)
             for cluster in now
         ]
-        knees = search.runner.map(verify_goodput, searches, "the best again, longer")
+        knees = search.done(verify_goodput, searches, "the best again, longer")
         done |= {placement.candidate for placement in placements}
         others = [cluster for cluster in clusters if cluster not in now]
         clusters = others + _clusters(search, placements, knees)
@@ -147,12 +160,10 @@ def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> lis
 
 def _goodputs(search: PlanSearch, placements: Sequence[Placement], what: str) -> list[SimulatedCluster]:
     searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
-    return _clusters(search, placements, search.runner.map(find_goodput, searches, what))
+    return _clusters(search, placements, search.done(find_goodput, searches, what))
 
 
 def _clusters(search: PlanSearch, placements: Sequence[Placement], knees: Sequence[Knee]) -> list[SimulatedCluster]:
-    for knee in knees:
-        search.log.count(knee)
     return [
         SimulatedCluster(placement=placement, knee=knee, goodput=_goodput(search, placement.candidate, knee))
         for placement, knee in zip(placements, knees, strict=True)

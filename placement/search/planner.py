@@ -4,21 +4,24 @@
            -> whole clusters simulated, a worker moved or added where one pool binds -> the best by the objective
            -> that one again with the latency model's error, relieved, and at the rate asked for
 
+Whoever cannot wait is told a first answer: the same search by a twentieth of the requests, without hybrids and what
+follows.
+
 It decides by simulation alone; arithmetic only leaves out what cannot win. PlanError says why nothing can be planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from placement.build.from_offers import offers_of
-from placement.catalogs.base import Catalog, PlanError
-from placement.goodput.runner import Progress, open_runner, used_cpu_s
+from placement.catalogs.base import Catalog, Offer, PlanError
+from placement.goodput.runner import Job, Progress, Result, Runner, open_runner, used_cpu_s
 from placement.goodput.targets import Targets
-from placement.plan import Plan
+from placement.plan import Goodput, Plan
 from placement.search.answer import PlanAnswer
-from placement.search.clusters import simulate_for_gpus, simulate_for_rate, verify_best
+from placement.search.clusters import SimulatedCluster, simulate_for_gpus, simulate_for_rate, verify_best
 from placement.search.infeasible import raise_if_nothing_fits, why_nothing
 from placement.search.placements import (
     Placement,
@@ -37,10 +40,21 @@ from placement.workload.traffic import Traffic, with_classes
 WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
+COARSE = 0.05  # of the requests, for a first answer
+Phases = Mapping[str, Sequence[WorkerGoodput]]
+OnFirst = Callable[[Goodput], None]
 
 
-def plan(question: PlanQuestion, catalog: Catalog, workload: Workload, *, on_progress: Progress | None = None) -> Plan:
-    """The best placement for what is asked. Raises PlanError in one sentence where there is none."""
+def plan(
+    question: PlanQuestion,
+    catalog: Catalog,
+    workload: Workload,
+    *,
+    on_progress: Progress | None = None,
+    on_first: OnFirst | None = None,
+) -> Plan:
+    """The best placement for what is asked. `on_first` is told a coarse answer long before, if there is one. Raises
+    PlanError in one sentence where there is none."""
     began_s = used_cpu_s()
     problem = PlacementProblem(
         catalog=catalog,
@@ -60,21 +74,64 @@ def plan(question: PlanQuestion, catalog: Catalog, workload: Workload, *, on_pro
     raise_if_nothing_fits(problem, offers, log, num_gpus)
     with open_runner(question.processes, on_progress) as runner:
         search = PlanSearch(question=question, problem=problem, runner=runner, log=log, num_gpus=num_gpus)
-        prefills = screen_phase(problem, runner, "prefill", offers, log)
-        decodes = screen_phase(problem, runner, "decode", offers, log)
-        colocated = screen_colocated(problem, runner, offers, log) if question.colocated else []
-        placements = _promising(question, _two_pools(search, prefills, decodes)) + _colocated(search, colocated)
-        if question.rate:
-            clusters = verify_best(search, simulate_for_rate(search, placements, question.rate))
-        else:
-            clusters = verify_best(search, simulate_for_gpus(search, placements))
-        tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
+        if on_first is not None:
+            _tell_first(search, offers, on_first)
+        clusters, phases, colocated = _simulated(search, offers)
+        clusters = verify_best(search, clusters)
+        tried = _tried(search, clusters)
         if not tried:
-            raise PlanError(why_nothing(problem, offers, log, num_gpus, prefills, decodes, colocated))
-        answer = PlanAnswer(search, [cluster.placement for cluster in clusters])
-        answered = answer.plan(sorted(tried, key=search.score, reverse=True), {"prefill": prefills, "decode": decodes})
+            raise PlanError(why_nothing(problem, offers, log, num_gpus, phases["prefill"], phases["decode"], colocated))
+        answered = PlanAnswer(search, [cluster.placement for cluster in clusters]).plan(tried, phases)
     own_s = used_cpu_s() - began_s if question.processes != 0 else 0.0  # the jobs, done here, have counted it
     return replace(answered, cpu_s=log.cpu_s + own_s)
+
+
+def _simulated(
+    search: PlanSearch, offers: Sequence[Offer]
+) -> tuple[list[SimulatedCluster], Phases, list[WorkerGoodput]]:
+    """Whole clusters; and of single workers each phase, and colocated ones."""
+    problem, runner, log, question = search.problem, search.runner, search.log, search.question
+    prefills = screen_phase(problem, runner, "prefill", offers, log)
+    decodes = screen_phase(problem, runner, "decode", offers, log)
+    colocated = screen_colocated(problem, runner, offers, log) if question.colocated else []
+    placements = _promising(question, _two_pools(search, prefills, decodes)) + _colocated(search, colocated)
+    if question.rate:
+        clusters = simulate_for_rate(search, placements, question.rate)
+    else:
+        clusters = simulate_for_gpus(search, placements)
+    return clusters, {"prefill": prefills, "decode": decodes}, colocated
+
+
+def _tried(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Goodput]:
+    """What has a goodput, the best first."""
+    tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
+    return sorted(tried, key=search.score, reverse=True)
+
+
+def _tell_first(search: PlanSearch, offers: Sequence[Offer], on_first: OnFirst) -> None:
+    thoroughness = COARSE * search.question.thoroughness
+    coarse = replace(
+        search,
+        question=replace(search.question, thoroughness=thoroughness),
+        problem=replace(search.problem, thoroughness=thoroughness),
+        runner=_Coarsely(search.runner),
+        log=SearchLog(),
+        tries_hybrids=False,
+    )
+    tried = _tried(coarse, _simulated(coarse, offers)[0])
+    search.log.count(coarse.log)
+    if tried:
+        on_first(tried[0])
+
+
+class _Coarsely:
+    """A Runner that says so."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
+        return self._runner.map(work, jobs, f"coarsely: {what}")
 
 
 def _num_gpus(question: PlanQuestion, catalog: Catalog) -> int:

@@ -5,12 +5,13 @@ has cost, WorkerGoodput what one worker is worth. Nothing is simulated here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from placement.build.from_offers import OfferOf
 from placement.catalogs.base import Catalog, Offer
-from placement.goodput.runner import Runner
+from placement.goodput.runner import Job, Runner
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Goodput, Interval
 from placement.search.question import PlanQuestion
@@ -61,6 +62,9 @@ class Simulated(Protocol):
     def cpu_s(self) -> float: ...
 
 
+Counted = TypeVar("Counted", bound=Simulated)
+
+
 @dataclass(slots=True, kw_only=True)
 class SearchLog:
     """What a search cost, and what was refused on its way."""
@@ -76,17 +80,29 @@ class SearchLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
-    """`num_gpus`: at most; for a rate, what a single worker may take."""
+    """`num_gpus`: at most; for a rate, what a single worker may take. `tries_hybrids`: beside pure placements."""
 
     question: PlanQuestion
     problem: PlacementProblem
     runner: Runner
     log: SearchLog
     num_gpus: int
+    tries_hybrids: bool = True
+
+    def done(self, work: Callable[[Job], Counted], jobs: Sequence[Job], what: str) -> list[Counted]:
+        """work(job) of each, and counted."""
+        results = self.runner.map(work, jobs, what)
+        for result in results:
+            self.log.count(result)
+        return results
 
     def error_of(self, candidate: Candidate) -> float:
         """How wrong the latency model may be, as a share of every time."""
         return max(self.problem.offer_of(pool.degrees, True).error for pool in candidate.pools)
+
+    def worth(self, goodput: Goodput) -> float:
+        """By the objective, of clusters that keep a rate with as many GPUs: twice as much is twice as good."""
+        return goodput.per_gpu if self.question.objective != "goodput" else goodput.goodput.value
 
     def score(self, goodput: Goodput) -> tuple[float, float]:
         """By the objective: more is better."""

@@ -18,6 +18,7 @@ class PlanQuestion:
     `algorithm`: DistServe's "high" or "low" node-affinity; "auto" takes low where it promises more. `burstiness` of the
     arrivals (1: Poisson); `is_replay`: the workload's own arrivals instead. `processes`: None for one a core, 0 for
     none besides this one. `thoroughness`: so many times the simulated requests; less is quicker and less sure.
+    `what_if`: what moves the answer is simulated, too.
     """
 
     slo: Slo
@@ -34,6 +35,7 @@ class PlanQuestion:
     seed: int = 0
     processes: int | None = None
     thoroughness: float = 1.0
+    what_if: bool = False
 
     def __post_init__(self) -> None:
         given = [key for key in ("num_gpus", "rate", "budget_usd_per_hour") if getattr(self, key) is not None]

@@ -13,6 +13,7 @@ from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Pool, PoolRole, RatePoint
 from placement.search.placements import Placement, system_of, with_candidate
+from placement.search.problem import PlacementProblem
 from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
@@ -58,6 +59,20 @@ class SizingJob:
     seed: int
     gpus_per_node: int
     may_grow: bool = True
+
+
+def sizing_job(problem: PlacementProblem, placement: Placement, rate: float, effort: Effort) -> SizingJob:
+    pools = placement.candidate.pools
+    return SizingJob(
+        placement=placement,
+        offers=tuple(problem.offer_of(pool.degrees, placement.within_node) for pool in pools),
+        rate=rate,
+        traffic=problem.traffic,
+        targets=problem.targets,
+        effort=effort,
+        seed=problem.seed,
+        gpus_per_node=problem.catalog.gpus_per_node,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ class Ledger:
         self._cancelled: dict[int, float] = {}  # when
         self._spent_by_then: dict[int, list[float]] = {}
 
+    def on_sent(self, index: int, now: float) -> None:
+        """Later than it was due: a client had to be free for it."""
+        self._since[index] = now
+
     def enter(self, index: int, phase: int, now: float) -> None:
         self._spent[self._phase[index]][index] += now - self._since[index]
         self._phase[index] = phase
@@ -44,6 +48,10 @@ class Ledger:
     def on_finished(self, index: int, now: float) -> None:
         self.enter(index, self._phase[index], now)
         self.finish[index] = now
+
+    def on_refused(self, index: int, counter: str) -> None:
+        """It is over, with no answer; `counter` says how."""
+        self.counters[counter] += 1
 
     def on_cancelled(self, index: int, now: float) -> None:
         """What workers do to it until they have heard of that is nobody's phase."""

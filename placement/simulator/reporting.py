@@ -12,19 +12,22 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from cluster.router.accounts import Report
 from engine.pages.news import NO_NEWS
 from placement.simulator.clock import VirtualClock
 
 
-class Reporting(Protocol):
+class Reporting(ABC):
+    """A worker that reports."""
+
+    @abstractmethod
     def report(self, made_s: float, router: int) -> Report:
         """What the worker held at made_s, which is not after now and not before its last change; of its pages what this
         router has not been told."""
 
     @property
+    @abstractmethod
     def is_running(self) -> bool:
         """Whether its state changes with time alone."""
 
@@ -83,7 +86,7 @@ class ReportInbox:
         self._next_reports_s = (tick + 1) * gap_s + self.delay_s
         quiet = []
         for reporter in self._reporters:
-            report = reporter.take(now)
+            report = reporter.take(now, tick)
             if report is not None:
                 taken.append((reporter.name, report))
             if reporter.is_quiet:
@@ -191,12 +194,13 @@ class Reporter(Teller):
         """When the report that follows a change now will be known to the router."""
         return (int(now / self._inbox.gap_s) + 1) * self._inbox.gap_s + self._inbox.delay_s
 
-    def take(self, now: float) -> Report | None:
-        """The last report that has arrived and was not taken; what came before it is forgotten, but for its pages."""
-        if self._is_due:
-            tick = self._inbox.arrived_tick(now)
-            if tick > self._tick:
-                self._make(tick)
+    def take(self, now: float, arrived: int) -> Report | None:
+        """The last report that has arrived, those of the tick `arrived` being the last, and was not taken; what came
+        before it is forgotten, but for its pages."""
+        if self._is_due and arrived > self._tick:
+            if not self._sent:
+                return self._drawn(arrived)
+            self._make(arrived)
         taken: Report | None = None
         while self._sent and self._sent[0][0] <= now:
             report = self._sent.popleft()[1]
@@ -210,7 +214,9 @@ class Reporter(Teller):
         return not self._is_due and not self._sent
 
     def _make(self, tick: int) -> None:
+        self._sent.append((tick * self._inbox.gap_s + self._inbox.delay_s, self._drawn(tick)))
+
+    def _drawn(self, tick: int) -> Report:
         self._tick = tick
         self._is_due = self._worker.is_running
-        made_s = tick * self._inbox.gap_s
-        self._sent.append((made_s + self._inbox.delay_s, self._worker.report(made_s, self._router)))
+        return self._worker.report(tick * self._inbox.gap_s, self._router)

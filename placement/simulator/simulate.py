@@ -22,6 +22,7 @@ from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool
 from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
+from placement.simulator.clients import Clients, LoopLedger
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import Loss, RoleChange, SetupError, SimCluster, SimWorker
 from placement.simulator.costs import costs_of
@@ -57,8 +58,9 @@ class Simulation:
         if len(sizes) > 1:
             raise SetupError(f"page_size is {sorted(sizes)}; workers that exchange KV have one page size")
         self.cluster = cluster
-        self.clock = VirtualClock()
-        self.ledger = Ledger(workload)
+        self.clock = VirtualClock(cluster.message_s)
+        self._clients = Clients(workload.loop, self.clock) if workload.loop is not None else None
+        self.ledger = Ledger(workload) if self._clients is None else LoopLedger(workload, self._clients)
         self.routers = [
             RouterMachine(cluster, workload, self.clock, self.ledger, on_assigned, number)
             for number in range(cluster.num_routers)
@@ -81,7 +83,7 @@ class Simulation:
             self.clock.at(drain.at_s, self._drain, drain.worker)
         for change in self.cluster.role_changes:
             self.clock.at(change.at_s, self._change_role, change)
-        self.clock.at(self._arrival_s[0], self._arrive, 0)
+        self.clock.at(self._arrival_s[0], self._arrive if self._clients is None else self._come_due, 0)
         self.clock.run()
         return self.ledger.outcome()
 
@@ -92,6 +94,18 @@ class Simulation:
         next_s = self._arrival_s[index + 1]
         self.router.arrive(index, next_s)
         self.clock.at(next_s, self._arrive, index + 1)
+
+    def _come_due(self, index: int) -> None:
+        """Of a closed loop: it is sent when a client is free."""
+        assert self._clients is not None
+        self._clients.ask(self._send, index)
+        if index + 1 < len(self._arrival_s):
+            self.clock.at(self._arrival_s[index + 1], self._come_due, index + 1)
+
+    def _send(self, index: int) -> None:
+        """When another one follows is not known, so the router is told that it may at any time."""
+        self.ledger.on_sent(index, self.clock.now)
+        self.router.arrive(index, 0.0)
 
     # workers
 
@@ -177,8 +191,7 @@ class Simulation:
         view, prefill, decode = self._made(
             replace(machine.worker, role=change.role, policy=change.policy), machine.policy.pool
         )
-        told_s = self.clock.now + self.cluster.message_s
-        self.clock.at(told_s, self._on_role_taken, (self.machines[change.worker], view, prefill, decode))
+        self.clock.tell(self._on_role_taken, (self.machines[change.worker], view, prefill, decode))
 
     def _on_role_taken(self, hello: tuple[Machine, WorkerView, Prefiller | None, Decoder | None]) -> None:
         machine, view, prefill, decode = hello

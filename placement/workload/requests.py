@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from placement.workload.closed_loop import ClosedLoop
 from placement.workload.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadError, arrivals_s, read_trace
 
 Floats = npt.NDArray[np.float64]
@@ -43,6 +44,7 @@ class Workload:
     )  # its client leaves then; inf: stays; empty: all do
     slo_ttft_s: Floats = field(default_factory=lambda: NO_FLOATS)  # that it asks for itself; 0: nothing; empty: none do
     slo_tpot_s: Floats = field(default_factory=lambda: NO_FLOATS)
+    loop: ClosedLoop | None = None  # None: requests come when they come, whatever becomes of others
     name: str = "requests"
 
     def __post_init__(self) -> None:

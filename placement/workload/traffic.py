@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement.plan import RequestClass
+from placement.workload.closed_loop import ClosedLoop
 from placement.workload.requests import NO_INTS, Floats, Ints, Workload
 from placement.workload.traces import WorkloadError
 
@@ -22,12 +23,14 @@ class Traffic:
     """`burstiness`: shape of the gamma-distributed gaps; 1 is Poisson, less is burstier. `is_replay`: the workload's
     own gaps, bursts and lulls, at a pace that gives the rate; it is then played as it is, as often as the count
     asks. `are_lengths_apart`: outputs are drawn by themselves, whatever the prompt. `streams` of the seed: for gaps,
-    rows, and outputs that are drawn apart."""
+    rows, and outputs that are drawn apart. `loop`: of clients who wait for their answers; at an infinite rate they set
+    the pace."""
 
     source: Workload
     burstiness: float = 1.0
     is_replay: bool = False
     are_lengths_apart: bool = False
+    loop: ClosedLoop | None = None
     streams: tuple[int, int, int] = (1, 0, 2)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class Traffic:
             output_len=self.source.output_len[output_rows],
             blocks=self._blocks(rows, laps),
             block_len=self.source.block_len,
+            loop=self.loop,
             name=f"{count} requests after {self.source.name}",
             **self.source.marks(rows),
         )

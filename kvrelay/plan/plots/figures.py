@@ -13,6 +13,7 @@ from kvrelay.plan.plots.cost import cost_by_throughput
 from kvrelay.plan.plots.goodput import goodput_per_gpu, phase_goodput
 from kvrelay.plan.plots.phases import time_by_rate
 from kvrelay.plan.plots.style import STYLE, Width
+from kvrelay.plan.plots.tornado import what_moves_it
 from placement.plan import Plan
 
 
@@ -24,6 +25,7 @@ def figures(plan: Plan, width: Width = "wide") -> dict[str, Figure]:
         "phases": phase_goodput,
         "cost": cost_by_throughput,
         "time": time_by_rate,
+        "tornado": what_moves_it,
     }
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         made = {name: draw(plan, width) for name, draw in drawn.items()}

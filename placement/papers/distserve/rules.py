@@ -25,8 +25,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
-from placement.papers.distserve.coefficients import DistServeLatency
 from placement.papers.distserve.groups import Group, Requests, cut, joined
+from placement.papers.distserve.latency import DistServeLatency
 from placement.simulator.clock import VirtualClock
 from placement.simulator.outcome import Outcome
 from placement.workload.requests import Workload
@@ -141,6 +141,7 @@ class _Stage:
         "is_busy",
         "is_head",
         "is_last",
+        "is_woken",
         "latency",
         "line",
         "next",
@@ -167,6 +168,7 @@ class _Stage:
         self.queued: deque[Group] = deque()  # for decode, the first to go first
         self.running = Group()
         self.is_busy = False
+        self.is_woken = False
         self.begun = 0.0
         self.steps = 0  # of the run of decode steps under way; 0: none
         self.version = 0  # of its end
@@ -177,11 +179,18 @@ class _Stage:
         return sum(group.count for group in self.queued)
 
     def wake(self) -> None:
-        """Something was queued."""
+        """Something was queued. Who is free begins when all that happens now has: a batch that was passed on together
+        is taken together, as its simulator's processes do, which sleep until the one that woke them waits."""
+        if self.steps > 1:
+            self._cut_short()
+        elif not (self.is_busy or self.is_woken):
+            self.is_woken = True
+            self.run.clock.at(self.run.clock.now, self._on_woken, 0)
+
+    def _on_woken(self, _: int) -> None:
+        self.is_woken = False
         if not self.is_busy:
             self._start()
-        elif self.steps > 1:
-            self._cut_short()
 
     def add(self, request: int) -> None:
         """A newcomer, behind all that is queued."""
@@ -232,9 +241,7 @@ class _Stage:
         self.is_busy = False
         if self.is_last:
             for request in batch:
-                self.is_busy = True  # nothing starts here before the whole batch has been passed on
                 self.run.enter_decode(request, self)
-            self.is_busy = False
         else:
             assert self.next is not None
             self.next.passed.append(batch)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from placement.catalogs.base import Degrees, Offer
 from placement.latency.hardware import PowerCap
 from placement.mixes.machines import MachineType, capped
-from placement.papers.splitwise.table import DecodeRule, splitwise_latency
+from placement.papers.splitwise.latency import DecodeRule
+from placement.papers.splitwise.table import splitwise_latency
 
 GPUS = 8
 PAGE_SIZE = 16

@@ -11,9 +11,9 @@ from placement.latency.base import DecodeLine, LatencyModel
 from placement.mixes.demand import mean_context
 from placement.mixes.designs import Mix
 from placement.mixes.machines import MachineType
+from placement.papers.splitwise.latency import SplitwiseLatency
 from placement.papers.splitwise.machine import SplitwiseTimes
 from placement.papers.splitwise.rules import SplitwiseCluster
-from placement.papers.splitwise.table import SplitwiseLatency
 from placement.workload.requests import Workload
 
 RATE_AT_TOKENS = 1024  # how long a prompt the link's rate is asked for

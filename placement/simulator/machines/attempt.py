@@ -161,7 +161,7 @@ class Dispatcher(ABC):
         """It goes on where it was."""
 
 
-class Prefiller(ABC):
+class Prefiller(Reporting):
     def __init__(self, name: str) -> None:
         self.name = name
         self.next_seq = 0  # of Submits sent to it
@@ -217,7 +217,7 @@ class Move:
         self.is_over = False
 
 
-class Decoder(ABC):
+class Decoder(Reporting):
     def __init__(self, name: str) -> None:
         self.name = name
         self.ingress_free_s = 0.0  # when its link has passed all that is booked

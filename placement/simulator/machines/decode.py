@@ -39,6 +39,7 @@ class DecodeMachine(Decoder):
             router,
             policy,
             worker.latency,
+            touch=self._touch,
             interrupt=self._interrupt,
             pause=self._pause,
             left=self._on_left,
@@ -137,14 +138,12 @@ class DecodeMachine(Decoder):
         is_here = self._attempts.get(attempt.id) is attempt and attempt.decode is self and not self.is_dead
         if is_here and not (attempt.is_gone or self.policy.has_pages(attempt.id)):
             self.cancel(attempt)
-            self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_no_room, attempt)
+            self.router.clock.tell(self.router.on_no_room, attempt)
 
     def _grant(self, attempt: Attempt, granted: Granted) -> None:
         assert attempt.prefill is not None
         cached_tokens = granted.cached_pages * self.policy.pool.page_size
-        self.router.clock.at(
-            self.router.clock.now + self.router.message_s, attempt.prefill.on_granted, (attempt, self, cached_tokens)
-        )
+        self.router.clock.tell(attempt.prefill.on_granted, (attempt, self, cached_tokens))
 
     def _grant_queued(self) -> None:
         for request_id, granted in self.policy.next_grants():
@@ -163,7 +162,7 @@ class DecodeMachine(Decoder):
     def _tell_ready(self, attempt: Attempt) -> None:
         router, now = self.router, self.router.clock.now
         router.ledger.enter(attempt.index, DECODE_QUEUE, now)
-        router.clock.at(now + router.message_s, router.on_handed_off, attempt)
+        router.clock.tell(router.on_handed_off, attempt)
 
     def begin(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead:
@@ -222,10 +221,10 @@ class DecodeMachine(Decoder):
         if isinstance(answer, Granted):
             self._coming[attempt.id] = attempt
             cached_tokens = answer.cached_pages * self.policy.pool.page_size
-            router.clock.at(now + router.message_s, move.source.on_granted, (move, cached_tokens))
+            router.clock.tell(move.source.on_granted, (move, cached_tokens))
             self.steps.end_before_pages()
         else:
-            router.clock.at(now + router.message_s, move.source.on_failed, move)
+            router.clock.tell(move.source.on_failed, move)
         self.reporter.mark(now)
 
     def take(self, move: Move) -> None:
@@ -235,8 +234,8 @@ class DecodeMachine(Decoder):
         self.reporter.touch(now)
         self.policy.on_committed(attempt.id, move.more)
         self._attempts[attempt.id] = attempt
-        router.clock.at(now + router.message_s, router.on_moved, attempt)
-        router.clock.at(now + router.message_s, move.source.on_receipt, move)
+        router.clock.tell(router.on_moved, attempt)
+        router.clock.tell(move.source.on_receipt, move)
         self.reporter.mark(now)
         self._join()
 
@@ -260,8 +259,10 @@ class DecodeMachine(Decoder):
             self.moves.on_step_end()
             self._start()
 
-    def _on_left(self, attempt: Attempt) -> None:
+    def _touch(self) -> None:
         self.reporter.touch(self.router.clock.now)
+
+    def _on_left(self, attempt: Attempt) -> None:
         del self._attempts[attempt.id]
         self._paused.pop(attempt.id, None)
         self._on_pages()
@@ -373,19 +374,22 @@ class DecodeMachine(Decoder):
             attempt = heappop(self._ends)[3]
             if attempt.joined_step >= 0:
                 del self._attempts[attempt.id]
+                self.steps.run.leave(attempt.id)
                 assert self.policy.computed_len_of(attempt.id) == attempt.num_tokens + attempt.max_new - 1
                 self.policy.on_cancelled(attempt.id)
                 self.moves.drop(attempt)
                 attempt.left = 0
-                router.clock.at(now + router.message_s, router.on_finished, attempt)
-        self.moves.on_step_end()
+                router.clock.tell(router.on_finished, attempt)
+        if not self.moves.is_quiet:
+            self.steps.run.settle()
+            self.moves.on_step_end()
         self._grant_queued()
 
     def _preempt(self, attempt: Attempt) -> None:
         self._paused.pop(attempt.id, None)
         attempt.left -= self.made_by(attempt)
         attempt.joined_step = -1
-        self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_preempted, attempt)
+        self.router.clock.tell(self.router.on_preempted, attempt)
 
     def lose(self) -> None:
         """It dies now. What it had made is known to the router; the rest is made elsewhere."""

@@ -6,8 +6,6 @@ any DecodeMachine. Its PromptSide does for prompts what a PrefillMachine does, b
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster.router.accounts import Report
 from mixed_worker.policy import MixedPolicy
 from placement.latency.base import DecodeLine
@@ -31,11 +29,21 @@ class MixedMachine(DecodeMachine):
             host.join_prefill(worker.name, self.change_pace)
 
     def report(self, made_s: float, router: int) -> Report:
-        tokens = self.both.prefill.waiting_tokens
-        told = super().report(made_s, router)
-        last_seq, share = self.prompts.last_seq, share_after(self._prompt_share, 0, self.steps.advanced)
-        pages = self.prompts.page_news(router)
-        return replace(told, last_submit_seq=last_seq, waiting_tokens=tokens, prompt_share=share, pages=pages)
+        self.steps.advance_to(made_s)
+        policy = self.policy
+        return Report(
+            made_s=made_s,
+            last_submit_seq=self.prompts.last_seq,
+            num_waiting=policy.num_waiting,
+            num_running=policy.num_running,
+            waiting_tokens=self.both.prefill.waiting_tokens,
+            available_pages=policy.spare_pages,
+            request_ids=self._request_ids(),
+            costs=self.costs,
+            prompt_share=share_after(self._prompt_share, 0, self.steps.advanced),
+            pages=self.prompts.page_news(router),
+            draining=self.is_draining,
+        )
 
     @property
     def is_running(self) -> bool:
@@ -127,7 +135,7 @@ class PromptSide(PrefillMachine):
             priority=attempt.priority,
         ):
             self.last_seq = attempt.seq
-            router.clock.at(router.clock.now + router.message_s, router.on_handoff_failed, attempt)
+            router.clock.tell(router.on_handoff_failed, attempt)
         else:
             super().submit(attempt)
 

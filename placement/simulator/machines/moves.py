@@ -20,8 +20,8 @@ from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, M
 
 
 class Moves(Mover):
-    """`interrupt`: let the step under way be the last before on_step_end. `pause`: the request is computed no more,
-    between two steps. `left`: it has gone, and so have its pages."""
+    """`touch`: the machine is about to change. `interrupt`: let the step under way be the last before on_step_end.
+    `pause`: the request is computed no more, between two steps. `left`: it has gone, and so have its pages."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Moves(Mover):
         policy: DecodePolicy,
         latency: LatencyModel,
         *,
+        touch: Callable[[], None],
         interrupt: Callable[[], None],
         pause: Callable[[Attempt], None],
         left: Callable[[Attempt], None],
@@ -36,6 +37,7 @@ class Moves(Mover):
         self.router = router
         self.policy = policy
         self.latency = latency
+        self._touch = touch
         self._interrupt = interrupt
         self._pause = pause
         self._left = left
@@ -52,8 +54,15 @@ class Moves(Mover):
         return not self._moves
 
     @property
+    def is_quiet(self) -> bool:
+        """Nor is anything asked for."""
+        return not (self._moves or self._asked)
+
+    @property
     def most_steps(self) -> int:
         """Until one has grown by as much as it may; right after on_step_end."""
+        if not self._moves:
+            return NEVER
         return MOVE_ROOM_TOKENS - max([self._grown(m) for m in self._moves.values() if not m.is_still], default=-NEVER)
 
     def on_step_end(self) -> None:
@@ -79,7 +88,7 @@ class Moves(Mover):
             return
         move.reserved = self.policy.on_move(request_id, MOVE_ROOM_TOKENS)
         self._moves[request_id] = move
-        router.clock.at(router.clock.now + router.message_s, move.target.make_room, move)
+        router.clock.tell(move.target.make_room, move)
 
     def on_granted(self, grant: tuple[Move, int]) -> None:
         move, cached_tokens = grant
@@ -110,6 +119,7 @@ class Moves(Mover):
 
     def on_receipt(self, move: Move) -> None:
         if not move.is_over:
+            self._touch()
             self._close(move, has_left=True)
             self._left(move.attempt)
 
@@ -135,7 +145,7 @@ class Moves(Mover):
         move = self._moves.get(attempt.id)
         if move is not None:
             self._close(move, has_left=False)
-            self.router.clock.at(self.router.clock.now + self.router.message_s, move.target.cancel, attempt)
+            self.router.clock.tell(move.target.cancel, attempt)
 
     def is_still(self, attempt: Attempt) -> bool:
         """It has ended here, and may run elsewhere by now."""
@@ -153,4 +163,4 @@ class Moves(Mover):
         self.policy.on_move_closed(move.attempt.id, has_left=has_left)
 
     def _tell_failed(self, move: Move) -> None:
-        self.router.clock.at(self.router.clock.now + self.router.message_s, self.router.on_move_failed, move.attempt)
+        self.router.clock.tell(self.router.on_move_failed, move.attempt)

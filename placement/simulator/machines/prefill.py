@@ -193,7 +193,7 @@ class PrefillMachine(Prefiller):
         router, now = self.router, self.router.clock.now
         attempt.left -= 1
         router.ledger.enter(attempt.index, HANDOFF, now)
-        router.clock.at(now + router.message_s, router.on_first_token, attempt)
+        router.clock.tell(router.on_first_token, attempt)
         if not attempt.left:
             self.policy.on_cancelled(attempt.id)
         else:
@@ -209,14 +209,14 @@ class PrefillMachine(Prefiller):
     def _open_handoff(self, attempt: Attempt) -> None:
         assert attempt.decode is not None
         self.policy.on_handoff_opened(attempt.id)
-        self.router.clock.at(self.router.clock.now + self.router.message_s, attempt.decode.reserve, attempt)
+        self.router.clock.tell(attempt.decode.reserve, attempt)
 
     def on_granted(self, grant: tuple[Attempt, Decoder, int]) -> None:
         attempt, decode, cached_tokens = grant
         if attempt.is_gone or self.is_dead:
             return
         if attempt.decode is not decode:
-            self.router.clock.at(self.router.clock.now + self.router.message_s, decode.cancel, attempt)
+            self.router.clock.tell(decode.cancel, attempt)
             return
         attempt.granted = True
         attempt.skip_tokens = cached_tokens
@@ -252,10 +252,10 @@ class PrefillMachine(Prefiller):
         if attempt.is_gone or self.is_dead or attempt.granted:
             return
         assert attempt.decode is not None
-        self.router.clock.at(self.router.clock.now + self.router.message_s, attempt.decode.cancel, attempt)
+        self.router.clock.tell(attempt.decode.cancel, attempt)
         attempt.decode = better
         self.router.ledger.counters["reassigned"] += 1
-        self.router.clock.at(self.router.clock.now + self.router.message_s, better.reserve, attempt)
+        self.router.clock.tell(better.reserve, attempt)
 
     def end(self, attempt: Attempt) -> None:
         if self.is_dead or not self.policy.holds(attempt.id):

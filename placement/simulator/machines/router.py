@@ -49,6 +49,7 @@ class RouterMachine(Dispatcher):
         self.policy = RouterPolicy(cluster.router)
         self.prefills: dict[str, Prefiller] = {}
         self.decodes: dict[str, Decoder] = {}
+        self._places: dict[str, int] = {}  # of these, in their order
         self._on_assigned = on_assigned
         self._workload = workload
         self._prompt_len: list[int] = workload.prompt_len.tolist()
@@ -73,6 +74,7 @@ class RouterMachine(Dispatcher):
             self.prefills[view.name] = prefill
         if decode is not None:
             self.decodes[view.name] = decode
+            self._places = {name: place for place, name in enumerate(self.decodes)}
         for given_up in self.policy.on_worker_up(view, self.clock.now):
             self._retry(self._attempts[given_up.request_id], given_up)
 
@@ -99,12 +101,11 @@ class RouterMachine(Dispatcher):
 
     def _tell_cancelled(self, attempt: Attempt, lost: str) -> None:
         """All workers that it was sent to, but one that is lost."""
-        told_s = self.clock.now + self.message_s
         if attempt.prefill is not None and attempt.prefill.name != lost:
-            self.clock.at(told_s, attempt.prefill.end, attempt)
+            self.clock.tell(attempt.prefill.end, attempt)
         for decode in (attempt.decode, attempt.moving_to):
             if decode is not None and decode.name != lost:
-                self.clock.at(told_s, decode.cancel, attempt)
+                self.clock.tell(decode.cancel, attempt)
 
     def _is_awaited(self) -> bool:
         return self.policy.num_queued > 0 or bool(self._stalled)
@@ -150,7 +151,7 @@ class RouterMachine(Dispatcher):
         elif isinstance(decision, Unavailable):
             self._parked.append(attempt)
         else:
-            self.ledger.counters["rejected"] += 1
+            self.ledger.on_refused(attempt.index, "rejected")
             self._drop(attempt)
 
     def _send(self, attempt: Attempt, assigned: Assigned) -> None:
@@ -164,7 +165,7 @@ class RouterMachine(Dispatcher):
         attempt.seq = prefill.next_seq
         self.policy.on_submitted(attempt.id, attempt.seq)
         self.ledger.enter(attempt.index, PREFILL_QUEUE, now)
-        self.clock.at(now + self.message_s, prefill.submit, attempt)
+        self.clock.tell(prefill.submit, attempt)
 
     def _pump(self) -> None:
         """Send what may go now."""
@@ -180,13 +181,13 @@ class RouterMachine(Dispatcher):
         while (attempt_id := self.policy.next_turn()) is not None:
             attempt = self._attempts[attempt_id]
             assert attempt.decode is not None
-            self.clock.at(self.clock.now + self.message_s, attempt.decode.begin, attempt)
+            self.clock.tell(attempt.decode.begin, attempt)
 
     def _retry(self, attempt: Attempt, retry: Retry) -> None:
         """Another attempt, with the tokens made so far, or none. The policy has forgotten the last one."""
         self._drop(attempt)
         if isinstance(retry, GiveUp):
-            self.ledger.counters["failed"] += 1
+            self.ledger.on_refused(attempt.index, "failed")
             return
         self.ledger.counters["retries"] += 1
         self.ledger.enter(attempt.index, ROUTE, self.clock.now)
@@ -249,15 +250,32 @@ class RouterMachine(Dispatcher):
 
     def _look_at_moves(self) -> None:
         """Of what workers hold, by their reports, some may have to leave them."""
-        now = self.clock.now
-        for name in self.decodes if len(self.decodes) > 1 else ():
-            for attempt_id in self.policy.leaving(name, now):
-                attempt = self._attempts[attempt_id]
-                assert attempt.decode is not None
-                move = self.policy.move(attempt_id, attempt.num_tokens + attempt.decode.made_now(attempt), now)
-                if move is not None:
-                    attempt.moving_to = self.decodes[move.to]
-                    self.clock.at(now + self.message_s, attempt.decode.move, (attempt, attempt.moving_to))
+        names = self._unsettled(-1) if len(self.decodes) > 1 else []
+        while names:
+            name = names.pop()
+            if self._let_leave(name):
+                names = self._unsettled(self._places[name])
+
+    def _unsettled(self, after: int) -> list[str]:
+        """The workers after this place that requests may have to leave, the next at the end."""
+        places = self._places
+        names = [name for name in self.policy.unsettled() if places[name] > after]
+        if len(names) < 2:
+            return names
+        return sorted(names, key=places.__getitem__, reverse=True)
+
+    def _let_leave(self, name: str) -> bool:
+        """Whether somebody does."""
+        now, is_moving = self.clock.now, False
+        for attempt_id in self.policy.leaving(name, now):
+            attempt = self._attempts[attempt_id]
+            assert attempt.decode is not None
+            move = self.policy.move(attempt_id, attempt.num_tokens + attempt.decode.made_now(attempt), now)
+            if move is not None:
+                is_moving = True
+                attempt.moving_to = self.decodes[move.to]
+                self.clock.tell(attempt.decode.move, (attempt, attempt.moving_to))
+        return is_moving
 
     def on_moved(self, attempt: Attempt) -> None:
         if attempt.is_gone or attempt.moving_to is None:
@@ -280,7 +298,7 @@ class RouterMachine(Dispatcher):
         if attempt.is_gone:
             return
         if attempt.prefill is not None:
-            self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
+            self.clock.tell(attempt.prefill.end, attempt)
         self._retry(attempt, self.policy.on_failed(attempt.id, "no decode worker could ever hold it", self.clock.now))
 
     def on_no_room(self, attempt: Attempt) -> None:
@@ -288,7 +306,7 @@ class RouterMachine(Dispatcher):
             return
         assert attempt.prefill is not None
         assert attempt.decode is not None
-        self.clock.at(self.clock.now + self.message_s, attempt.prefill.end, attempt)
+        self.clock.tell(attempt.prefill.end, attempt)
         reason, worker, peer = "no pages for too long", attempt.prefill.name, attempt.decode.name
         self._retry(
             attempt,
@@ -326,7 +344,7 @@ class RouterMachine(Dispatcher):
         better = self.policy.reassign(attempt.id, attempt.decode.name, self.clock.now)
         if better is not None:
             del self._stalled[attempt.id]
-            self.clock.at(self.clock.now + self.message_s, attempt.prefill.move, (attempt, self.decodes[better]))
+            self.clock.tell(attempt.prefill.move, (attempt, self.decodes[better]))
 
     def _on_report(self, _: int) -> None:
         self._pump()
@@ -364,7 +382,7 @@ class RouterMachine(Dispatcher):
             if attempt.moving_to is not None and attempt.moving_to.name == lost:
                 assert attempt.decode is not None
                 attempt.moving_to = None
-                self.clock.at(self.clock.now + self.message_s, attempt.decode.forget_target, lost)
+                self.clock.tell(attempt.decode.forget_target, lost)
 
     def has_left(self, name: str) -> bool:
         self._take_reports()

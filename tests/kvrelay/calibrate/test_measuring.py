@@ -68,3 +68,25 @@ async def test_steps_of_both_are_looked_at_by_batch_and_chunk_and_checked_betwee
     assert asked == [(1, 16, False), (1, 63, False), (4, 15, False), (4, 36, True), (4, 60, False)]
     assert all(size + length <= 64 for size, length, _ in asked)  # one step holds them
     assert measuring.samples.mixed[4, 60, False] == [(1e-3 * 64, 400)] * 3
+
+
+class Steps(Prober):
+    """Steps of `step_s` each."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self.asked: list[int] = []
+
+    async def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[Any]:
+        self.asked.append(steps)
+        return [SimpleNamespace(batch_size=len(prompts), begun_s=1.0, ended_s=1.0 + steps * self._step_s)]
+
+
+@pytest.mark.parametrize(("step_s", "asked"), [(0.02, [32]), (0.002, [32, 128])], ids=["long steps", "short steps"])
+async def test_steps_are_counted_for_longer_than_a_client_may_be_late(step_s: float, asked: list[int]) -> None:
+    prober: Any = Steps(step_s)
+    measuring = Measuring(prober, {"prefill": [WORKER], "decode": [WORKER]}, Effort(), 0, lambda *_: None)
+    await measuring._decode([[5] * 16], 16, False)
+    assert prober.asked == asked
+    (sample,) = measuring.samples.decode[1, 16, False]
+    assert sample.ended_s - sample.begun_s == pytest.approx(asked[-1] * step_s)

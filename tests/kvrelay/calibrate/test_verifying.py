@@ -20,7 +20,7 @@ from kvrelay.plan.folder import plan_object
 from kvrelay.plan.planning import asked
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
-from placement.checks.verification import predict
+from placement.checks.verification import Doubt, predict
 from placement.latency.profile_file import write_profile
 from placement.plan import Plan, Slo
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point, together
@@ -50,7 +50,7 @@ def test_a_plan_made_from_a_profile_is_verified_by_it(tmp_path: Path) -> None:
     claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {"num_prompts": 30})
     assert [worker.name for worker in claim.cluster.workers] == ["prefill-0", "decode-0", "decode-1"]
     assert claim.slo == Slo(ttft_s=0.5, tpot_s=0.05)
-    assert (claim.client_s, claim.error, claim.source) == (0.003, 0.05, "plan.json")
+    assert (claim.doubt, claim.source) == (Doubt(prefill=0.02, decode=0.05, client_s=0.003), "plan.json")
     options = claim.workload
     assert (options.request_rate, options.num_prompts, options.seed) == (2.0, 30, 7)
     workload = timed_workload(options)
@@ -147,6 +147,6 @@ def test_a_run_for_the_margin_says_how_far_off_the_p90s_were() -> None:
     expected = prediction.expected
     measured = replace(expected, ttft_s=expected.ttft_s * 1.2, tpot_s=expected.tpot_s * 0.9)
     run = verifying.margin_run(claim, verifying.judge(claim, prediction, measured))
-    assert (run.ttft, run.tpot) == pytest.approx((0.2, -0.1))
+    assert (run.ttft, run.tpot) == pytest.approx((0.2, -0.1), abs=0.01)
     assert (run.source, run.num_requests, run.counts) == ("p.json", 60, True)
-    assert predict(claim.cluster, timed_workload(options)).error == 0.02
+    assert predict(claim.cluster, timed_workload(options), Doubt()).error == 0.02

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from placement.catalogs.base import Degrees
-from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo
+from placement.plan import Candidate, Goodput, Interval, Plan, PoolPlan, RatePoint, Slo, Swing
 
 HARDWARE = "H100-SXM"
 USD, WATTS = 2.99, 700.0
@@ -126,6 +126,10 @@ PLAN = Plan(
     binding="prefill",
     headroom=0.0,
     tried=TRIED,
+    swings=(
+        Swing(what="prefill times", less="11% shorter", more="11% longer", at_less=15.9, at_more=12.6),
+        Swing(what="TTFT target", less="20% tighter", more="20% looser", at_less=12.9, at_more=15.1),
+    ),
     refused=REFUSED,
     advice=(
         "The prefill pool binds: its workers compute 80% of the time, decode's 58%.",

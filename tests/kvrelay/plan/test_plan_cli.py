@@ -14,8 +14,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from kvrelay.cli import plan as command
+from kvrelay.cli.planning import plan as command
 from kvrelay.plan.planning import short_name
+from placement.plan import Goodput
 from tests.kvrelay.plan.plan_fixture import PLAN
 
 ROOT = Path(__file__).parents[3]
@@ -165,7 +166,7 @@ def test_more_gpus_than_one_router_can_know_workers() -> None:
     assert told.startswith("num_gpus is 1,000,000, which is for 1,000,000 workers of llama-3.1-8b on NVIDIA H100")
     assert "a plan has 1,024 at most; plan for fewer GPUs" in told
     told = refused(*MODEL, "--hardware", "h100-sxm", "--budget", "1e7", *LENGTHS, *TARGETS)
-    assert told.startswith("budget is 10,000,000.0 USD an hour, which is for 2,100,840 workers")
+    assert told.startswith("budget is 10,000,000.0 USD an hour, which is for 3,389,831 workers")
 
 
 @pytest.mark.parametrize(("flag", "asked"), [("--num-gpus", "num_gpus is 1,000,000"), ("--rate", "rate is 1e+06")])
@@ -221,10 +222,19 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The search answers at once with a plan made by hand; what it was asked is kept."""
     asked: list[Any] = []
 
-    def plan(ask: Any, catalog: Any, workload: Any, *, on_progress: Callable[[str, int, int], None] | None) -> Any:
+    def plan(
+        ask: Any,
+        catalog: Any,
+        workload: Any,
+        *,
+        on_progress: Callable[[str, int, int], None] | None,
+        on_first: Callable[[Goodput], None] | None,
+    ) -> Any:
         asked.append((ask, catalog, workload))
         if on_progress is not None:
             on_progress("whole clusters", 1, 2)
+        if on_first is not None:
+            on_first(PLAN.chosen)
         return PLAN
 
     monkeypatch.setattr("placement.search.planner.plan", plan)
@@ -245,7 +255,8 @@ def test_what_is_asked_reaches_the_planner(planned: list[Any]) -> None:
 def test_the_answer_is_on_stdout_and_json_is_one_object(planned: list[Any]) -> None:
     shown = run(*MODEL, *GPUS, *LENGTHS, *TARGETS)
     assert "2 x prefill TP 2 + 1 x decode TP 4" in shown.stdout
-    assert shown.stderr == ""
+    assert shown.stderr.startswith("a first answer, coarse: 2 x prefill TP 2 + 1 x decode TP 4, on eight GPUs, up to ")
+    assert run(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--no-progress").stderr == ""
     found = json.loads(run(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--json").stdout)
     assert found["answer"]["placement"] == "2 x prefill TP 2 + 1 x decode TP 4"
     assert found["asked"]["num_gpus"] == 8

@@ -102,7 +102,7 @@ def test_each_is_verified_as_it_was_planned(name: str, tmp_path: Path) -> None:
     claim = verifying.of_plan(path, {"num_prompts": 5})
     roles = [pool.role for pool in candidate.pools for _ in range(pool.replicas)]
     assert [worker.role for worker in claim.cluster.workers] == roles
-    assert claim.client_s == read_profile(asked_for.profile[0]).client_s
+    assert claim.doubt.client_s == read_profile(asked_for.profile[0]).client_s
 
 
 def test_profiles_are_named_by_a_flag_each_or_by_a_list_in_a_file(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def text(folder: Path) -> str:
 
 
 def test_the_folder_has_the_spec_the_plan_the_report_and_the_plots(folder: Path) -> None:
-    plots = {"attainment.png", "goodput.png", "phases.png", "cost.png", "time.png"}
+    plots = {f"{name}.png" for name in ("attainment", "goodput", "phases", "cost", "time", "tornado")}
     assert {path.name for path in folder.iterdir()} == {"cluster.yaml", "plan.json", "report.html", *plots}
     for name in plots:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
@@ -84,10 +84,10 @@ def test_ids_are_unique_and_links_lead_somewhere(text: str) -> None:
 
 def test_figures_say_in_words_what_they_show_and_follow_the_page_s_colours(text: str) -> None:
     figures = [a for tag, a in Page(text).tags if tag == "figure"]
-    assert len(figures) == 5
+    assert len(figures) == 6
     assert all(len(figure["aria-label"] or "") > 60 for figure in figures)
     svgs = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(svgs) == 10
+    assert len(svgs) == 12
     for drawn in svgs:
         assert "var(--ink)" in drawn
         colours = set(re.findall(r"(?:fill|stroke): (#\w+)", drawn))
@@ -105,7 +105,7 @@ def test_every_variable_of_a_figure_has_a_colour_in_light_and_in_dark(text: str)
 def test_a_thin_plan_draws_what_it_has(tmp_path: Path) -> None:
     """One candidate without a curve, no cost, no refusals: a planner's least."""
     bare = replace(TRIED[0], curve=(), usd_per_hour=0.0, watts=0.0)
-    thin = replace(PLAN, chosen=bare, tried=(bare,), refused={}, advice=(), phase_goodput={})
+    thin = replace(PLAN, chosen=bare, tried=(bare,), refused={}, advice=(), phase_goodput={}, swings=())
     assert set(figures(thin)) == {"goodput"}
     save(thin, REQUEST, tmp_path)
     assert "NaN" not in (tmp_path / "plan.json").read_text()

@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 
 from cluster.spec.load import load_spec
+from kvrelay.plan import amounts
 from kvrelay.plan import words as plan_words
 from kvrelay.plan.folder import save
 from kvrelay.plan.reading import build_request
@@ -151,6 +152,16 @@ def test_infinite_ends_of_intervals_are_shown_and_written(tmp_path: Path) -> Non
     save(replace(PLAN, at_rate=point), REQUEST, tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["at_rate"]["ttft_s"]["50"]["value"] is None
     assert "limit before this interval was narrow" in (tmp_path / "report.html").read_text()
+
+
+def test_an_attainment_that_may_be_anything_says_what_is_known_instead() -> None:
+    vague = replace(PLAN.at_rate, attainment=Interval(0.949, 0.0, 1.0))
+    plan = replace(PLAN, at_rate=vague, chosen=replace(PLAN.chosen, goodput=Interval(78.8, 47.6, 135)))
+    assert plan_words.attained(plan) == "94.9% if the latency model is right; sure up to 47.6 requests/s"
+    nowhere = replace(plan, chosen=replace(plan.chosen, goodput=Interval(78.8, 0.0, 135)))
+    assert plan_words.attained(nowhere).endswith("sure at no rate")
+    assert plan_words.attained(PLAN) == amounts.percent_between(PLAN.at_rate.attainment)
+    assert amounts.percent_between(vague.attainment) == "94.9% (not known)"
 
 
 def test_verdicts() -> None:

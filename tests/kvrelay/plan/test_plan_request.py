@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvrelay.cli import plan as command
+from kvrelay.cli.planning import plan as command
 from kvrelay.plan.command import command_of
 from kvrelay.plan.durations import parse_duration
 from kvrelay.plan.planning import asked
@@ -84,6 +84,10 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
         ),
         ({"burstiness": 0.0}, "--burstiness is 0.0; give a number of 0.001 or more"),
         ({"max_pp": 0}, "--max-pp is 0; give a number of 1 or more"),
+        (
+            {"what_if": True, "hardware": ["h100-sxm", "l40s"]},
+            "--what-if is of one kind of machine and --hardware is h100-sxm, l40s; give one of them",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_flag(changes: dict[str, Any], told: str) -> None:
@@ -160,7 +164,7 @@ def test_the_command_of_a_request_asks_the_same() -> None:
     """Flags of `command()`, parsed by the command's own options, make the same request."""
     asked: list[PlanRequest] = []
 
-    def stop_there(wanted: PlanRequest, _: object) -> NoReturn:
+    def stop_there(wanted: PlanRequest, *_: object) -> NoReturn:
         asked.append(wanted)
         raise ZeroDivisionError
 

@@ -16,6 +16,7 @@ from kvrelay.plan.reading import build_request
 from placement.plan import Candidate
 from placement.search.clusters import hybrids_of
 from tests.kvrelay.plan.plan_fixture import PLAN, apart, goodput, together
+from worker.roles import kind_of
 
 pytestmark = pytest.mark.unit
 
@@ -50,4 +51,10 @@ def test_an_answer_is_a_spec_that_up_takes(candidate: Candidate, targets: str) -
     assert (refusal, notes) == ("", [])
     spec = parse_spec(yaml.safe_load(text))
     assert why_not_served(spec) == ""
+    for pool in spec.pools:  # what the doctor holds workers against
+        assert pool.assumed is not None
+        assert pool.assumed.prompt_tokens == 512
+        times = pool.assumed.prefill_s, pool.assumed.transfer_s, pool.assumed.decode_s
+        phases = kind_of(pool.role).phases
+        assert [time is not None for time in times] == ["prefill" in phases, "prefill" in phases, "decode" in phases]
     assert spec.targets_s == ({} if candidate.kind == "two pools" else pytest.approx(expected))

@@ -20,6 +20,7 @@ from placement.papers.distserve.rules import simulate as simulate_distserve
 from placement.simulator.cluster import Drain, RoleChange
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
+from placement.workload.closed_loop import ClosedLoop
 from tests.placement.simulator.test_simulate import cluster, requests, workers
 
 
@@ -38,11 +39,13 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     left = replace(workload, priority=numbers % 3 - 1, cancel_after_s=np.where(numbers % 4, np.inf, 0.5))
     became = RoleChange(worker="mixed-1", at_s=5.0, role="decode", policy=DecodeOptions(max_batch_size=16))
     trouble = replace(both, num_routers=2, role_changes=(became,), drains=(Drain(worker="mixed-1", at_s=4.0),))
+    in_turn = replace(left, loop=ClosedLoop(max_concurrency=9, think_s=0.01))
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
             pool.apply(call, (packed(simulate, short, workload),)),
             pool.apply(call, (packed(simulate, both, workload),)),
             pool.apply(call, (packed(simulate, trouble, left),)),
+            pool.apply(call, (packed(simulate, both, in_turn),)),
             pool.apply(
                 call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
             ),
@@ -52,6 +55,7 @@ def test_the_compiled_simulator_finds_the_same() -> None:
         simulate(short, workload),
         simulate(both, workload),
         simulate(trouble, left),
+        simulate(both, in_turn),
         simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
     ]
     assert expected[0].counters["preempted"] > 0
@@ -60,6 +64,7 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one.first_token_s, other.first_token_s, equal_nan=True)
         assert np.array_equal(one.finish_s, other.finish_s, equal_nan=True)
+        assert np.array_equal(one.workload.arrival_s, other.workload.arrival_s)
         assert one.counters == other.counters
 
 

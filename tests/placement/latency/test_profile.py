@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decode_worker.options import DecodeOptions
@@ -29,6 +30,7 @@ from placement.latency.profile import (
 )
 from placement.latency.profile_file import profile_from, profile_object, read_profile, write_profile
 from placement.latency.profile_latency import ProfileLatency
+from placement.latency.under_load import LoadRun, PhaseUnderLoad, UnderLoad
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
 from prefill_worker.options import PrefillOptions
@@ -191,6 +193,53 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path, made: Profile) -
     )
     write_profile(made, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == made
+
+
+def test_what_a_load_showed_comes_back_and_is_in_the_times() -> None:
+    phase = PhaseUnderLoad(alone=1.2, beside=1.5, bias=0.01, swing=0.03, noise=0.2)
+    run = LoadRun(
+        at_s=1.0,
+        rate=2.0,
+        tokens_per_s=60.0,
+        busy=0.5,
+        requests=30,
+        prefill=1.1,
+        decode=0.9,
+        prefill_noise=(0.9, 1.1),
+        decode_noise=(0.8, 1.2),
+        client_s=(0.001, 0.002),
+        client_rest_s=(0.0,),
+    )
+    load = UnderLoad(prefill=phase, decode=replace(phase, alone=1.1), gap_s=0.002, handoff_s=0.003, runs=(run,))
+    slowdown = (SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)
+    made = profile(load=load, slowdown=slowdown)
+    assert profile_from(json.loads(json.dumps(profile_object(made)))) == replace(made, name="profile")
+    loaded, bare = ProfileLatency(made), ProfileLatency(replace(made, load=None))
+    assert loaded.prefill_s([(100, 0)]) == pytest.approx(1.2 * bare.prefill_s([(100, 0)]) + 0.002)
+    assert loaded.decode_line(8, 400).step_s == pytest.approx(1.1 * bare.decode_line(8, 400).step_s)
+    assert loaded.decode_line(8, 400).per_token_s == pytest.approx(1.1 * bare.decode_line(8, 400).per_token_s)
+    assert made.by_batch[0] == pytest.approx((1, 1.25, 1.5 / 1.1))
+    assert sim_cluster(made).handoff_s == 0.003
+    prefill, decode = made.wrong_by
+    assert prefill == decode == pytest.approx(np.expm1(1.645 * np.hypot(0.01, 0.03)), rel=1e-3)
+    assert replace(made, load=None).wrong_by == (0.02, 0.05)  # its tables'
+    assert replace(made, slowdown=()).by_batch == ()  # no host is shared
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gap_s": -1}, "load.gap_s is -1"),
+        ({"prefill": {"alone": 0}}, "load.prefill.alone is 0"),
+        ({"runs": [{"at_s": 0.0}]}, r"load.runs\[0\].prefill_noise is missing"),
+        ({"runs": None}, "load.runs is None; give a list"),
+    ],
+)
+def test_a_load_that_is_not_one_is_told_by_its_key(change: dict[str, Any], says: str) -> None:
+    phase: dict[str, Any] = {"alone": 1.0, "beside": 1.0, "bias": 0.0, "swing": 0.0, "noise": 0.0}
+    good: dict[str, Any] = {"prefill": phase, "decode": phase, "gap_s": 0.0, "handoff_s": 0.0, "runs": []}
+    with pytest.raises(ProfileError, match=says):
+        profile_from(json.loads(json.dumps(profile_object(profile()) | {"load": good | change})))
 
 
 def test_a_profile_of_before_there_were_threads_and_mixed_steps_is_read() -> None:

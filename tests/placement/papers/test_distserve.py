@@ -152,6 +152,29 @@ def step_by_step(placed: DistServeCluster, workload: Workload, ready_s: Any) -> 
     return finish
 
 
+def test_prompts_that_leave_a_pipeline_together_decode_together() -> None:
+    """Its processes sleep until the one that woke them waits, so that none takes the first of a batch alone."""
+    outcome = simulate(cluster("opt_13b", [2, 2, 0, 0], "vllm"), from_rows([[0, 300, 20]] * 4))
+    later = outcome.finish_s[1:]  # the first had arrived alone
+    assert later == pytest.approx([later[0]] * 3)
+
+
+STAGED = [  # model, degrees, requests/s, P50, P90, P99 of TTFT and of TPOT in ms, by its rules written again on SimPy
+    ("opt_13b", [2, 2, 0, 0], 4, [126.66, 222.23, 337.86], [61.48, 68.51, 77.20]),
+    ("opt_66b", [4, 2, 0, 0], 2, [286.95, 581.85, 914.61], [123.68, 141.47, 164.21]),
+    ("opt_13b", [1, 4, 0, 0], 4, [170.20, 300.35, 404.93], [86.32, 93.56, 105.45]),
+]
+
+
+@pytest.mark.parametrize(("model", "degrees", "rate", "ttft_ms", "tpot_ms"), STAGED)
+def test_pipelines_that_do_both_phases(
+    model: str, degrees: list[int], rate: float, ttft_ms: list[float], tpot_ms: list[float]
+) -> None:
+    outcome = simulate(cluster(model, degrees, "vllm"), requests("sharegpt_synth_N1000.json").faster(rate))
+    assert [1e3 * p for p in percentiles(outcome.ttft_s)] == pytest.approx(ttft_ms, abs=PRINTED)
+    assert [1e3 * p for p in percentiles(outcome.tpot_s)] == pytest.approx(tpot_ms, abs=PRINTED)
+
+
 def test_a_prompt_that_no_step_takes_is_refused() -> None:
     with pytest.raises(WorkloadError, match="takes 66144"):
         simulate(cluster("opt_13b", [1, 1, 1, 1]), from_rows([[0, 70_000, 5]]))

@@ -14,8 +14,9 @@ import pytest
 
 from placement.latency.base import DecodeLine, LatencyError
 from placement.mixes.slowdowns import SlowdownTargets, slowdowns
+from placement.papers.splitwise.latency import DecodeRule, SplitwiseLatency
 from placement.papers.splitwise.rules import SplitwiseCluster, simulate
-from placement.papers.splitwise.table import DecodeRule, SplitwiseLatency, splitwise_latency
+from placement.papers.splitwise.table import splitwise_latency
 from placement.simulator.outcome import Outcome, percentiles
 from placement.workload.requests import Workload, from_rows
 

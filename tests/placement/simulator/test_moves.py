@@ -7,8 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.router.accounts import Report
 from cluster.router.options import RouterOptions
 from placement.simulator.cluster import Drain, Loss, SetupError, SimCluster
+from placement.simulator.machines.attempt import Move
+from placement.simulator.machines.decode import DecodeMachine
+from placement.simulator.machines.moves import Moves
 from placement.simulator.outcome import Outcome
 from placement.workload.requests import Workload
 from tests.placement.simulator.test_mixed import lone
@@ -111,6 +115,32 @@ def test_passing_over_steps_changes_nothing_while_requests_move(role: str) -> No
     assert many.served == 200
     assert many.finish_s == pytest.approx(single.finish_s, rel=1e-9)
     assert many.counters == single.counters
+
+
+def test_a_report_of_before_a_request_left_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is drawn up afterwards."""
+    told: list[tuple[str, Report]] = []
+    left: list[tuple[str, str, float]] = []
+    report, on_receipt = DecodeMachine.report, Moves.on_receipt
+
+    def reporting(machine: DecodeMachine, made_s: float, router: int) -> Report:
+        told.append((machine.name, report(machine, made_s, router)))
+        return told[-1][1]
+
+    def receiving(moves: Moves, move: Move) -> None:
+        left.append((moves.policy.name, move.attempt.id, moves.router.clock.now))
+        on_receipt(moves, move)
+
+    monkeypatch.setattr(DecodeMachine, "report", reporting)
+    monkeypatch.setattr(Moves, "on_receipt", receiving)
+    play(drained(report_gap_s=0.02, message_s=0.015), requests(400, rate=60))
+    seen = 0
+    for name, request_id, left_s in left:
+        for teller, each in told:
+            if teller == name and left_s - 0.02 < each.made_s < left_s:
+                assert request_id in each.request_ids
+                seen += 1
+    assert seen > 2
 
 
 @pytest.mark.parametrize("seed", range(40))

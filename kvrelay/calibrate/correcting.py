@@ -1,0 +1,53 @@
+"""corrected_by fits a profile to what its cluster serves by itself: nothing is sent, nobody is disturbed.
+
+    GetLoad, minute by minute -> ServedRuns -> fit_under_load -> the profile, its tables as they were
+
+What lies between clients and the router nobody told: it is as it was when the profile was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from cluster.router.live.timeline import PHASES
+from kvrelay.calibrate.calibration import CalibrationError, tables_of
+from kvrelay.calibrate.contention import ServedRun, fit_under_load
+from kvrelay.calibrate.served_steps import courses_of
+from kvrelay.client.types import EndedRequest
+from placement.latency.profile import Profile
+
+RUN_S = 60.0
+COMPUTED = PHASES.index("prefill") + 1  # phases until the first token is there
+
+
+def corrected_by(profile: Profile, requests: Iterable[EndedRequest]) -> Profile:
+    """Raises CalibrationError where too little was served."""
+    if profile.is_mixed:
+        raise CalibrationError(f"{profile.name} is of a mixed worker; correct one of a prefill and a decode worker")
+    served = [request for request in requests if not request.failed and request.decode_worker]
+    oldest = max((_minute(request) for request in served), default=0)
+    runs = [_run(oldest - minute, minute, served, profile) for minute in sorted({*map(_minute, served)}, reverse=True)]
+    load = fit_under_load(runs, tables_of(profile))
+    if load is None:
+        raise CalibrationError("too few requests ended lately to say what steps take; correct it after a busy minute")
+    return replace(profile, load=load)
+
+
+def _minute(request: EndedRequest) -> int:
+    """Ago."""
+    return int(request.age_s // RUN_S)
+
+
+def _run(number: int, minute: int, served: Sequence[EndedRequest], profile: Profile) -> ServedRun:
+    own = [request for request in served if _minute(request) == minute]
+    near = [request for request in served if abs(_minute(request) - minute) == 1]
+    return ServedRun(
+        at_s=RUN_S * number,
+        rate=len(own) / RUN_S,
+        courses=courses_of(own),
+        first_token_s=[each.ttft_s - sum(each.before_first_s[:COMPUTED]) + profile.client_s for each in own],
+        rest_s=[0.0] * len(own),
+        exposed_s=[each.handoff_s for each in own],
+        others=courses_of(near),
+    )

@@ -1,0 +1,110 @@
+"""`kvrelay plan`: how many prefill and decode workers, with which parallelism, at what cost, and how sure that is.
+
+It owns the flags (lengths and traces named as those of `kvrelay bench`), what is printed and the exit code. The answer
+goes to stdout, progress and a first answer to stderr; with --json stdout is one object.
+
+Exit codes: 0 planned; 1 it failed; 2 asked wrongly, or for what cannot be (one sentence says why); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrelay.cli.console import JsonOption, NoProgressOption, exit_codes, note, print_json
+from kvrelay.cli.groups import Flags, grouped
+from kvrelay.cli.progress import progress
+from kvrelay.plan.request import PlanRequest
+
+if TYPE_CHECKING:
+    from placement.plan import Goodput, Plan
+
+PARAGRAPHS = (
+    "Size the prefill and decode pools for a model, a kind of GPU, a workload and two latency targets.",
+    "Say how much there may be with one of --num-gpus, --rate and --budget; what requests look like with --trace, or "
+    "with --random-input-len and --random-output-len; and what is fast enough with --ttft, --tpot and --attainment. "
+    "Several kinds of --hardware are mixed where that is better. A file says the same with keys named as the flags; "
+    "flags win.",
+    "Profiles of CPU workers that differ in threads (--profile, once for each) are weighed against each other: a "
+    "worker of N threads takes N cores, and --num-gpus counts cores. One of them is of a prefill and a decode worker.",
+    "With --out a folder is written: cluster.yaml for kvrelay up, plan.json for kvrelay verify, report.html and its "
+    "plots. Exit code 2: what is asked for cannot be; one sentence says why.",
+    "Examples:",
+    "  kvrelay plan --model llama-3.1-8b --hardware h100-sxm --num-gpus 8 "
+    "--trace configs/workloads/azure-conv-2023.csv --ttft 250ms --tpot 25ms",
+    "  kvrelay plan --model ./model --hardware h100-sxm --rate 40 --random-input-len 1024 --random-output-len 128 "
+    "--ttft 0.5s --tpot 40ms --objective cost --out plan",
+    "  kvrelay plan configs/plans/llama-70b-chat.yaml --num-gpus 16 --json",
+    "  kvrelay plan --profile profile.json --num-gpus 2 --trace configs/workloads/azure-conv-2023.csv "
+    "--trace-scale 0.25 --ttft 500ms --tpot 50ms",
+    "  kvrelay plan --profile pair.json --profile mixed.json --num-gpus 2 --random-input-len 256 "
+    "--random-output-len 64 --ttft 500ms --tpot 50ms",
+)
+HELP = "\n\n".join(PARAGRAPHS)
+
+
+ASKED = Flags(
+    of=PlanRequest,
+    help={
+        "num_prompts": "Only the trace's first so many requests.",
+        "seed": "The same seed, the same plan. Default: 0.",
+    },
+    flags={"classes": "--class"},
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP)(grouped(plan))
+
+
+def plan(
+    asked: Annotated[dict[str, Any], ASKED],
+    request: Annotated[
+        Path | None, typer.Argument(metavar="SPEC", help="A plan request, YAML. See configs/plans.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the spec, the plan, the report and plots here.")] = None,
+    no_progress: NoProgressOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    from kvrelay.plan.folder import check_folder, plan_object, save
+    from kvrelay.plan.planning import ASKED_WRONGLY, make_plan
+    from kvrelay.plan.reading import build_request
+
+    with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted; nothing was written"):
+        wanted = build_request(request, asked)
+        if out is not None:
+            check_folder(out)
+        with progress(show=not no_progress) as on_progress:
+            planned = make_plan(wanted, on_progress, None if no_progress else _tell_first)
+        saved = save(planned, wanted, out) if out is not None else None
+    files = [str(file) for file in saved.files] if saved else []
+    if as_json:
+        print_json(plan_object(planned) | ({"saved": files} if saved else {}))
+    else:
+        _show(planned)
+    for sentence in saved.notes if saved else ():
+        note(sentence)
+    if saved and not as_json:
+        print(f"written: {', '.join(files)}")
+
+
+def _tell_first(first: Goodput) -> None:
+    from kvrelay.plan.amounts import count, num
+
+    candidate = first.candidate
+    note(
+        f"a first answer, coarse: {candidate.label}, on {count(candidate.gpus, candidate.unit)}, up to "
+        f"{num(first.goodput.value)} requests/s; the plan follows"
+    )
+
+
+def _show(planned: Plan) -> None:
+    from rich.console import Console
+
+    from kvrelay.plan.tables import tables
+
+    console = Console()
+    for table in tables(planned):
+        console.print(table, highlight=False)

@@ -1,0 +1,93 @@
+"""A Way is one way that a latency model's times may be in truth: so much longer or shorter for a whole run, as its
+tables may be wrong and the machine swings, and different from step to step.
+
+ways_of draws them, each as likely as the others; whoever predicts simulates in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from placement.goodput.stationary import t_90
+from placement.latency.base import LatencyModel
+from placement.latency.scaled import ScaledLatency
+from placement.latency.under_load import KINDS, NINE_IN_TEN, UnderLoad, Work
+from placement.workload.requests import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Factors of all times of a phase in one run; `seed` draws the noise."""
+
+    prefill: float
+    decode: float
+    seed: int
+
+
+def ways_of(
+    load: UnderLoad | None, work: Work, prefill_error: float, decode_error: float, count: int, seed: int
+) -> list[Way]:
+    """So many, each as likely as the others, of a run with so much to do. The errors are of the tables, nine times in
+    ten, as shares. Both are drawn evenly over their quantiles (Latin hypercube), so that few say much."""
+    rng = np.random.default_rng(seed)
+    even = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    logs = np.zeros((count, 2))
+    for column, error in enumerate((prefill_error, decode_error)):
+        logs[:, column] = math.log1p(error) / NINE_IN_TEN * rng.permutation(even)
+    if load is not None:
+        centre, spread = _of_another_run(load, work)
+        logs += centre + np.stack([rng.permutation(even), rng.permutation(even)], axis=1) @ spread.T
+    seeds = rng.integers(2**31, size=count)
+    return [Way(prefill=p, decode=d, seed=int(s)) for (p, d), s in zip(np.exp(logs).tolist(), seeds, strict=True)]
+
+
+def _of_another_run(load: UnderLoad, work: Work) -> tuple[Floats, Floats]:
+    """Where the logarithms of its factors lie, and by which matrix to multiply two normal deviates for what they differ
+    by: what both phases have in common stays.
+
+    A line through all runs in how much there was to do, which the fit of all does not meet alike; no further than they
+    went. Of few runs the spread itself is not known well: the normal's quantile becomes Student's."""
+    logs = np.log([(run.prefill, run.decode) for run in load.runs])
+    done = np.array([run.work.logs for run in load.runs])
+    asked = np.clip(work.logs, done.min(axis=0), done.max(axis=0))
+    columns = 2 if len(load.runs) >= 2 * KINDS else 0
+    rows = np.column_stack([np.ones(len(done)), (done - done.mean(axis=0))[:, :columns]])
+    row = np.array([1.0, *(asked - done.mean(axis=0))[:columns]])
+    inverse = np.linalg.pinv(rows.T @ rows)
+    factors = inverse @ rows.T @ logs
+    left, free = logs - rows @ factors, len(logs) - 1 - columns
+    if not free:
+        return row @ factors, np.zeros((2, 2))
+    student = t_90(free) / NINE_IN_TEN
+    covariance = left.T @ left / free * (1 + float(row @ inverse @ row)) * student * student
+    return row @ factors, np.linalg.cholesky(covariance + 1e-12 * np.eye(2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayLatency(ScaledLatency):
+    """A LatencyModel as it is in one Way. Steps that read prompts differ among themselves, one after another by its
+    seed: make another for each simulation."""
+
+    noise: Sequence[float]
+    rng: random.Random
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return self.model.prefill_s(chunks) * self.prefill * self.rng.choice(self.noise)
+
+
+def way_latency(model: LatencyModel, way: Way, noise: Sequence[float]) -> WayLatency:
+    return WayLatency(
+        model=model,
+        prefill=way.prefill,
+        decode=way.decode,
+        transfer=way.decode,
+        how="in one way that it may be",
+        noise=noise or (1.0,),
+        rng=random.Random(way.seed),
+    )
