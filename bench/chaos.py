@@ -21,7 +21,7 @@ from bench.common import about, save
 from kvrelay.chaos.cells.table import CELLS
 from kvrelay.chaos.report import as_object, sentences
 from kvrelay.chaos.suite import Findings, Wish, play
-from kvrelay.cli.chaos import busy_s_here
+from kvrelay.cli.measuring.chaos import busy_s_here
 from kvrelay.cli.progress import progress
 
 SAVE_S = 30.0

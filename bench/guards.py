@@ -1,4 +1,4 @@
-"""What tokens and TLS cost a router: four routers, with and without, over the same workers, asked in turns.
+"""What tokens, accounts and TLS cost a router: five routers, with and without, over the same workers, asked in turns.
 
     python -m bench.guards [--quick] [--before CHECKOUT]
 
@@ -27,7 +27,8 @@ from tests.certificates import write_tls
 from worker.wire.rpc import open_channel
 from worker.wire.tls import TlsFiles
 
-GUARDS = ("none", "token", "TLS", "token and TLS")
+GUARDS = ("none", "token", "token and accounts", "TLS", "token and TLS")
+LIMITS = {"requests_per_minute": 1 << 30, "tokens_per_minute": 1 << 40, "max_concurrent": 1 << 20}  # that nobody meets
 
 
 async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
@@ -51,6 +52,8 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
 def _guarded(folder: Path, workers: Child, name: str) -> Side:
     token = "bench-0123456789abcdef" if "token" in name else ""
     settings: dict[str, Any] = {"auth": True, "tokens": f"bench:{token}"} if token else {}
+    if "accounts" in name:
+        settings |= {"accounts": {"bench": LIMITS}, "usage_db": [str(folder / "usage.db"), ""]}
     tls = None
     if "TLS" in name:
         files = write_tls(folder, trustme.CA(), "127.0.0.1", stem=name.replace(" ", "-"))

@@ -50,6 +50,7 @@ class Played:
     gaps_s: list[float] = field(default_factory=list)
     moves: int = 0
     kills: int = 0
+    rounds: int = 0  # of all requests
     roles: int = 0  # changes of them
     attempts: int = 0
     recomputed: int = 0
@@ -86,14 +87,14 @@ async def ask(client: AsyncClient, number: int, played: Played) -> None:
     played.recomputed += 0 if result.receipt is None else result.receipt.recomputed_tokens
 
 
-async def play(client: AsyncClient, numbers: Sequence[int], played: Played) -> None:
+async def play(client: AsyncClient, numbers: Sequence[int], played: Played, streams: int = STREAMS) -> None:
     waiting = list(numbers)
 
     async def stream() -> None:
         while waiting:
             await ask(client, waiting.pop(), played)
 
-    await asyncio.gather(*(stream() for _ in range(STREAMS)))
+    await asyncio.gather(*(stream() for _ in range(streams)))
 
 
 async def play_long(client: AsyncClient, played: Played) -> None:

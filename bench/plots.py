@@ -312,6 +312,56 @@ def roofline(result: Result) -> Figure:
     return figure
 
 
+def static_batches(result: Result) -> Figure:
+    figure, both = panels(2, 4.2)
+    rows = [dict(zip(result["columns"], line.split(","), strict=True)) for line in result["batches"]]
+    for axes, phase in zip(both, ("prefill", "decode"), strict=True):
+        for gpu in result["figures"]:
+            pairs = [
+                [float(row[f"{phase} {of}"]) for of in ("measured", "predicted")]
+                for row in rows
+                if row["hardware"] == gpu
+            ]
+            measured, predicted = np.array(pairs).T
+            axes.plot(measured, predicted / measured, ".", label=gpu, alpha=0.6)
+        for edge in (-1, 0, 1):
+            target(axes, 1 + edge * result["wanted"][phase])
+        log(axes, named=(1,))
+        axes.set(xlabel=f"measured {phase} step, ms", ylim=(0.5, 1.5))
+    both[0].set(title="foretold without the model on the GPU, over measured")
+    both[0].legend()
+    return figure
+
+
+def closed_loops(result: Result) -> Figure:
+    titles = {"ttft_mean": "TTFT mean, s", "itl_mean": "between tokens mean, ms", "throughput": "output tokens/s"}
+    figure, grid = panels(3, 5.6, rows=2)
+    ways = {way: found["runs"] for way, found in result["ways"].items() if "runs" in found}
+    for at, (way, lines) in enumerate(ways.items()):
+        runs = [dict(zip(result["columns"], line.split(","), strict=True)) for line in lines]
+        for axes, (name, title) in zip(grid[3 * at : 3 * at + 3], titles.items(), strict=True):
+            _draw_loops(axes, runs, name)
+            axes.set(title=f"{title}, {way}", xlabel="measured", ylabel="predicted" if axes is grid[3 * at] else "")
+    grid[0].legend()
+    return figure
+
+
+def _draw_loops(axes: Axes, runs: Sequence[Mapping[str, str]], name: str) -> None:
+    kinds = {
+        "8B on H100, fitted": ("h100-sxm", "fitted"),
+        "70B on H100": ("h100-sxm", ""),
+        "8B on A100": ("a100-80g-sxm", ""),
+    }
+    for label, kind in kinds.items():
+        of = [run for run in runs if (run["hardware"], run["fitted"]) == kind]
+        pairs = np.array([[float(run[f"{name} {of_it}"]) for of_it in ("measured", "predicted")] for run in of])
+        axes.plot(*pairs.T / (1e3 if name == "ttft_mean" else 1), ".", label=label, alpha=0.6)
+    for along in ("x", "y"):
+        log(axes, along, named=(1,))
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, ":", color=GREY, linewidth=1)
+
+
 def simulator(result: Result) -> Figure:
     figure, (left, right) = panels(2, 2.8)
     rows = [row for part in ("distserve", "splitwise") for row in result[part]]
@@ -504,6 +554,7 @@ PLOTS: Mapping[str, Callable[[Result], Figure]] = {
     **{f"engine{kind}": engine for kind in ("", "_amx", "_avx512_fp16")},
     **{f"peers{kind}": peers for kind in ("", "_amx", "_avx512_fp16")},
     "chaos": chaos,
+    "closed_loops": closed_loops,
     "e2e": e2e,
     "flood": flood,
     "handoff": handoff,
@@ -520,6 +571,7 @@ PLOTS: Mapping[str, Callable[[Result], Figure]] = {
     "shift": shift,
     "simulator": simulator,
     "startup": startup,
+    "static_batches": static_batches,
     "two_hosts": two_hosts,
     "verify_live": verify_live,
     "versions_unused": versions_unused,

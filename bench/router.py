@@ -67,13 +67,19 @@ async def serve_workers(step_s: str, number: str = "2", report_s: str = "") -> N
 
 
 async def serve_router(workers: str, guard: str = "{}") -> None:
-    from cluster.front.memory import put_off_collections
+    from cluster.front.allowance.options import Account
+    from cluster.front.bounds.memory import put_off_collections
     from cluster.front.server import RouterServer, server_options
     from cluster.router.links.worker_link import WorkerEndpoint
+    from cluster.usage.options import UsageUrl
 
     settings = json.loads(guard)
     tls = TlsFiles(**settings.pop("tls")) if "tls" in settings else None
-    server = RouterServer(server_options(port=0, tls=tls, **settings))
+    ledgers, url = settings.pop("usage_db", ["", ""])  # an SQLite file, or where ledgers are with a URL
+    usage_db = UsageUrl(url, Path(ledgers)) if url else Path(ledgers) if ledgers else None
+    if "accounts" in settings:
+        settings["accounts"] = {name: Account(**limits) for name, limits in settings["accounts"].items()}
+    server = RouterServer(server_options(port=0, tls=tls, usage_db=usage_db, **settings))
     port = await server.start()
     server.set_workers(WorkerEndpoint(name=n, role=r, address=a) for n, r, a in json.loads(workers))
     while not server.router.is_ready:

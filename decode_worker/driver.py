@@ -26,6 +26,7 @@ from worker.convert import token_output
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import RoleHost
+from worker.steps.slow import StepClock, Took
 from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class DecodeRole:
         pages = self.reservations.grant_queued
         self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end, on_pages=pages)
         self.reservations.on_forgotten = self.moves.drop
+        self._steps = StepClock()
 
     @property
     def max_batch(self) -> int:
@@ -78,7 +80,8 @@ class DecodeRole:
             self.reservations.cancel(request, reason)
             return
         self.reservations.end(request)
-        self._host.streams.event(request.state, pb.EVENT_KIND_CANCELLED, reason=reason)
+        trace = request.trace.told()
+        self._host.streams.event(request.state, pb.EVENT_KIND_CANCELLED, reason=reason, trace=trace)
         self._host.streams.flush()
 
     def report(self) -> pb.WorkerReport:
@@ -130,12 +133,15 @@ class DecodeRole:
     @property
     def waits_for_tokens(self) -> bool:
         """Penalties look at every token so far: such a request's next step waits for the last one's."""
-        return any(request.params.has_penalties for request in self.requests.values())
+        return any(request.params.reads_output for request in self.requests.values())
 
     def next_batch(self) -> DecodeBatch | None:
         batch = self.policy.next_batch()
         self._announce(batch)
-        return batch if batch.entries else None
+        if not batch.entries:
+            return None
+        self._steps.begin()
+        return batch
 
     def step_of(self, batch: DecodeBatch) -> Step:
         """Of those entries whose requests are still wanted: all of them, when the batch was just made."""
@@ -145,7 +151,7 @@ class DecodeRole:
         for request_id in batch.preempted:
             request = self.requests[request_id]
             self.reservations.forget(request)
-            self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED)
+            self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED, trace=request.trace.told())
         for request_id in batch.joined:
             self._host.streams.event(self.requests[request_id].state, pb.EVENT_KIND_DECODE_STARTED)
         if batch.preempted:
@@ -164,7 +170,9 @@ class DecodeRole:
             sample=request.sample_spec(entry.position + 1, self._eos_token_ids),
         )
 
-    def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken]) -> None:
+    def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
+        """`prompt_tokens`: that were computed in the same step."""
+        self._trace(batch, self._steps.end(), prompt_tokens)
         self.policy.on_batch_done(batch)
         for token in tokens:
             request = self.requests.get(token.request_id)
@@ -173,12 +181,22 @@ class DecodeRole:
         self.moves.on_step()
         self.reservations.grant_queued()
 
+    def _trace(self, batch: DecodeBatch, took: Took, prompt_tokens: int) -> None:
+        answers = len(batch.entries)
+        for request_id in batch.joined:
+            if (request := self.requests.get(request_id)) is not None:
+                request.trace.first_step(took, answers, prompt_tokens)
+        for entry in batch.entries if took.is_slow else ():
+            if (request := self.requests.get(entry.request_id)) is not None:
+                request.trace.slow_step(took, answers, prompt_tokens)
+
     def _on_token(self, request: HeldAnswer, token: SampledToken) -> None:
         if token.error:
             self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(request.id)
             why, cause = f"{self._name}: {token.error}", pb.FAILURE_CAUSE_STEP
-            self._host.streams.event(request.state, pb.EVENT_KIND_FAILED, reason=why, cause=cause)
+            failed, trace = pb.EVENT_KIND_FAILED, request.trace.told()
+            self._host.streams.event(request.state, failed, reason=why, cause=cause, trace=trace)
             self.reservations.forget(request)
             return
         self._publish_full_pages(request)
@@ -188,6 +206,8 @@ class DecodeRole:
         link = self._host.streams.link(request.state.router_id)
         if link is not None:
             link.token(token_output(request.state, request.num_outputs - 1, token, reason))
+            if reason is not None and (trace := request.trace.told()) is not None:
+                link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:
             self.reservations.forget(request)
 

@@ -174,8 +174,11 @@ class Moves:
     def _leave(self, move: _Move, receipt: HandoffReceipt) -> None:
         self._host.counters["moves_done"] += 1
         self._peers.on_receipt(move.target, receipt)
-        moved, name = pb.EVENT_KIND_MOVED, move.target.name
-        self._host.streams.event(move.request.state, moved, receipt=receipt, decode_worker=name)
+        moved, name, trace = pb.EVENT_KIND_MOVED, move.target.name, move.request.trace
+        if move.handoff is not None:
+            trace.handoff(move.handoff.trail, name)
+        told = trace.told()
+        self._host.streams.event(move.request.state, moved, receipt=receipt, decode_worker=name, trace=told)
         self._on_left(move.request)
         self._host.streams.flush()
 
@@ -192,7 +195,8 @@ class Moves:
 
     def _tell_failed(self, move: _Move, why: Undelivered) -> None:
         failed = pb.EVENT_KIND_MOVE_FAILED
-        self._host.streams.event(move.request.state, failed, reason=why.reason, cause=why.cause, peer=why.peer)
+        state, number = move.request.state, move.number
+        self._host.streams.event(state, failed, reason=why.reason, cause=why.cause, peer=why.peer, move=number)
         self._host.streams.flush()
 
 

@@ -97,6 +97,7 @@ class DecodeRequest:
     is_held: bool = False
     is_moving: bool = False  # its pages are read
     is_over: bool = False
+    joined_step: int = 0  # with which its lengths began to lag behind: see DecodeRun
 
     @property
     def is_in_use(self) -> bool:
@@ -130,6 +131,7 @@ class DecodePolicy:
         self._refused: dict[str, int] = {}  # of those, who has last asked for pages in vain: their orders
         self.preemptions = 0
         self.num_changes = 0  # of request_ids
+        self.num_moving = 0  # to another worker
 
     def reserve(
         self,
@@ -300,6 +302,7 @@ class DecodePolicy:
         tokens. Returns how many have KV now."""
         request = self._requests[request_id]
         request.is_moving = True
+        self.num_moving += 1
         request.stops_at = request.computed_len + room
         return request.computed_len
 
@@ -321,6 +324,7 @@ class DecodePolicy:
         """Nothing reads its pages any more: it has left, or goes on here."""
         request = self._requests[request_id]
         request.is_moving, request.stops_at = False, NEVER
+        self.num_moving -= 1
         if has_left and not request.is_over:
             self.on_finished(request_id)
         else:
@@ -336,7 +340,7 @@ class DecodePolicy:
 
     def schedule(self) -> DecodeSchedule:
         """next_batch for a driver that needs no entries. Their step's end is told by on_steps_done."""
-        self._join()
+        self.join()
         preempted: list[str] = []
         scheduled: list[DecodeRequest] = []
         page_size = self.pool.page_size
@@ -362,12 +366,11 @@ class DecodePolicy:
             request.computed_len += 1
             self._drop_if_unused(request)
 
-    def on_steps_done(self, requests: list[DecodeRequest], steps: int) -> None:
-        """What was scheduled for these requests is computed, and `steps` - 1 more tokens of each, in pages it has."""
-        for request in requests:
-            request.scheduled_len += steps - 1
-            request.computed_len += steps
-            self._drop_if_unused(request)
+    def on_steps_done(self, request: DecodeRequest, steps: int) -> None:
+        """What was scheduled for the request is computed, and `steps` - 1 more tokens of it, in pages it has."""
+        request.scheduled_len += steps - 1
+        request.computed_len += steps
+        self._drop_if_unused(request)
 
     def on_page_filled(self, request_id: str, page_hash: PageHash) -> None:
         """The tokens of the next full page are known: its hash, chained to the pages before it."""
@@ -425,6 +428,11 @@ class DecodePolicy:
         return max(0, self.pool.available - self._queued_pages)
 
     @property
+    def running(self) -> list[DecodeRequest]:
+        """By priority and age."""
+        return list(self._by_age)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -451,7 +459,7 @@ class DecodePolicy:
         if self.options.admission == "worst_case":
             promised = sum(self._pages_for(r.max_len) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
             return left >= 0 and promised + self._pages_for(request.max_len) <= self.pool.num_pages
-        is_alone = all(r.stage is _Stage.QUEUED for r in self._requests.values())
+        is_alone = len(self._queued) == len(self._requests)
         return left >= (0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages)))
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -465,12 +473,16 @@ class DecodePolicy:
         request.stage = _Stage.RESERVED
         return Granted(pages=tuple(request.pages), cached_pages=len(cached))
 
-    def _join(self) -> None:
+    def join(self) -> list[DecodeRequest]:
+        """Let those who are ready into the batch, as many as it holds. Who is told of them schedules them next."""
+        joined: list[DecodeRequest] = []
         while self._ready and len(self._running) < self.options.max_batch_size:
             request = self._ready.pop(next(iter(self._ready)))
             request.stage = _Stage.RUNNING
             self._running[request.request_id] = request
             insort(self._by_age, request, key=_order)
+            joined.append(request)
+        return joined
 
     def _grow(self, request: DecodeRequest, preempted: list[str]) -> bool:
         """Make room for the token at scheduled_len; False when the request itself had to leave."""
@@ -523,6 +535,7 @@ class DecodePolicy:
         assert self._refused.keys() <= self._expected.keys(), "one that is not here waits for pages"
         assert all(r.is_held for r in self._held.values()), "one that may begin waits"
         assert not any(r.is_held for r in (*self._ready.values(), *self._running.values())), "a held one is computed"
+        assert self.num_moving == sum(r.is_moving for r in self._requests.values()), "others move"
         assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())
         assert len(self._running) <= self.options.max_batch_size
         assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order"

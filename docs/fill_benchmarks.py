@@ -26,6 +26,7 @@ PICTURES = {  # what each shows, for who does not see it
     "arrangements": BESIDE,
     "arrangements_amx": BESIDE,
     "arrangements_avx512_fp16": BESIDE,
+    "closed_loops": "Measured against predicted TTFT, time between tokens and throughput of served closed loops",
     "chaos": "The longest time of each fault as a share of its bound: all are below 1",
     "e2e": "P50, P90 and P99 of TTFT and TPOT over the request rate",
     "engine": ENGINES,
@@ -44,6 +45,7 @@ PICTURES = {  # what each shows, for who does not see it
     "placements": "Goodput of four ways to give requests to eight workers",
     "protocol": "States looked at in each setting, exhausted or bounded",
     "replan": "Share within both targets over time: roles that stay, and by both policies",
+    "static_batches": "Foretold over measured time of prefill and decode steps, by GPU",
     "roofline": "Planned over published time of single steps, by source",
     "router": "CPU time of a router by the number of workers",
     "shift": "Share of requests within both targets over time, with and without replanning",
@@ -304,6 +306,27 @@ def http(result: Mapping[str, Any]) -> str:
     return f"{table(columns, rows)}\n\n{watched}"
 
 
+def page(result: Mapping[str, Any]) -> str:
+    """What watching adds to a router that is at work."""
+    rows = [
+        [each["watchers"], f"{each['cores']:.1%}", f"{each['added_cores']:.1%}", f"{each['ratio']:.3f}"]
+        for each in result["watchers"]
+    ]
+    return table(["pages that watch", "of a core", "added by them", "ratio"], rows)
+
+
+def clients(result: Mapping[str, Any]) -> str:
+    """What each looked at, and what of that failed."""
+    rows = []
+    for client in result["clients"].values():
+        passed = [what for what, why in client["checks"].items() if not why]
+        failed = [why for why in client["checks"].values() if why]
+        versions = ", ".join(f"`{each}`" for each in client["versions"])
+        said = "; ".join([*passed, *(f"**FAILED** {why}" for why in failed)]).replace("|", "/")
+        rows.append([client["title"], versions, f"{len(passed)} of {len(client['checks'])}", said])
+    return table(["client", "version", "passed", "looked at"], rows)
+
+
 def two_hosts(result: Mapping[str, Any]) -> str:
     """What was promised and held, then what was served and how each cut went."""
     promises = [[text, "yes" if kept else "NO"] for text, kept in result["promises"].items()]
@@ -349,6 +372,134 @@ def roofline(result: Mapping[str, Any]) -> str:
     ]
     columns = ["steps published by", "steps", "as in the file: mean", "9 of 10 within", "with its engine: mean"]
     return table([*columns, "9 of 10 within", "prefill", "decode"], rows)
+
+
+def static_batches(result: Mapping[str, Any]) -> str:
+    """What each way of leaving batches out leaves of their times, then by setting, then what was fitted."""
+    ways = result["ways"]
+    gpus = list(result["figures"])
+    rows = [
+        [way, found["batches"], _step_errors(found), *(_step_errors(found["by_gpu"].get(gpu)) for gpu in gpus)]
+        for way, found in ways.items()
+    ]
+    shown = ("fitted", "a model on a GPU", "a model", "another design")
+    settings = [
+        [" ".join((row["hardware"], row["model"], row["precision"])), row["tp"], row["batches"]]
+        + [_step_errors(row.get(way)) for way in shown]
+        for row in result["rows"]
+    ]
+    figures = [
+        [path.split(".")[1], *(at.get(path, "") for at in result["figures"].values())]
+        for path in result["figures"]["h100-sxm"]
+    ]
+    return "\n\n".join(
+        [
+            table(["left out of the fit", "batches", "all", *gpus], rows),
+            folded("By GPU, model, precision and TP", table(["batches of", "TP", "batches", *shown], settings)),
+            folded("What was fitted, as the hardware files have it", table(["", *gpus], figures)),
+        ]
+    )
+
+
+def _step_errors(of: Mapping[str, Any] | None) -> str:
+    if of is None:
+        return ""
+    return " / ".join(f"{of[phase]['median']:+.0%} ({of[phase]['nine_of_ten']:.0%})" for phase in ("prefill", "decode"))
+
+
+CLOSED_LOOPS = {
+    "ttft_mean": "TTFT mean",
+    "itl_mean": "between tokens mean",
+    "throughput": "throughput",
+    "ttft_p95": "TTFT P95",
+    "itl_p95": "between tokens P95",
+}
+
+
+def closed_loops(result: Mapping[str, Any]) -> str:
+    """Each way's errors, fitted and left out, then what it goes by, then by setting, and what is left by clients."""
+    ways = result["ways"]
+    names = [f"{text}, within {result['wanted'][key]:.0%}" for key, text in CLOSED_LOOPS.items()]
+    rows = [
+        [f"{way}: {part}", of["runs"], *(_loop_error(of[key]) for key in CLOSED_LOOPS)]
+        for way, found in ways.items()
+        for part, of in found["parts"].items()
+    ]
+    by_setting = [
+        [" ".join(str(row[key]) for key in ("model", "hardware", "precision")), row["tp"], row["clients"], row["runs"]]
+        + [_loop_error(row[key]) for key in CLOSED_LOOPS]
+        for row in ways["with both"]["by_setting"]
+    ]
+    columns = ["served", "TP", "clients", "runs", *CLOSED_LOOPS.values()]
+    return "\n\n".join(
+        [
+            table(["", "runs", *names], rows),
+            table(["what was fitted", "a step", "a token", "a request", "prompts", "reading KV"], _overheads(ways)),
+            folded("By GPU, model, precision, TP and clients, with both", table(columns, by_setting)),
+            folded("Measured less predicted by clients, prompts of 200 tokens, medians", _residuals(ways)),
+        ]
+    )
+
+
+def _loop_error(of: Mapping[str, float]) -> str:
+    return f"{of['median']:+.0%} ({of['nine_of_ten']:.0%}), {of['within']:.0%} within"
+
+
+def _overheads(ways: Mapping[str, Any]) -> list[list[object]]:
+    return [
+        [
+            way,
+            f"{of['step_s'] * 1e3:.2f} ms",
+            f"{of['token_s'] * 1e6:.0f} us",
+            f"{of['request_s'] * 1e3:.2f} ms",
+            f"x {of['prefill']:.2f}",
+            f"x {of['attention']:.2f}",
+        ]
+        for way, found in ways.items()
+        for of in [found["overheads"]]
+    ]
+
+
+def _residuals(ways: Mapping[str, Any]) -> str:
+    rows = [
+        [row["clients"], row["runs"]]
+        + [
+            f"{found['residuals'][at][f'{key}_ms']:+.1f}"
+            for key in ("ttft_mean", "itl_mean")
+            for found in ways.values()
+        ]
+        for at, row in enumerate(ways["as in the file"]["residuals"])
+    ]
+    columns = [f"{text} ms, {way}" for text in ("TTFT", "between tokens") for way in ways]
+    return table(["clients", "runs", *columns], rows)
+
+
+def coverage(result: Mapping[str, Any]) -> str:
+    """By quantity, and what the load had said of the machine."""
+    covered, load = result["coverage"], result["profile"]["load"]
+    rows = [
+        [
+            name,
+            *(f"{100 * figures[key]:.0f}" for key in ("inside", "below", "above", "width")),
+            f"{figures['off']:+.0%}",
+        ]
+        for name, figures in covered.items()
+        if name != "all"
+    ]
+    times = "; ".join(
+        f"{name} {load[name]['alone']:.2f} times the probes' alone, {load[name]['beside']:.2f} beside the other phase, "
+        f"bias {load[name]['bias']:.1%}, swing {load[name]['swing']:.1%}"
+        for name in ("prefill", "decode")
+    )
+    cases = result["cases"]
+    failed = sum(case["failed"] for case in cases)
+    inside = f"{len(cases)} cases, {covered['all']['inside']:.0%} of all figures inside; {failed} requests failed."
+    return "\n\n".join(
+        [
+            f"{inside} Under load, in {len(load['runs'])} runs: {times}.",
+            table(["", "inside %", "below %", "above %", "median width %", "median off by"], rows),
+        ]
+    )
 
 
 def verify_live(result: Mapping[str, Any]) -> str:
@@ -724,6 +875,74 @@ def moves(result: Mapping[str, Any]) -> str:
     return table((*columns, "gaps, ms", "largest k, ms"), rows)
 
 
+def rolling(result: Mapping[str, Any]) -> str:
+    columns = ("run", "requests", "wrong or failed", "sent again", "computed twice", "moves", "took, s", "gaps, ms")
+    rows = []
+    for name, row in result["rows"].items():
+        gaps = slashed([row["gaps_ms"][key] for key in ("p50", "p99", "max")])
+        counts = [row[key] for key in ("sent_again", "recomputed_tokens", "moves", "seconds")]
+        rows.append([name, row["requests"], row["wrong"], *counts, gaps])
+    return table(columns, rows)
+
+
+def explain(result: Mapping[str, Any]) -> str:
+    row = result["row"]
+    states = [row.get(state, 0) for state in ("finished", "cancelled", "failed")]
+    figures = [row.get(key, 0) for key in ("moves", "sent again", "kills")]
+    off = [f"{row[key]:.6f}" for key in ("ttft_off_ms", "e2e_off_ms")]
+    columns = ("requests", "finished/left/failed", "moves", "sent again", "kills")
+    sums = ("most that TTFT is off, ms", "E2E", "the client's clock says more, ms")
+    rows = [[row["requests"], slashed(states), *figures, *off, row["client_says_more_ms"]]]
+    told = [[name, count] for part in ("spans", "details") for name, count in sorted(result[part].items())]
+    return f"{table((*columns, *sums), rows)}\n\n{folded('What was told', table(['part', 'times'], told))}"
+
+
+def accounts(result: Mapping[str, Any]) -> str:
+    """What was played, then what was counted beside what was read, and beyond that by how a request was disturbed."""
+    databases = result["databases"]
+    ended = ("whole", "left", "broken", "refused", "failed")
+    played: list[list[object]] = [
+        [name, f"{row['requests']:,}", "/".join(f"{row.get(how, 0):,}" for how in ended), *row["faults"].values()]
+        for name, row in databases.items()
+    ]
+    faults = next(iter(databases.values()))["faults"]
+    sums: list[list[object]] = [
+        [f"{name}, {what}", *(f"{row[of][what]:,}" for of in ("undisturbed", "read", "counted"))]
+        for name, row in databases.items()
+        for what in ("requests", "prompt_tokens", "generated_tokens")
+    ]
+    beyond: list[list[object]] = [
+        [f"{name}, {how}", *(f"{each[key]:,}" for key in ("requests", "none", "tokens", "most"))]
+        for name, row in databases.items()
+        for how, each in row["beyond"].items()
+    ]
+    return "\n\n".join(
+        [
+            table(["counted in", "requests", "/".join(ended), *faults], played),
+            table(["", "read under undisturbed keys: counted the same", "read in all", "counted in all"], sums),
+            folded(
+                "What was counted for requests that were cut, and not read",
+                table(["", "requests", "with none", "tokens in all", "most of one"], beyond),
+            ),
+        ]
+    )
+
+
+def accounts_cost(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            *(cell for of in ("request", "token") for cell in (row[of]["cpu_us"], _within(row[of]["ratio"]))),
+        ]
+        for name, row in result["routers"].items()
+    ]
+    return table(["counted", "CPU us a request", "to off", "a token", "to off"], rows)
+
+
+def _within(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
 def replan(result: Mapping[str, Any]) -> str:
     columns = ("load", "roles", "requests that met their targets", "changes")
     rows = []
@@ -784,6 +1003,19 @@ def flood(result: Mapping[str, Any]) -> str:
     columns = ("flood", "ended", "health P50/P99/max ms", "other ms", "most memory MB", "router's CPU s")
     left = f"Memory before {result['before']['rss_mb']:.0f}, a minute after the last {result['after']['rss_mb']:.0f}."
     return f"{table(columns, rows)}\n\n{left}"
+
+
+def fairness(result: Mapping[str, Any]) -> str:
+    rows = [
+        [name, *(f"{case['other']['ttft_s'][key]:.2f}" for key in ("p50", "p90", "p99")), *_answered(case)]
+        for name, case in result["cases"].items()
+    ]
+    columns = ("names", "TTFT P50, s", "P90", "P99", "answered, refused", "of the flood")
+    return table(columns, rows)
+
+
+def _answered(case: Mapping[str, Any]) -> list[str]:
+    return [f"{case[who]['answered']:,}, {case[who]['refused']:,}" if who in case else "" for who in ("other", "flood")]
 
 
 def fuzz(result: Mapping[str, Any]) -> str:
@@ -849,7 +1081,9 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "chaos": chaos,
+    "closed_loops": closed_loops,
     "flood": flood,
+    "coverage": coverage,
     "e2e": e2e,
     "arrangements": arrangements,
     "arrangements_amx": arrangements,
@@ -857,6 +1091,9 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": engine,
     "engine_amx": engine,
     "engine_avx512_fp16": engine,
+    "fairness": fairness,
+    "accounts": accounts,
+    "accounts_cost": accounts_cost,
     "fuzz": fuzz,
     "handoff": handoff,
     "paper_distserve": paper_distserve,
@@ -871,19 +1108,24 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "guards_amd": guards,
     "hybrids": hybrids,
     "kv_fp8": kv_fp8,
+    "explain": explain,
     "moves": moves,
     "peers": peers,
     "peers_amx": peers,
     "peers_avx512_fp16": peers,
     "placements": placements,
     "replan": replan,
+    "rolling": rolling,
     "shift": shift,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
     "http": http,
+    "page": page,
+    "clients": clients,
     "simulator": simulator,
     "startup": startup,
+    "static_batches": static_batches,
     "two_hosts": two_hosts,
     "versions": two_versions,
     "versions_unused": versions,

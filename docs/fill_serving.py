@@ -14,18 +14,23 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from cluster.front.allowance.options import Account
+from cluster.spec.knobs import Spec, change_of
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import range_text
 from worker.roles import ROLES
 
 PAGE = Path(__file__).resolve().parent / "serving.md"
-PARTS: dict[str, type[BaseModel]] = {
+PARTS: dict[str, type[Spec]] = {
     "Cluster keys": ClusterSpec,
     "Router keys": RouterSpec,
     "Pool keys": PoolSpec,
     "Transfer keys": TransferSpec,
 }
+PREFIXES = {"Cluster keys": "", "Router keys": "router.", "Pool keys": "pools[].", "Transfer keys": "transfer."}
+CHANGES = "What changes while it runs"
+HOW = {"now": "at once", "rolling": "as workers are replaced"}
 
 
 def main() -> None:
@@ -33,11 +38,28 @@ def main() -> None:
 
 
 def filled(page: str) -> str:
-    for heading, part in PARTS.items():
+    for heading, part in {**PARTS, "Account keys": Account}.items():
         pattern = re.compile(rf"(^### {heading}\n.*?)^\|.*?(?=^[^|])", re.MULTILINE | re.DOTALL)
         assert pattern.search(page), f"docs/serving.md has no table under {heading}"
         page = pattern.sub(lambda found, part=part: found[1] + table(part), page, count=1)  # type: ignore[misc]
-    return page
+    heading = f"### {CHANGES}\n\n"
+    before, after = page.split(heading)
+    rest = after.partition("\n\n")[2]
+    return f"{before}{heading}{changes_table()}\n{rest}"
+
+
+def changes_table() -> str:
+    """How each key changes while a cluster runs."""
+    keys: dict[str, list[str]] = {HOW["now"]: [], HOW["rolling"]: []}
+    for heading, part in PARTS.items():
+        prefix = PREFIXES[heading]
+        for name in part.model_fields:
+            if prefix or name not in ("router", "pools", "transfer"):
+                change = change_of(part, name)
+                how = HOW.get(change.how) or f"not: {change.why_fixed}"
+                keys.setdefault(how, []).append(f"`{prefix}{name}`")
+    rows = [f"| {how} | {', '.join(names)} |\n" for how, names in keys.items()]
+    return "".join(["| how | keys |\n", "|---|---|\n", *rows])
 
 
 def table(part: type[BaseModel]) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.paged_model import KvPages, PagedModel
-from engine.pending import DoneStep, PendingStep
+from engine.pending import DoneStep, PendingStep, WantedRows
 from engine.sampling.host import sampled_tokens
-from engine.types import PENDING, Chunk, SampledToken, SampleSpec, Step
+from engine.types import PENDING, Chunk, SampledToken, Step
 
 
 class HostSteps:
@@ -25,17 +25,9 @@ class HostSteps:
         return DoneStep(tokens)
 
     def _run(self, chunks: Sequence[Chunk], step: Step) -> list[SampledToken]:
-        request_ids: list[str] = []
-        specs: list[SampleSpec] = []
-        rows, row = [], -1
-        for chunk in chunks:
-            row += len(chunk.token_ids)
-            if chunk.sample is not None:
-                rows.append(row)
-                request_ids.append(chunk.request_id)
-                specs.append(chunk.sample)
-        logits = self._model.forward(self._pages, chunks, rows, step.on_layer)
-        return sampled_tokens(logits, request_ids, specs) if specs else []
+        wanted = WantedRows.of(chunks)
+        logits = self._model.forward(self._pages, chunks, wanted.rows, step.on_layer)
+        return sampled_tokens(logits, wanted.request_ids, wanted.specs) if wanted.specs else []
 
     def _with_last_token(self, chunk: Chunk) -> Chunk:
         if PENDING not in chunk.token_ids:

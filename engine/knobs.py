@@ -21,7 +21,7 @@ import operator
 import typing
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 KEEPS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
@@ -42,6 +42,8 @@ class Knob:
     le: float | None = None
     lt: float | None = None
     choices: tuple[str, ...] = ()  # the values that a text may have; empty: any
+    changes: Literal["", "now", "rolling"] = ""  # while a cluster runs; empty: as the part of the spec has it
+    fixed: str = ""  # why it cannot change while a cluster runs; empty: it can
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -87,10 +89,12 @@ def knob(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    changes: Literal["", "now", "rolling"] = "",
+    fixed: str = "",
 ) -> Any:
-    """The default of a field of an options class, with what everybody who shows or checks it needs to know."""
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {"knob": {"default": default, "meaning": meaning, "unit": unit, "scope": scope, **bounds}}
+    """The default of a field of an options class, with what everybody who shows, checks or changes it needs to know."""
+    about = {"default": default, "meaning": meaning, "unit": unit, "scope": scope, "changes": changes, "fixed": fixed}
+    metadata = {"knob": {**about, "ge": ge, "gt": gt, "le": le, "lt": lt}}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

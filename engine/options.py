@@ -11,6 +11,7 @@ from typing import Literal
 
 from engine.knobs import check, knob
 
+AS_IT_IS = "KV is handed over as it is, so that all workers must have the same"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -18,13 +19,20 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 class EngineOptions:
     model: str  # a Hugging Face directory or hub name
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "auto: as the model was saved (float16 becomes bfloat16)", scope="cluster"
+        "auto", "auto: as the model was saved (float16 becomes bfloat16)", scope="cluster", fixed=AS_IT_IS
     )
-    page_size: int = knob(16, "in a page; the same on all workers", unit="tokens", scope="cluster", ge=1, le=1024)
+    page_size: int = knob(
+        16, "in a page; the same on all workers", unit="tokens", scope="cluster", ge=1, le=1024, fixed=AS_IT_IS
+    )
     num_pages: int | None = None  # or kv_bytes; 1 GiB of pages when neither is given
     kv_bytes: int | None = None
     max_model_len: int | None = knob(
-        None, "longest prompt plus output; null: the model's own", unit="tokens", scope="cluster", ge=1
+        None,
+        "longest prompt plus output; null: the model's own",
+        unit="tokens",
+        scope="cluster",
+        ge=1,
+        fixed="requests that run were promised it",
     )
     attention: Literal["auto", "torch", "native", "flashinfer"] = knob(
         "auto",
@@ -33,12 +41,15 @@ class EngineOptions:
         scope="pool",
     )
     threads: int | None = None  # None: torch's own choice
-    parity_check: bool = knob(True, "refuse a model whose paged path disagrees with its own code", scope="cluster")
+    parity_check: bool = knob(
+        True, "refuse a model whose paged path disagrees with its own code", scope="cluster", changes="rolling"
+    )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
     kv_dtype: Literal["auto", "fp8_e4m3"] = knob(
         "auto",
         "of pages; auto: as the model computes; `fp8_e4m3`: half the bytes, scaled, less exact; the same for all pools",
         scope="pool",
+        fixed=AS_IT_IS,
     )
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for all of it, where no page count is given
     cuda_graphs: bool = knob(True, "decode steps replay captured graphs; on a GPU", scope="pool")

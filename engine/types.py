@@ -10,14 +10,23 @@ or how often the request was moved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0  # OpenAI's
+MAX_BAD_LENGTH = 256  # tokens
+MOST = {  # entries of a field of SamplingParams
+    "stop": 16,
+    "stop_token_ids": 256,
+    "logit_bias": 1024,
+    "allowed_token_ids": 8192,
+    "bad_words": 128,
+    "bad_token_ids": 256,
+}
 MAX_N = 64
 SEED_BITS = 63
 PENDING = -1  # in a chunk's token_ids: the token that the step before draws for the same request
@@ -35,7 +44,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. Applied in this order: penalties, temperature, top-k, top-p, min-p (names after vLLM)."""
+    """How to choose tokens. Applied in this order, which is vLLM's, as the names are: logit bias, penalties, what
+    may not be drawn, temperature, top-k, top-p, min-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
@@ -52,6 +62,10 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     n: int = 1
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id, each once
+    allowed_token_ids: tuple[int, ...] = ()  # empty: any
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never has
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
 
     @property
     def is_greedy(self) -> bool:
@@ -60,6 +74,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the next draw depends on tokens that were drawn before."""
+        return self.has_penalties or (bool(self.bad_token_ids) and any(len(ids) > 1 for ids in self.bad_token_ids))
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest for the first value out of range."""
@@ -76,9 +95,25 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("seed", self.seed, 0, 2**SEED_BITS - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_stops(self.stop, self.stop_token_ids, vocab_size)
+        for key in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, key)) is not None:
+                _check_int(key, count, 0, MAX_LOGPROBS)
+        if lists := [(key, value) for key in MOST if (value := getattr(self, key, ()))]:
+            check_counts(lists)
+            _check_stops(self.stop, self.stop_token_ids, vocab_size)
+            self._check_ids(vocab_size)
+
+    def _check_ids(self, vocab_size: int) -> None:
+        for token_id, bias in self.logit_bias:
+            _check_float(f"logit_bias of {token_id}", bias, -MAX_BIAS, MAX_BIAS)
+        _check_vocabulary("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+        _check_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        for ids in self.bad_token_ids:
+            if not 0 < len(ids) <= MAX_BAD_LENGTH:
+                raise InvalidRequest(f"bad_token_ids has one of {len(ids)} tokens; give 1 to {MAX_BAD_LENGTH}")
+            _check_vocabulary("bad_token_ids", ids, vocab_size)
+        if self.allowed_token_ids and {(token_id,) for token_id in self.allowed_token_ids} <= {*self.bad_token_ids}:
+            raise InvalidRequest("bad_token_ids has all of allowed_token_ids; leave one to draw")
 
 
 def _check_float(key: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -95,22 +130,25 @@ def _check_int(key: str, value: int, low: int, high: int | None) -> None:
     raise InvalidRequest(f"{key} is {value}; give a whole number of {low} {upto}")
 
 
-def check_stop_counts(num_strings: int, num_token_ids: int) -> None:
-    """Raise InvalidRequest for too many; to be asked before a list is made of them."""
-    if num_strings > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {num_strings} strings; give at most {MAX_STOP_STRINGS}")
-    if num_token_ids > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids has {num_token_ids} ids; give at most {MAX_STOP_TOKEN_IDS}")
+def check_counts(given: Iterable[tuple[str, Any]]) -> None:
+    """Raise InvalidRequest for too many of anything; to be asked before lists are made of them. `given`: fields of
+    SamplingParams by name, and bad_words."""
+    for key, value in given:
+        if key in MOST and len(value) > MOST[key]:
+            raise InvalidRequest(f"{key} has {len(value)} entries; give at most {MOST[key]}")
 
 
 def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], vocab_size: int) -> None:
-    check_stop_counts(len(stop), len(stop_token_ids))
     for text in stop:
         if not text or len(text) > MAX_STOP_STRING_CHARS:
             raise InvalidRequest(f"stop has a string of {len(text)} characters; give 1 to {MAX_STOP_STRING_CHARS}")
-    for token_id in stop_token_ids:
+    _check_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
+
+
+def _check_vocabulary(key: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"stop_token_ids has {token_id}; the model's ids go from 0 to {vocab_size - 1}")
+            raise InvalidRequest(f"{key} has {token_id}; the model's ids go from 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +173,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
-    """Draw one token after a chunk's last token. `prompt_ids` and `output_ids` are read for penalties only."""
+    """Draw one token after a token of a chunk. `prompt_ids` and `output_ids` are read for penalties only."""
 
     params: SamplingParams
     position: int  # where the drawn token will stand in the sequence
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
-    banned_ids: tuple[int, ...] = ()  # EOS and stop tokens while fewer than min_tokens are out
+    banned_ids: tuple[int, ...] = ()  # may not be drawn: see banned_token_ids
+    given_id: int | None = None  # the token stands already, and nothing is drawn: its log-probability is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +188,8 @@ class Chunk:
     """One request's share of a step: run `token_ids`, which stand at positions start, start + 1, and so on.
 
     `block_table` names the pages of positions 0 .. start + len(token_ids) - 1, in order. A token id may be PENDING in
-    a step that is begun while the one before it, which draws that token, still runs.
+    a step that is begun while the one before it, which draws that token, still runs. `scores` are for what follows its
+    first tokens, in order, and `sample` is for what follows its last one.
     """
 
     request_id: str
@@ -157,6 +197,7 @@ class Chunk:
     start: int
     block_table: Sequence[int]
     sample: SampleSpec | None = None
+    scores: Sequence[SampleSpec] = ()
 
 
 OnLayer = Callable[[int], None]
@@ -190,13 +231,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """`error`, one sentence, says why nothing could be drawn; token_id means nothing then."""
+    """`error`, one sentence, says why nothing could be drawn; token_id means nothing then. `is_given`: of a score."""
 
     request_id: str
     token_id: int
     error: str = ""
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = field(default=())
+    is_given: bool = False
 
 
 def finish_reason(
@@ -211,9 +253,17 @@ def finish_reason(
     return FinishReason.LENGTH if num_output_tokens >= params.max_tokens else None
 
 
-def banned_token_ids(params: SamplingParams, num_output_tokens: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids that may not be drawn next: those that would end the request before min_tokens are out."""
+def banned_token_ids(
+    params: SamplingParams, output_ids: Sequence[int], num_output_tokens: int, eos_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """Ids that may not be drawn next: the last of a bad sequence, and those that would end the request before
+    min_tokens are out. `output_ids` is read only where `params.reads_output`."""
+    banned = _ends_of_bad(params.bad_token_ids, output_ids) if params.bad_token_ids else ()
     if num_output_tokens >= params.min_tokens:
-        return ()
+        return banned
     eos = () if params.ignore_eos else tuple(eos_token_ids)
-    return params.stop_token_ids + eos
+    return banned + params.stop_token_ids + eos
+
+
+def _ends_of_bad(bad: Sequence[tuple[int, ...]], output_ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(ids[-1] for ids in bad if tuple(output_ids[len(output_ids) - len(ids) + 1 :]) == ids[:-1])

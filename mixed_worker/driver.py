@@ -132,6 +132,7 @@ class MixedRole:
     def on_step(self, batch: MixedBatch, tokens: Sequence[SampledToken]) -> None:
         prompts = {chunk.request_id for chunk in batch.prefill.plan.chunks} if batch.prefill else set()
         if batch.decode:
-            self._decode.on_step(batch.decode, [token for token in tokens if token.request_id not in prompts])
+            answers = [token for token in tokens if token.request_id not in prompts]
+            self._decode.on_step(batch.decode, answers, batch.prefill.plan.num_tokens if batch.prefill else 0)
         if batch.prefill:
             self._prefill.on_step(batch.prefill, [token for token in tokens if token.request_id in prompts])

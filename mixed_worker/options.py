@@ -17,6 +17,7 @@ class MixedOptions(PrefillOptions, DecodeOptions):
         "prompts are read only while nothing decodes, and come only where no other worker reads them",
         unit="tokens",
         ge=0,
+        changes="now",
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ another attempt may do better, and the pages come back once neither the engine n
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,13 +23,16 @@ from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan
 from prefill_worker.passing import Passing
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
-from worker.convert import token_output
+from worker.convert import logprobs_to_proto, token_output
 from worker.peers.peers import Peers, Undelivered
 from worker.requests import HeldRequest, read_request
 from worker.role import RoleHost
+from worker.steps.slow import StepClock
 from worker.streams.router_link import RouterLink
 
 log = logging.getLogger(__name__)
+
+SCORED_CHUNK = 64  # tokens, for all of which there are logits at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class PrefillRole:
         self.handoffs = Handoffs(host, self.policy, peers or Peers(host))
         self.passing = Passing(host, self.policy, self.handoffs, on_passed=self._end, on_doubt=self._end_undelivered)
         self.requests: dict[str, HeldPrompt] = {}
+        self._steps = StepClock()
 
     @property
     def max_batch(self) -> int:
@@ -104,7 +107,7 @@ class PrefillRole:
     def on_move(self, move: pb.Move) -> None:
         request = self.requests.get(move.request_id)
         if request is not None:  # else its end is on its way to the router
-            self.passing.begin(request, move.decode)
+            self.passing.begin(request, move.decode, move.number)
 
     def on_cancel(self, cancel: pb.Cancel) -> None:
         request = self.requests.get(cancel.request_id)
@@ -146,8 +149,14 @@ class PrefillRole:
 
     def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
         self._host.counters["handoffs_failed"] += 1
-        failed, reason = pb.EVENT_KIND_FAILED, failure.reason
-        request.link.event(request.state, failed, reason=reason, cause=failure.cause, peer=failure.peer)
+        request.link.event(
+            request.state,
+            pb.EVENT_KIND_FAILED,
+            reason=failure.reason,
+            cause=failure.cause,
+            peer=failure.peer,
+            trace=request.told(),
+        )
 
     async def _enqueue_when_connected(self, request: HeldPrompt) -> None:
         failure = await self.handoffs.wait_connected(request)
@@ -164,8 +173,10 @@ class PrefillRole:
             del self.requests[request.id]
             self._refuse(request.link, request.state, denied.reason)
             return
-        hashes = self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
-        self.policy.add(request.id, len(request.tokens), hashes, request.state.priority)
+        is_scored = request.params.prompt_logprobs is not None  # all of it must be read
+        hashes = () if is_scored else self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
+        chunk = SCORED_CHUNK if is_scored else len(request.tokens)
+        self.policy.add(request.id, len(request.tokens), hashes, request.state.priority, longest_chunk=chunk)
         self._host.wake()
 
     def take_over(
@@ -218,6 +229,7 @@ class PrefillRole:
             return self.handoffs.on_layer([segments[request_id]] if request_id in segments else [])
 
         on_layer = self.handoffs.on_layer(list(segments.values()))
+        self._steps.begin()
         return PreparedBatch(plan, Step(chunks=chunks, on_layer=on_layer, on_layer_of=on_layer_of))
 
     def _begin(self, request: HeldPrompt) -> None:
@@ -234,15 +246,20 @@ class PrefillRole:
             start=plan.start,
             block_table=self.policy.pages_of(request.id)[: pages_for(end, self._host.pool.page_size)],
             sample=request.sample_spec(len(request.tokens), self._eos_token_ids) if plan.is_last else None,
+            scores=request.score_specs(plan.start, end),
         )
 
     def on_step(self, batch: PreparedBatch, tokens: Sequence[SampledToken]) -> None:
-        computed_ns = time.monotonic_ns()
+        took, chunks = self._steps.end(), batch.plan.chunks
+        computed_ns = took.end_ns
+        for chunk in chunks:
+            if (request := self.requests.get(chunk.request_id)) is not None:
+                request.trace.chunk(took, chunk.length, len(chunks))
         self._host.counters["prompt_tokens"] += batch.plan.num_tokens
         for token in tokens:
             self._on_token(token, computed_ns)
         self.policy.on_batch_done(batch.plan)
-        for chunk in batch.plan.chunks:
+        for chunk in chunks:
             self._forget_if_gone(chunk.request_id)
         self.passing.on_step()
 
@@ -255,14 +272,19 @@ class PrefillRole:
             return
         if token.error:
             self._fail(request, f"{self._name}: {token.error}")
+        elif token.is_given and token.logprob is not None:
+            request.scores.append(logprobs_to_proto(token.logprob, token.top_logprobs))
         else:
             self._on_first_token(request, token, computed_ns)
 
     def _on_first_token(self, request: HeldPrompt, token: SampledToken, computed_ns: int) -> None:
         index = request.num_outputs
         reason = finish_reason(request.params, token.token_id, index + 1, self._eos_token_ids)
-        request.link.event(request.state, pb.EVENT_KIND_FIRST_TOKEN, at_ns=computed_ns)
-        request.link.token(token_output(request.state, index, token, reason))
+        first = pb.EVENT_KIND_FIRST_TOKEN
+        request.link.event(request.state, first, at_ns=computed_ns, trace=request.trace.told())
+        output = token_output(request.state, index, token, reason)
+        output.prompt_logprobs.extend(request.scores)
+        request.link.token(output)
         self._host.counters["generated_tokens"] += 1
         if reason is None and request.stays:
             self._stay(request, token.token_id)
@@ -286,7 +308,7 @@ class PrefillRole:
     def _fail(self, request: HeldPrompt, reason: str) -> None:
         """End a request whose chunk the engine could not compute: the router tries another worker's."""
         failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_STEP
-        request.link.event(request.state, failed, reason=reason, cause=cause)
+        request.link.event(request.state, failed, reason=reason, cause=cause, trace=request.told())
         request.is_cancelled = True
         self.handoffs.spawn(self._let_go(request, reason))
 
@@ -295,7 +317,8 @@ class PrefillRole:
         if isinstance(outcome, HandoffReceipt):
             self._host.counters["receipts_good"] += 1
             handed_off, name = pb.EVENT_KIND_HANDED_OFF, request.decode.name
-            request.link.event(request.state, handed_off, receipt=outcome, decode_worker=name)
+            trace = request.told()
+            request.link.event(request.state, handed_off, receipt=outcome, decode_worker=name, trace=trace)
         if request.is_cancelled:
             return
         if isinstance(outcome, Undelivered):
@@ -317,7 +340,7 @@ class PrefillRole:
 
     async def _cancel(self, request: HeldPrompt, reason: str) -> None:
         await self._let_go(request, reason)
-        request.link.event(request.state, pb.EVENT_KIND_CANCELLED, reason=reason)
+        request.link.event(request.state, pb.EVENT_KIND_CANCELLED, reason=reason, trace=request.told())
         self._host.streams.flush()
 
     async def _let_go(self, request: HeldPrompt, reason: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.pages.pool import pages_for
@@ -22,7 +22,7 @@ from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError
 from kv_transfer.prefill_side.handoff import Handoff
 from kv_transfer.prefill_side.pair import PrefillPair
 from kvrelay.v1 import worker_pb2 as pb
-from kvrelay.v1.generate_pb2 import HandoffReceipt
+from kvrelay.v1.generate_pb2 import HandoffReceipt, PositionLogprobs
 from prefill_worker.policy import ChunkPlan, PrefillPolicy
 from worker.peers.peers import Peers, Undelivered
 from worker.requests import HeldRequest
@@ -45,7 +45,14 @@ class HeldPrompt(HeldRequest):
     moving_to: pb.WorkerAddress | None = None
     is_passing: bool = False  # to another worker, which reads the rest
     stays: bool = False  # it is decoded here
+    scores: list[PositionLogprobs] = field(default_factory=list)  # of its prompt, where they are wanted
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
+
+    def told(self) -> pb.Trace | None:
+        """Where its time went, since that was told last."""
+        if self.handoff is not None:
+            self.trace.handoff(self.handoff.trail, self.decode.name)
+        return self.trace.told()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,7 @@ class Handoffs:
 
     def close(self, request: HeldPrompt) -> None:
         if request.handoff is not None:
+            request.trace.handoff(request.handoff.trail, request.decode.name)
             request.handoff = None
             self._policy.on_handoff_closed(request.id)
 

@@ -44,17 +44,18 @@ class Passing:
         self._on_doubt = on_doubt
         self._still: dict[str, asyncio.Event] = {}  # nothing of it is computed; by request
 
-    def begin(self, request: HeldPrompt, to: pb.WorkerAddress) -> None:
+    def begin(self, request: HeldPrompt, to: pb.WorkerAddress, number: int) -> None:
+        """`number`: of the Move that asks for it."""
         if request.is_cancelled:
             return
-        if not self._policy.may_pass(request.id):
-            why = f"{self._host.options.name} has nothing of it left to read"
-            self._tell_failed(request, Undelivered(why, pb.FAILURE_CAUSE_ROOM, to.name))
+        if not self._policy.may_pass(request.id) or request.params.prompt_logprobs is not None:
+            why = f"{self._host.options.name} has nothing of it left to read, or gathers what is wanted of its prompt"
+            self._tell_failed(request, Undelivered(why, pb.FAILURE_CAUSE_ROOM, to.name), number)
             return
         request.is_passing = True
         self._policy.on_passing(request.id)
         self._still[request.id] = asyncio.Event()
-        self._handoffs.spawn(self._run(request, to))
+        self._handoffs.spawn(self._run(request, to, number))
         self.on_step()
 
     def on_step(self) -> None:
@@ -63,13 +64,13 @@ class Passing:
             if self._policy.stands_still(request_id):
                 still.set()
 
-    async def _run(self, request: HeldPrompt, to: pb.WorkerAddress) -> None:
+    async def _run(self, request: HeldPrompt, to: pb.WorkerAddress, number: int) -> None:
         try:
             await self._still[request.id].wait()
             receipt, num_read = await self._hand_over(request, to)
         except Exception as error:
             if not request.is_cancelled:  # else who cancelled it lets go of it
-                await self._on_failed(request, to, error)
+                await self._on_failed(request, to, number, error)
         else:
             if not request.is_cancelled:
                 self._tell_passed(request, to, receipt, num_read)
@@ -106,10 +107,17 @@ class Passing:
         self._host.counters["prompts_passed"] += 1
         self._handoffs.peers.on_receipt(to, receipt)
         moved = pb.EVENT_KIND_MOVED
-        request.link.event(request.state, moved, receipt=receipt, decode_worker=to.name, cached_tokens=num_read)
+        request.link.event(
+            request.state,
+            moved,
+            receipt=receipt,
+            decode_worker=to.name,
+            cached_tokens=num_read,
+            trace=request.told(),
+        )
         self._on_passed(request)
 
-    async def _on_failed(self, request: HeldPrompt, to: pb.WorkerAddress, error: Exception) -> None:
+    async def _on_failed(self, request: HeldPrompt, to: pb.WorkerAddress, number: int, error: Exception) -> None:
         undelivered = self._handoffs.peers.undelivered(request.id, to, error)
         handoff = request.handoff
         if handoff is not None and handoff.is_in_doubt:
@@ -120,10 +128,10 @@ class Passing:
         if request.is_cancelled:
             return
         self._policy.on_passing_failed(request.id)
-        self._tell_failed(request, undelivered)
+        self._tell_failed(request, undelivered, number)
 
-    def _tell_failed(self, request: HeldPrompt, why: Undelivered) -> None:
+    def _tell_failed(self, request: HeldPrompt, why: Undelivered, number: int) -> None:
         self._host.counters["moves_failed"] += 1
         failed = pb.EVENT_KIND_MOVE_FAILED
-        request.link.event(request.state, failed, reason=why.reason, cause=why.cause, peer=why.peer)
+        request.link.event(request.state, failed, reason=why.reason, cause=why.cause, peer=why.peer, move=number)
         self._host.streams.flush()

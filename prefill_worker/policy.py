@@ -28,13 +28,15 @@ behind it wait with it, so that no long one starves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.pages.pool import PageHash, PagePool, pages_for
 from prefill_worker.options import PrefillOptions
 from worker.priority import in_turn
+
+UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class _Request:
     num_tokens: int
     hashes: Sequence[PageHash]
     priority: int = 0
+    longest_chunk: int = UNBOUNDED
     pages: list[int] = field(default_factory=list)
     cached_len: int = 0
     computed_len: int = 0
@@ -82,6 +85,16 @@ class _Request:
     @property
     def is_in_flight(self) -> bool:
         return self.scheduled_len > self.computed_len
+
+
+class _Step:
+    """What a step holds so far, by request; `oldest` always gets its part."""
+
+    def __init__(self, oldest: _Request, budget: int) -> None:
+        self.oldest = oldest
+        self.budget = budget
+        self.left = budget
+        self.lengths: dict[str, int] = {}
 
 
 class Beside(Protocol):
@@ -105,14 +118,29 @@ class PrefillPolicy:
         self._requests: dict[str, _Request] = {}  # everything that is not gone, in the order in which they go
         self._waiting: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
+        self._waiting_tokens = 0
 
-    def add(self, request_id: str, num_tokens: int, hashes: Sequence[PageHash], priority: int = 0) -> None:
+    def add(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hashes: Sequence[PageHash],
+        priority: int = 0,
+        longest_chunk: int = UNBOUNDED,
+    ) -> None:
         """A prompt (with the tokens generated so far, after a failover) of `num_tokens`, with its pages' hashes."""
         assert request_id not in self._requests, f"{request_id} is here already"
         assert 0 < num_tokens <= self.pool.num_pages * self.pool.page_size, f"{request_id} can never fit"
-        request = _Request(request_id=request_id, num_tokens=num_tokens, hashes=hashes, priority=priority)
+        request = _Request(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            hashes=hashes,
+            priority=priority,
+            longest_chunk=longest_chunk,
+        )
         self._requests = in_turn(self._requests, request)
         self._waiting = in_turn(self._waiting, request)
+        self._waiting_tokens += num_tokens
 
     def take_over(
         self,
@@ -141,6 +169,7 @@ class PrefillPolicy:
         )
         self._requests = in_turn(self._requests, request)
         self._running[request_id] = request
+        self._waiting_tokens += num_tokens - computed_len
         self._publish(request)
 
     def next_batch(self, most_tokens: int | None = None) -> PrefillBatch | None:
@@ -148,25 +177,15 @@ class PrefillPolicy:
         budget = self.options.max_batch_tokens
         if most_tokens is not None:
             budget = min(budget, most_tokens)
-        left = budget
         if self._beside is not None:
             self._beside.on_asked_again()
-        lengths: dict[str, int] = {}
         queue = self._queue()
-        oldest = queue[0] if queue else None
-        for request, limit in self._order(queue, budget):
-            if left == 0 or len(lengths) == self.options.max_prefill_requests:
-                break
-            if self._is_packed(budget - left) and request is not oldest and request.request_id not in lengths:
-                continue
-            if not self._has_pages(request):
-                continue
-            taken = lengths.get(request.request_id, 0)
-            length = min(request.left - taken, limit, left)
-            lengths[request.request_id] = taken + length
-            left -= length
-        chunks = tuple(self._schedule(self._requests[name], length) for name, length in lengths.items() if length)
-        return PrefillBatch(chunks=chunks) if chunks else None
+        if not queue:
+            return None
+        step = _Step(queue[0], budget)
+        self._fill(step, queue)
+        chunks = [self._schedule(self._requests[name], length) for name, length in step.lengths.items() if length]
+        return PrefillBatch(chunks=tuple(chunks)) if chunks else None
 
     def on_batch_done(self, batch: PrefillBatch) -> None:
         """The engine has computed the batch; batches end in the order they were made."""
@@ -174,6 +193,8 @@ class PrefillPolicy:
             request = self._requests[chunk.request_id]
             assert request.computed_len == chunk.start, f"{chunk.request_id}: batches ended out of order"
             request.computed_len += chunk.length
+            if not request.is_over:
+                self._waiting_tokens -= chunk.length
             self._publish(request)
             self._drop_if_unused(request)
 
@@ -228,6 +249,8 @@ class PrefillPolicy:
     def on_finished(self, request_id: str) -> None:
         """The request needs nothing more here: it was handed off, or ended with its first token."""
         request = self._requests[request_id]
+        if not request.is_over:
+            self._waiting_tokens -= request.num_tokens - request.computed_len
         request.is_over = True
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
@@ -274,11 +297,13 @@ class PrefillPolicy:
     @property
     def waiting_tokens(self) -> int:
         """Tokens still to compute, those in flight counted."""
-        return sum(r.num_tokens - r.computed_len for r in self._requests.values() if not r.is_over)
+        return self._waiting_tokens
 
     def _queue(self) -> list[_Request]:
         """Requests with something left to schedule, in the order in which they go: those that have begun hold pages,
         here and where they will be decoded, and are not made to wait for a lower number."""
+        if len(self._waiting) + len(self._running) < 2:
+            return [*self._running.values(), *self._waiting.values()]
         queue = [r for r in self._requests.values() if r.left and not (r.is_over or r.is_passing)]
         if queue and queue[0].priority != queue[-1].priority:
             queue.sort(key=_has_not_begun)
@@ -287,20 +312,46 @@ class PrefillPolicy:
     def _is_packed(self, tokens: int) -> bool:
         return self.options.pack_tokens is not None and tokens >= self.options.pack_tokens
 
-    def _order(self, queue: list[_Request], budget: int) -> Iterator[tuple[_Request, int]]:
-        """The queue with the tokens each may take in its turn; one may come twice."""
-        is_short = {r.request_id: r.num_tokens - r.computed_len <= self.options.short_prompt_tokens for r in queue}
-        first_long = next((i for i, r in enumerate(queue) if not is_short[r.request_id]), len(queue))
-        yield from ((r, r.left) for r in queue[:first_long])
-        share = int(self.options.short_share * budget)
-        lowest = queue[first_long].priority if first_long < len(queue) else 0  # of those that a short one would pass
-        for request in queue[first_long:]:
-            if not is_short[request.request_id]:
+    def _fill(self, step: _Step, queue: list[_Request]) -> None:
+        """In the order of the queue, but for the share of those that pass long ones; one may be put twice."""
+        is_short = [self._is_short(request) for request in queue]
+        first_long = len(queue) if False not in is_short else is_short.index(False)
+        self._put_all(step, queue[:first_long])
+        if first_long == len(queue):
+            return
+        share = int(self.options.short_share * step.budget)
+        lowest = queue[first_long].priority  # of those that a short one would pass
+        for i in range(first_long, len(queue)):
+            request = queue[i]
+            if not is_short[i]:
                 lowest = min(lowest, request.priority)
             elif share and request.priority <= lowest:
-                yield request, share
-                share -= min(share, request.left)  # after the yield: a prefix hit may have made it less
-        yield from ((r, r.left) for r in queue[first_long:])
+                self._put(step, request, share)
+                share -= min(share, request.left)  # afterwards: a prefix hit may have made it less
+        self._put_all(step, queue[first_long:])
+
+    def _is_short(self, request: _Request) -> bool:
+        return request.num_tokens - request.computed_len <= self.options.short_prompt_tokens
+
+    def _put_all(self, step: _Step, requests: list[_Request]) -> None:
+        for request in requests:
+            if step.left == 0:
+                return
+            self._put(step, request, request.left)
+
+    def _put(self, step: _Step, request: _Request, limit: int) -> None:
+        """At most `limit` tokens of it into the step, if it may have any and there is room."""
+        lengths, name = step.lengths, request.request_id
+        if step.left == 0 or len(lengths) == self.options.max_prefill_requests:
+            return
+        if request is not step.oldest and self._is_packed(step.budget - step.left) and name not in lengths:
+            return
+        if not self._has_pages(request):
+            return
+        taken = lengths.get(name, 0)
+        length = min(request.left - taken, limit, step.left, request.longest_chunk - taken)
+        lengths[name] = taken + length
+        step.left -= length
 
     def _has_pages(self, request: _Request) -> bool:
         """Whether the request has its pages; a waiting one gets them now, if the oldest waiting one gets its too."""
@@ -316,6 +367,7 @@ class PrefillPolicy:
         fresh = self.pool.allocate(pages_for(request.num_tokens, self.pool.page_size) - len(cached))
         request.pages = cached + fresh
         request.cached_len = request.computed_len = request.scheduled_len = len(cached) * self.pool.page_size
+        self._waiting_tokens -= request.cached_len
         request.published_pages = len(cached)
         return True
 
@@ -357,6 +409,8 @@ class PrefillPolicy:
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
+        left = [r.num_tokens - r.computed_len for r in self._requests.values() if not r.is_over]
+        assert self._waiting_tokens == sum(left), "tokens wait that are not there"
         held: dict[int, int] = {}
         for request in self._requests.values():
             assert request.cached_len <= request.computed_len <= request.scheduled_len <= request.num_tokens

@@ -203,6 +203,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             output.logprobs.chosen.token_id = token_id
             output.logprobs.chosen.logprob = -0.5
             output.logprobs.top.extend([output.logprobs.chosen] * params.logprobs)
+        if params.prompt_logprobs is not None and index == 0:
+            output.prompt_logprobs.extend(
+                generate_pb2.PositionLogprobs(
+                    chosen=generate_pb2.TokenLogprob(token_id=prompt_id, logprob=-0.25 * prompt_id),
+                    top=[generate_pb2.TokenLogprob(token_id=9, logprob=-0.125)] * params.prompt_logprobs,
+                )
+                for prompt_id in state.prompt_ids[1:]
+            )
         reason = finish_reason(params, token_id, index + 1, [EOS])
         if reason is not None:
             output.finish_reason = FINISH_REASON_TO_PROTO[reason]

@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from engine.process import pin_process, set_thread_counts
 from worker.log_file import log_into
 from worker.membership import Greeting, Membership
-from worker.options import WorkerOptions
+from worker.options import WorkerOptions, with_role
 from worker.process import Progress, Service, ServiceEvent, ServiceThread
 from worker.wire.secrets import Secrets
 
@@ -119,7 +119,8 @@ class WorkerActor(MemberActor):
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
             secret = greeting.secrets.cluster
-            return make_worker(replace(options, host=host, incarnation=incarnation, secret=secret), loaded)
+            newest = with_role(options, options.role, greeting.knobs) if greeting.knobs else options
+            return make_worker(replace(newest, host=host, incarnation=incarnation, secret=secret), loaded)
 
         super().__init__(options.name, host, membership, build)
 
@@ -135,3 +136,10 @@ class WorkerActor(MemberActor):
         from kvrelay.v1 import worker_pb2
 
         self._thread.service.on_drain(worker_pb2.Drain(undo=undo))
+
+    def take_knobs(self, knobs: Mapping[str, Any]) -> None:
+        """Go by these from the next step on."""
+        self._thread.call(self._take_knobs(knobs), DRAIN_TIMEOUT_S)
+
+    async def _take_knobs(self, knobs: Mapping[str, Any]) -> None:
+        self._thread.service.take_knobs(knobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -19,16 +20,20 @@ FINISH_REASON_TO_PROTO = {
 FINISH_REASON_FROM_PROTO = {value: key for key, value in FINISH_REASON_TO_PROTO.items()}
 
 
-def sampling_from_proto(message: generate_pb2.SamplingParams) -> SamplingParams:
-    """What is set in the message, and the defaults of SamplingParams for the rest."""
-    given: dict[str, Any] = {field.name: _exact(value) for field, value in message.ListFields()}
-    given["stop"] = tuple(message.stop)
-    given["stop_token_ids"] = tuple(message.stop_token_ids)
+def sampling_from_proto(message: generate_pb2.SamplingParams, *, seed: int = 0) -> SamplingParams:
+    """What is set in the message, and the defaults of SamplingParams for the rest. `seed`: where it has none."""
+    given: dict[str, Any] = {"seed": seed}
+    for field, value in message.ListFields():
+        given[field.name] = MADE.get(field.name, _exact)(value)
+    given.pop("bad_words", None)  # the front has made tokens of them
     return SamplingParams(**given)
 
 
 def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
-    """Every field set, so that both workers see the same request."""
+    """Every number set, so that both workers see the same request."""
+    lists: dict[str, Any] = {key: getattr(params, key) for key in ("stop", "stop_token_ids", "allowed_token_ids")}
+    lists["logit_bias"] = dict(params.logit_bias)
+    lists["bad_token_ids"] = [generate_pb2.TokenIds(ids=ids) for ids in params.bad_token_ids]
     return generate_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -37,14 +42,14 @@ def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         n=params.n,
+        prompt_logprobs=params.prompt_logprobs,
+        **{key: value for key, value in lists.items() if value},
     )
 
 
@@ -89,17 +94,31 @@ def token_output(
     """The token as output `index` of the request."""
     output = pb.TokenOutput(request_id=state.request_id, attempt=state.attempt, index=index, token_id=token.token_id)
     if token.logprob is not None:
-        output.logprobs.chosen.CopyFrom(_logprob_to_proto(token.logprob))
-        output.logprobs.top.extend(_logprob_to_proto(top) for top in token.top_logprobs)
+        output.logprobs.CopyFrom(logprobs_to_proto(token.logprob, token.top_logprobs))
     if reason is not None:
         output.finish_reason = FINISH_REASON_TO_PROTO[reason]
     return output
+
+
+def logprobs_to_proto(chosen: TokenLogprob, top: Sequence[TokenLogprob]) -> generate_pb2.PositionLogprobs:
+    return generate_pb2.PositionLogprobs(
+        chosen=_logprob_to_proto(chosen), top=[_logprob_to_proto(each) for each in top]
+    )
 
 
 def _logprob_to_proto(logprob: TokenLogprob) -> generate_pb2.TokenLogprob:
     return generate_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
 
 
-def _exact(value: object) -> object:
+def _exact(value: Any) -> Any:
     """A float32 field as the decimal that was meant: 0.7, not 0.699999988079071."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "allowed_token_ids": tuple,
+    "logit_bias": lambda biases: tuple((token_id, _exact(bias)) for token_id, bias in sorted(biases.items())),
+    "bad_token_ids": lambda lists: tuple(tuple(each.ids) for each in lists),
+}

@@ -13,12 +13,13 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
 from engine.engine import Engine
+from engine.knobs import knobs_of
 from engine.pages.pool import PageHash, PagePool, page_hashes
 from engine.types import SampledToken, Step
 from kv_transfer.transports.faulty import Faults
@@ -211,6 +212,12 @@ class Worker(Generic[RoleT]):
         else:
             self._change.begin(options)
             self._drain()
+
+    def take_knobs(self, knobs: Mapping[str, Any]) -> None:
+        """Those that its role has, of those that may change while it computes."""
+        own = {name: value for name, value in knobs.items() if name in knobs_of(type(self.options.policy))}
+        if own:
+            self._take_knobs(with_role(self.options, self.options.role, own))
 
     def _take_knobs(self, options: WorkerOptions) -> None:
         """Those of its role that may change while it computes."""

@@ -4,7 +4,9 @@ Values; no Ray.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from worker.wire.secrets import Secrets
 
@@ -26,3 +28,5 @@ class Greeting:
     last_address: str = ""  # where a router was reached before it was restarted
     last_http: str = ""  # likewise over HTTP
     load_delay_s: float = 0.0  # to wait before it loads, when earlier ones died of that
+    spec: Any = None  # of a router: what it serves by, which may be newer than what it was made with
+    knobs: Mapping[str, Any] = field(default_factory=dict)  # of a worker's policy, likewise: those that change live

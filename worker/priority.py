@@ -15,7 +15,7 @@ PriorT = TypeVar("PriorT", bound=Prior)
 
 def in_turn(waiting: dict[str, PriorT], request: PriorT) -> dict[str, PriorT]:
     """Those who wait, which are in order, and one more."""
-    last = next(reversed(waiting.values()), None)
+    last = next(reversed(waiting.values())) if waiting else None
     waiting[request.request_id] = request
     if last is None or last.priority <= request.priority:
         return waiting

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.types import InvalidRequest, ModelInfo, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import sampling_from_proto
+from worker.tracing import RequestTrace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class HeldRequest:
     state: pb.RequestState
     params: SamplingParams
     tokens: list[int]  # prompt and output so far
+    trace: RequestTrace = field(default_factory=RequestTrace)
     id: str = field(init=False)  # asked for at every step: a message is slow to say so
     prompt_len: int = field(init=False)
 
@@ -31,14 +33,22 @@ class HeldRequest:
 
     def sample_spec(self, position: int, eos_token_ids: Sequence[int]) -> SampleSpec:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it."""
-        has_penalties = self.params.has_penalties
+        output_ids = self.tokens[self.prompt_len :] if self.params.reads_output else ()
         return SampleSpec(
             params=self.params,
             position=position,
-            prompt_ids=self.state.prompt_ids if has_penalties else (),
-            output_ids=self.tokens[self.prompt_len :] if has_penalties else (),
-            banned_ids=banned_token_ids(self.params, position - self.prompt_len, eos_token_ids),
+            prompt_ids=self.state.prompt_ids if self.params.has_penalties else (),
+            output_ids=output_ids,
+            banned_ids=banned_token_ids(self.params, output_ids, position - self.prompt_len, eos_token_ids),
         )
+
+    def score_specs(self, start: int, end: int) -> list[SampleSpec]:
+        """For the prompt's tokens that follow those at [start, end), where their log-probabilities are wanted."""
+        if self.params.prompt_logprobs is None:
+            return []
+        params = SamplingParams(temperature=0.0, logprobs=self.params.prompt_logprobs)
+        following = range(start + 1, min(end + 1, self.prompt_len))
+        return [SampleSpec(params=params, position=at, given_id=self.tokens[at]) for at in following]
 
 
 def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:

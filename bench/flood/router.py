@@ -16,7 +16,7 @@ from array import array
 from typing import Any
 
 from bench.flood.onlookers import percentiles
-from cluster.front.memory import put_off_collections, renew_awaits
+from cluster.front.bounds.memory import put_off_collections, renew_awaits
 from cluster.front.server import RouterServer, server_options
 from cluster.router.links.worker_link import WorkerEndpoint
 from worker.heap import give_memory_back

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -21,13 +22,27 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from cluster.deploy.changes.changes import Changes
+from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
-from cluster.deploy.ray import find_actor
-from cluster.deploy.roster import MAX_LOAD_DELAY_S, SERVED_WELL_S, Member, Roster, Version, WorkerEntry, roles_of
+from cluster.deploy.ray import find_actor, within
+from cluster.deploy.room import has_room
+from cluster.deploy.roster import (
+    MAX_LOAD_DELAY_S,
+    ROUTER,
+    SERVED_WELL_S,
+    Member,
+    Roster,
+    Version,
+    WorkerEntry,
+    roles_of,
+)
 from cluster.router.takers import Takers, why_alone, without
+from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import plan_of, workers_of
+from cluster.spec.resolve import WorkerPlan, workers_of
+from cluster.spec.sources import Sources
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -39,21 +54,27 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 PROBE_S = 1.0
+WATCHER_S = 60.0  # a `kvrelay up` that stays asks several times in so long
 SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as the routers know it
 
 
 class Controller:
-    """Of a resolved spec. `launch(name)` creates a worker's actor, which was not there when the cluster was started."""
+    """`running`: what the cluster was started with. `launch` creates the actor of a worker that was not there then."""
 
-    def __init__(self, spec: ClusterSpec, *, log_dir: str, launch: Callable[[str], None]) -> None:
+    def __init__(self, running: RunningSpec, *, log_dir: str, launch: Callable[[WorkerPlan], None]) -> None:
         log_into(log_dir, "controller")
         self._checkpoint, saved = _restored()
+        if saved is not None and "spec" in saved:
+            _restore(running, saved["spec"])
+        self._running = running
+        spec = running.resolved
         workers = ((plan.name, plan.options.role) for plan in workers_of(spec))
         self._roster = Roster(roles_of(workers, spec.router.replicas), saved)
-        self._spec = spec
+        for name in self._roster.worker_names() if saved is None else ():
+            self._note_made(name)
+        self._changes = Changes(self, self._roster, running)
         self._launch = launch
-        load_timeout_s = spec.ready_timeout_s + MAX_LOAD_DELAY_S
-        self._liveness = Liveness(timeout_s=spec.liveness_timeout_s, load_timeout_s=load_timeout_s)
+        self._liveness = Liveness(timeout_s=spec.liveness_timeout_s, load_timeout_s=_load_timeout_s(spec))
         self._awake = AwakeClock()
         self._changed = asyncio.Condition()
         self._is_stopping = False
@@ -63,6 +84,8 @@ class Controller:
         self._heard = {name: asyncio.Event() for name in names}  # asked once, whatever came of it
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
         self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
+        self._told_spec: dict[str, int] = {}  # likewise: the number of the spec that it goes by
+        self._watched_s = -math.inf  # when somebody last asked how all stand
         self._tasks: set[asyncio.Task[None]] = set()
         self._awake.start()
         self._spawn(self._confirm())
@@ -77,12 +100,19 @@ class Controller:
         if (name := event["name"]) not in self._roster:
             self._kill(name, "it is on no roster", no_restart=True)
             raise LookupError(f"{name} is on no roster")
-        member = self._roster.member(name)
+        secrets, member = await asyncio.shield(self._secrets), self._roster.member(name)
+        is_router = member.role == ROUTER
+        if is_router:
+            self._told_spec[event["incarnation"]] = self._running.number
+        else:
+            member.knobs = self._running.live_knobs(member.pool)
         return Greeting(
-            secrets=await asyncio.shield(self._secrets),
+            secrets=secrets,
             last_address=member.served_as[0] if member.served_as is not None else "",
             last_http=member.served_http,
             load_delay_s=self._roster.load_delay_s(name),
+            spec=self._running.resolved if is_router else None,
+            knobs=member.knobs,
         )
 
     async def on_event(self, event: dict[str, Any]) -> None:
@@ -94,7 +124,7 @@ class Controller:
         if self._liveness.ready_for_s(event["name"], now) >= SERVED_WELL_S:
             self._roster.on_served_well(event["name"])
         if is_new_stage:
-            await self._save()
+            await self.save()
         if self._roster.is_to_be_replaced(event):
             await self._replace(event["name"], f"it failed: {event['reason']}")
         if self._roster.version != version:
@@ -108,22 +138,30 @@ class Controller:
 
     async def pools(self) -> dict[str, list[str]]:
         """Who each has, by pool, the first numbers first; without those that leave."""
-        return {pool.label: self._roster.staying(pool.label) for pool in self._spec.pools}
+        return {pool: self._roster.staying(pool) for pool in self._running.sizes}
 
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows, of
         whom each phase must be left one; None: or none."""
-        role = next(each.role for each in self._spec.pools if each.label == pool)
+        kept = self._running.pool(pool)
+        if kept is None:
+            return f"there is no pool {pool!r} any more"
         if why := self._why_alone(self._roster.staying(pool)[replicas:], takers):
             return why
-        added = self._roster.resize(pool, role, replicas)
-        await self._save()  # before there is an actor that the next controller would not know
+        if replicas != self._running.sizes[pool]:
+            self._running.resize(pool, replicas, "kvrelay scale")
+        await self._take_in(self._roster.resize(pool, kept.role, replicas))
+        return ""
+
+    async def _take_in(self, added: Sequence[str]) -> None:
+        for name in added:
+            self._note_made(name)
+        await self.save()  # before there is an actor that the next controller would not know
         await self._notify()
         self._tell_routers()
         for name in added:
             self._heard[name] = asyncio.Event()
             self._spawn(self._keep(name))
-        return ""
 
     async def pending(self, pool: str) -> list[tuple[str, str, str]]:
         """Who is on the way."""
@@ -135,6 +173,7 @@ class Controller:
             return None
         if why := self._why_alone([name], takers):
             return why
+        self._resize_by(-1, name)
         await self._set_leaving(name, undo=False)
         return ""
 
@@ -142,8 +181,17 @@ class Controller:
         """Have it stay. Whether there is one of the name, and it is not too late."""
         if not self._is_kept(name):
             return False
+        self._resize_by(1, name)
         await self._set_leaving(name, undo=True)
         return True
+
+    def _resize_by(self, number: int, name: str) -> None:
+        """One that leaves for good, or comes back, makes its pool smaller or larger; not one that stands in, or is
+        being replaced."""
+        member, sizes = self._roster.member(name), self._running.sizes
+        is_change = member.is_leaving != (number < 0) and not (number > 0 and self._running.is_rolling)
+        if is_change and not member.is_stand_in and member.pool in sizes:
+            self._running.resize(member.pool, max(0, sizes[member.pool] + number), "kvrelay drain")
 
     def _is_kept(self, name: str) -> bool:
         return name in self._roster.worker_names() and not self._roster.member(name).is_gone
@@ -155,13 +203,48 @@ class Controller:
     async def _set_leaving(self, name: str, *, undo: bool) -> None:
         if self._roster.member(name).is_leaving == undo:
             self._roster.set_leaving(name, undo=undo)
-            await self._save()
+            await self.save()
             self._tell_routers()
 
     def _standing(self, member: Member) -> tuple[str, str]:
         if member.stage == "waiting" and not member.is_leaving:
-            return member.stage, member.reason or plan_of(self._spec, member.name).wants
+            return member.stage, member.reason or self._running.plan(member.name).wants
         return "leaving" if member.is_leaving else member.stage, member.reason
+
+    # who changes what all run with, for routers; and what it takes
+
+    async def spec(self) -> dict[str, Any]:
+        return self._changes.spec
+
+    async def apply_spec(self, data: object, sources: Sources, max_surge: int | None, dry_run: bool) -> dict[str, Any]:
+        return await self._changes.apply(data, sources, max_surge, dry_run=dry_run)
+
+    async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
+        return await self._changes.roll(pools, max_surge)
+
+    @property
+    def is_watched(self) -> bool:
+        return self._awake.now_s() < self._watched_s + WATCHER_S
+
+    @property
+    def ready_routers(self) -> dict[str, Any]:
+        names = self._roster.router_names()
+        return {name: self._handle(name) if self._roster.member(name).is_ready else None for name in names}
+
+    async def on_spec_taken(self) -> None:
+        self._liveness.load_timeout_s = _load_timeout_s(self._running.resolved)
+        await self.save()
+        await self._notify()
+        await asyncio.gather(*self._tell_routers())
+
+    async def has_room(self, plan: WorkerPlan) -> bool:
+        return await asyncio.to_thread(has_room, plan, loopback=self._running.machine is not None)
+
+    async def start_worker(self, pool: str, role: str, *, is_stand_in: bool) -> None:
+        await self._take_in([self._roster.add(pool, role, is_stand_in=is_stand_in)])
+
+    async def let_go(self, name: str) -> None:
+        await self._set_leaving(name, undo=False)
 
     # for `kvrelay up`
 
@@ -172,17 +255,30 @@ class Controller:
     async def wait_change(self, version: Sequence[int], timeout_s: float) -> dict[str, Any]:
         """The snapshot (Roster.snapshot) once it is newer than `version`, or after `timeout_s`; `wants_secrets` if
         nobody that lives could tell them."""
+        self._watched_s = self._awake.now_s()
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait_for(lambda: self._roster.version > tuple(version))
-        return self._roster.snapshot() | {"wants_secrets": not self._secrets.done()}
+        snapshot = self._roster.snapshot()
+        for member in snapshot["members"]:
+            if member["role"] != ROUTER:
+                member["reason"] = self._standing(self._roster.member(member["name"]))[1]
+        return snapshot | {"wants_secrets": not self._secrets.done(), "spec_number": self._running.number}
+
+    async def leave(self) -> None:
+        """Nobody asks on."""
+        self._watched_s = -math.inf
+
+    async def resolved_spec(self) -> ClusterSpec:
+        """What the cluster runs with now."""
+        return self._running.resolved
 
     async def stop(self) -> None:
         """End everything but this actor: routers first, which let running requests end within `drain_s`; then workers,
         those that prefill before those that only decode."""
         self._is_stopping = True
-        await self._stop_all(self._roster.router_names(), self._spec.router.drain_s)
+        await self._stop_all(self._roster.router_names(), self._running.resolved.router.drain_s)
         workers = self._roster.worker_names()
         workers.sort(key=lambda name: "prefill" not in kind_of(self._roster.member(name).role).phases)
         await self._stop_all(workers, 0.0)
@@ -191,7 +287,7 @@ class Controller:
     async def _stop_all(self, names: Sequence[str], grace_s: float) -> None:
         handles = {name: handle for name in names if (handle := self._handle(name)) is not None}
         ready = [handle for name, handle in handles.items() if self._roster.member(name).is_ready]
-        stops = [_call(handle.stop.remote(grace_s), grace_s + CALL_TIMEOUT_S) for handle in ready]
+        stops = [within(handle.stop.remote(grace_s), grace_s + CALL_TIMEOUT_S) for handle in ready]
         await asyncio.gather(*stops, return_exceptions=True)
         for handle in handles.values():
             ray.kill(handle, no_restart=True)
@@ -199,7 +295,7 @@ class Controller:
     # the watch over the members
 
     async def _confirm(self) -> None:
-        await self._save()  # the epoch, before anybody is told of it
+        await self.save()  # the epoch, before anybody is told of it
         if not self._is_confirmed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SURVEY_S):
@@ -208,6 +304,7 @@ class Controller:
             logger.info("restarted; %s", f"not heard: {', '.join(silent)}" if silent else "every member was heard")
             self._is_confirmed = True
         self._tell_routers()
+        self._spawn(self._changes.run())
 
     async def _keep(self, name: str) -> None:
         while not self._is_stopping:
@@ -242,19 +339,20 @@ class Controller:
         """Raises TimeoutError when nothing is said, neither by the process nor by Ray, and what Ray raises."""
         incarnation = self._roster.member(name).incarnation
         try:
-            answer = await _call(handle.describe.remote(), self._spec.liveness_timeout_s)
-            if not self._secrets.done() and (secrets := await _call(handle.secrets.remote(), CALL_TIMEOUT_S)):
+            answer = await within(handle.describe.remote(), self._running.resolved.liveness_timeout_s)
+            if not self._secrets.done() and (secrets := await within(handle.secrets.remote(), CALL_TIMEOUT_S)):
                 await self.set_secrets(secrets)
         except RayActorError as error:
             await self._on_gone(name, incarnation, error)
             return
         await self.on_event(answer)
         member = self._roster.member(name)
+        await self._tell_knobs(member, handle)
         if member.is_leaving and answer["drained"]:
             await self._dismiss(name, handle)
         elif member.departure:
             is_returning = not member.is_leaving
-            await _call(handle.drain.remote(is_returning), CALL_TIMEOUT_S)
+            await within(handle.drain.remote(is_returning), CALL_TIMEOUT_S)
             if is_returning:
                 self._roster.on_told_of_departure(name)
 
@@ -262,22 +360,37 @@ class Controller:
         """Nothing runs there: its process ends for good, once no router knows it any more. Its name is free when Ray
         knows no such actor, which the next look shows."""
         self._roster.set_gone(name)
-        await self._save()
+        await self.save()
         await asyncio.gather(*self._tell_routers())
         if handle is not None:
             with contextlib.suppress(TimeoutError, RayError):
-                await _call(handle.stop.remote(0.0), CALL_TIMEOUT_S)
+                await within(handle.stop.remote(0.0), CALL_TIMEOUT_S)
             self._handles.pop(name, None)
             ray.kill(handle, no_restart=True)
             return False
         self._roster.remove(name)
-        await self._save()
+        await self.save()
         await self._notify()
         return True
 
+    async def _tell_knobs(self, member: Member, handle: Any) -> None:
+        """One that started before they were changed."""
+        knobs = self._running.live_knobs(member.pool) if member.role != ROUTER and member.is_ready else member.knobs
+        if knobs != member.knobs:
+            await within(handle.take_knobs.remote(knobs), CALL_TIMEOUT_S)
+            member.knobs = knobs
+            await self.save()
+
+    def _note_made(self, name: str) -> None:
+        member = self._roster.member(name)
+        member.made_by = self._running.made_by(member.pool)
+        member.knobs = self._running.live_knobs(member.pool)
+
     async def _create(self, name: str) -> None:
+        self._note_made(name)
+        await self.save()
         try:
-            await asyncio.to_thread(self._launch, name)
+            await asyncio.to_thread(self._launch, self._running.plan(name))
         except Exception as error:
             self._roster.member(name).reason = f"it cannot be created: {' '.join(str(error).split())}"
             raise
@@ -302,7 +415,7 @@ class Controller:
     async def _after_loss(self, name: str) -> None:
         if self._roster.member(name).stage == "failed":
             self._kill(name, self._roster.member(name).reason, no_restart=True)
-        await self._save()
+        await self.save()
         await self._notify()
 
     def _kill(self, name: str, reason: str, *, no_restart: bool = False) -> None:
@@ -323,11 +436,21 @@ class Controller:
             if router.is_ready and self._told.get(router.incarnation) != workers:
                 self._told[router.incarnation] = workers
                 tasks.append(self._spawn(self._tell_router(name, router.incarnation, version, workers)))
+            if router.is_ready and self._told_spec.get(router.incarnation, 0) != self._running.number:
+                self._told_spec[router.incarnation] = self._running.number
+                tasks.append(self._spawn(self._tell_spec(name, router.incarnation)))
         return tasks
+
+    async def _tell_spec(self, name: str, incarnation: str) -> None:
+        try:
+            await within(self._handles[name].take_spec.remote(self._running.resolved), CALL_TIMEOUT_S)
+        except (KeyError, RayError, TimeoutError) as error:  # likewise
+            logger.warning("%s goes by the last spec: %s", name, " ".join(str(error).split()))
+            self._told_spec.pop(incarnation, None)
 
     async def _tell_router(self, name: str, incarnation: str, version: Version, workers: list[WorkerEntry]) -> None:
         try:
-            await _call(self._handles[name].set_workers.remote(version, workers), CALL_TIMEOUT_S)
+            await within(self._handles[name].set_workers.remote(version, workers), CALL_TIMEOUT_S)
         except (KeyError, RayError, TimeoutError) as error:  # told again when it answers again
             logger.warning("%s was not told of the workers: %s", name, " ".join(str(error).split()))
             self._told.pop(incarnation, None)
@@ -337,8 +460,8 @@ class Controller:
             self._handles[name] = handle
         return self._handles.get(name)
 
-    async def _save(self) -> None:
-        await self._checkpoint.save(lambda: self._roster.saved)
+    async def save(self) -> None:
+        await self._checkpoint.save(lambda: self._roster.saved | {"spec": self._running.saved})
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -361,6 +484,12 @@ def _restored() -> tuple[Checkpoint, dict[str, Any] | None]:
         os._exit(BROKEN_EXIT_CODE)
 
 
-async def _call(ref: Any, timeout_s: float) -> Any:
-    async with asyncio.timeout(timeout_s):
-        return await ref
+def _restore(running: RunningSpec, saved: dict[str, Any]) -> None:
+    try:
+        running.restore(saved)
+    except SpecError as error:  # an actor whose constructor fails is gone for good
+        logger.error("the cluster's last spec cannot be read, and it goes on with its first: %s", error)
+
+
+def _load_timeout_s(spec: ClusterSpec) -> float:
+    return spec.ready_timeout_s + MAX_LOAD_DELAY_S

@@ -8,14 +8,17 @@ Everything is a named, detached actor in a namespace of the cluster's own, so th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cluster.deploy import gpus
+from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.launch import (
     CONTROLLER,
     STOP_TIMEOUT_S,
@@ -37,7 +40,8 @@ from cluster.deploy.ray import (
 )
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import Machine, plan_of, resolve
+from cluster.spec.resolve import Machine, resolve
+from cluster.spec.sources import Sources
 from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -48,22 +52,32 @@ POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal o
 
 class Deployment:
     """One cluster on one Ray. `address` None: a Ray of our own; else auto or HOST:PORT of one that runs. `log_dir`, on
-    each machine, is where every process logs; "": where Ray keeps it."""
+    each machine, is where every process logs; "": where Ray keeps it. `sources`: where the spec's values come from."""
 
-    def __init__(self, spec: ClusterSpec, *, address: str | None, secrets: Secrets, log_dir: str) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        address: str | None,
+        secrets: Secrets,
+        log_dir: str,
+        sources: Sources = MappingProxyType({}),
+    ) -> None:
         self._written = spec
+        self._sources = sources
         self._address = address
         self._secrets = secrets
         self._log_dir = log_dir
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
         self._version = Version()
+        self._spec_number = 0  # of the spec that the cluster runs with by now
         self.spec = spec
 
     def start(self) -> None:
         """Start or join Ray and launch every actor; returns before they are ready. Raises DeployError, SpecError."""
-        if self._local is not None:
-            machine = this_machine()
+        machine = this_machine() if self._local is not None else None
+        if self._local is not None and machine is not None:
             self.spec = resolve(self._written, machine, node_host=LOOPBACK)
             if machine.gpus and machine.why_no_cuda:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
@@ -82,7 +96,9 @@ class Deployment:
                     f"`kvrelay down {self.spec.name} --address {self._address}`, or give another name"
                 )
         loopback = self._local is not None
-        self._controller = launch_controller(self.spec, self._log_dir, loopback=loopback)  # which `stop` ends
+        host = LOOPBACK if loopback else node_host()
+        running = RunningSpec.of(self._written, self.spec, dict(self._sources), machine, host)
+        self._controller = launch_controller(running, self._log_dir, loopback=loopback)  # which `stop` ends
         launch_members(self.spec, self._log_dir, loopback=loopback)
 
     def next_snapshot(self, timeout_s: float = POLL_S, deadline_s: float = math.inf) -> dict[str, Any]:
@@ -98,6 +114,9 @@ class Deployment:
             try:
                 # unlike ray.get a signal interrupts this at once
                 snapshot: dict[str, Any] = change.future().result(timeout_s + ANSWER_TIMEOUT_S)
+                if snapshot["spec_number"] != self._spec_number:
+                    self.spec = self._controller.resolved_spec.remote().future().result(ANSWER_TIMEOUT_S)
+                    self._spec_number = snapshot["spec_number"]
                 if snapshot["wants_secrets"]:
                     self._controller.set_secrets.remote(self._secrets)
                 break
@@ -109,9 +128,6 @@ class Deployment:
             if time.monotonic() > deadline_s:
                 raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]
-        for member in snapshot["members"]:
-            if member["stage"] == "waiting" and member["role"] != ROUTER:
-                member["reason"] = plan_of(self.spec, member["name"]).wants
         self._check_ray()
         return snapshot
 
@@ -161,7 +177,10 @@ class Deployment:
     def leave(self) -> None:
         """Let go of a joined Ray; the actors stay."""
         import ray
+        from ray.exceptions import RayError
 
+        with contextlib.suppress(RayError, TimeoutError):
+            self._controller.leave.remote().future().result(ANSWER_TIMEOUT_S)
         ray.shutdown()
 
     @property

@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.ray import find_actor, named_actors
 from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import WorkerPlan, plan_of, workers_of
+from cluster.spec.resolve import WorkerPlan, workers_of
 from worker.membership import Membership
 
 CONTROLLER = "controller"
@@ -34,14 +35,15 @@ def needs_of(spec: ClusterSpec) -> dict[str, float]:
     return dict(total)
 
 
-def launch_controller(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> Any:
-    """Create the controller of a resolved spec, before all else: its name is the cluster's, and it ends the others."""
+def launch_controller(running: RunningSpec, log_dir: str, *, loopback: bool) -> Any:
+    """Create the controller, before all else: its name is the cluster's, and it ends the others."""
     import ray
 
     from cluster.deploy.controller import Controller
 
     actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
-    return actor.remote(spec, log_dir=log_dir, launch=partial(launch_worker, spec, log_dir, loopback=loopback))
+    launch = partial(launch_worker, running.resolved, log_dir, loopback=loopback)
+    return actor.remote(running, log_dir=log_dir, launch=launch)
 
 
 def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
@@ -59,19 +61,21 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
         _launch_router(spec, i, membership, cluster_id)
 
 
-def launch_worker(spec: ClusterSpec, log_dir: str, name: str, *, loopback: bool) -> None:
-    """Create any worker of a resolved spec's pools: where its place is reserved, else wherever Ray has room. A Ray of
-    our own has no more cores than the spec wants, so that none are counted there for one more than it has.
+def launch_worker(started: ClusterSpec, log_dir: str, plan: WorkerPlan, *, loopback: bool) -> None:
+    """Create any worker: where the spec that was `started` has reserved the place that it wants, else wherever Ray has
+    room. A Ray of our own has no more cores than that spec wants, so that none are counted there for one more.
 
     Raises ValueError when there is an actor of the name, and what Ray raises.
     """
     import ray
 
-    plan, place = plan_of(spec, name), _places(workers_of(spec)).get(name)
+    plans = workers_of(started)
+    has_place = any(plan.name == each.name and plan.bundle == each.bundle for each in plans)
+    place = _places(plans).get(plan.name) if has_place else None
     if loopback and place is None:
         plan = replace(plan, num_cpus=0)
     group = None if place is None else ray.util.get_placement_group(PLACEMENT_GROUP)
-    _launch_worker(plan, place, group, loopback, _membership(spec, log_dir))
+    _launch_worker(plan, place, group, loopback, _membership(started, log_dir))
 
 
 def _places(plans: Sequence[WorkerPlan]) -> dict[str, int]:

@@ -27,7 +27,7 @@ class Liveness:
     def __init__(self, *, timeout_s: float, load_timeout_s: float) -> None:
         """`timeout_s`: without a turn of a serving loop. `load_timeout_s`: at one stage of loading."""
         self._timeout_s = timeout_s
-        self._load_timeout_s = load_timeout_s
+        self.load_timeout_s = load_timeout_s
         self._signs: dict[str, _Signs] = {}
 
     def on_answer(self, answer: Mapping[str, Any], now: float) -> None:
@@ -64,8 +64,8 @@ class Liveness:
             return f"it gave no sign of life for {self._timeout_s:g} s" if silent_s >= self._timeout_s else ""
         if silent_s >= LOAD_SILENCE_S:
             return f"it gave no sign of life for {LOAD_SILENCE_S:g} s"
-        if stage != "lost" and unmoved_s >= self._load_timeout_s:
-            return f"it came no further for {self._load_timeout_s:g} s"
+        if stage != "lost" and unmoved_s >= self.load_timeout_s:
+            return f"it came no further for {self.load_timeout_s:g} s"
         return ""
 
     def _of(self, name: str, now: float) -> _Signs:

@@ -5,6 +5,7 @@ It starts no actor and knows no cluster but by name; importing it imports no ray
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -116,3 +117,9 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name)
     except ValueError:
         return None
+
+
+async def within(ref: Any, timeout_s: float) -> Any:
+    """What a call of an actor comes to. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        return await ref

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import count, islice
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from worker.options import pool_of
@@ -79,6 +79,9 @@ class Member:
     served_http: str = ""  # likewise
     past: list[str] = field(default_factory=list)  # its earlier incarnations
     is_added: bool = False  # since the start: the controller creates its actor
+    is_stand_in: bool = False  # beyond its pool's size, while others are replaced
+    made_by: str = ""  # names what it was started with (cluster/spec/compare.py)
+    knobs: dict[str, Any] = field(default_factory=dict)  # that change while it runs, as it was last told
     # leaving: for good, once nothing runs there; gone: nothing does, and its process is being ended; returning: it was
     # leaving, and may drain still
     departure: Literal["", "leaving", "gone", "returning"] = ""
@@ -217,7 +220,7 @@ class Roster:
 
     def staying(self, pool: str) -> list[str]:
         """Of a pool, the first numbers first."""
-        return [member.name for member in self._pool(pool) if not member.is_leaving]
+        return [member.name for member in self._pool(pool) if not member.is_leaving and not member.is_stand_in]
 
     @property
     def leaving(self) -> set[str]:
@@ -237,16 +240,27 @@ class Roster:
         for name in names[replicas:]:
             self.set_leaving(name)
         missing = max(0, replicas - len(names))
-        leaving = [member.name for member in self._pool(pool) if member.is_leaving and not member.is_gone]
+        own = [member for member in self._pool(pool) if not member.is_stand_in]
+        leaving = [member.name for member in own if member.is_leaving and not member.is_gone]
         back = leaving[:missing]
         for name in back:
             self.set_leaving(name, undo=True)
-        free = (name for i in count() if (name := f"{pool}-{i}") not in self._members)
-        added = list(islice(free, missing - len(back)))
-        for name in added:
-            self._members[name] = Member(name=name, role=role, is_added=True)
-            self._note_change()
-        return added
+        return [self.add(pool, role) for _ in range(missing - len(back))]
+
+    def add(self, pool: str, role: str, *, is_stand_in: bool = False) -> str:
+        """One more, of the first name that is free, which is returned."""
+        name = self.free_name(pool)
+        self._members[name] = Member(name=name, role=role, is_added=True, is_stand_in=is_stand_in)
+        self._note_change()
+        return name
+
+    def free_name(self, pool: str) -> str:
+        return next(name for i in count() if (name := f"{pool}-{i}") not in self._members)
+
+    def workers_now(self) -> list[Member]:
+        """By pool and number."""
+        pools = dict.fromkeys(member.pool for member in self._members.values() if member.role != ROUTER)
+        return [member for pool in pools for member in self._pool(pool)]
 
     def set_leaving(self, name: str, *, undo: bool = False) -> None:
         self._members[name].departure = "returning" if undo else "leaving"

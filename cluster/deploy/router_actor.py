@@ -5,7 +5,8 @@ gRPC, tells the controller how that goes, and hands the router the newest word o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import os
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,13 +15,15 @@ from ray.exceptions import RayError
 
 from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
-from cluster.router.takers import Takers
+from cluster.router.takers import RouterStanding, Takers
 from cluster.spec.model import USUAL_HTTP_PORT, ClusterSpec, RouterSpec
+from cluster.usage.options import UsageOptions
 from engine.process import set_thread_counts
 from worker.actor import MemberActor
 from worker.membership import Greeting, Membership
 from worker.process import Progress, Service
 from worker.wire.tls import is_loopback
+from worker.wire.tokens import TokenError, read_tokens
 
 if TYPE_CHECKING:
     from cluster.front.server import ServerOptions
@@ -38,7 +41,8 @@ class RouterActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from cluster.deploy.router_service import RouterService
 
-            options = _options(spec, index, greeting, cluster_id)
+            os.environ.update(greeting.secrets.telemetry)  # its SDK reads them there; of where `up` ran
+            options = _options(greeting.spec or spec, index, greeting, cluster_id)
             return RouterService(options, host, pools=ControllerPools(membership.controller))
 
         super().__init__(f"router-{index}", host, membership, build)
@@ -46,6 +50,25 @@ class RouterActor(MemberActor):
     def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
         """Roster.workers, and the Roster's version then."""
         self._thread.call(self._thread.service.set_workers(version, workers), CALL_TIMEOUT_S)
+
+    def standing(self) -> RouterStanding:
+        """How it stands with the workers."""
+        standing: Coroutine[Any, Any, RouterStanding] = self._thread.service.standing()
+        return self._thread.call(standing, CALL_TIMEOUT_S)
+
+    def why_not(self, spec: ClusterSpec) -> str:
+        """Why it could not go by this spec; empty if it could. Nothing changes."""
+        if not spec.router.tokens_file:
+            return ""
+        try:
+            read_tokens(spec.router.tokens_file)
+        except TokenError as error:
+            return str(error)
+        return ""
+
+    def take_spec(self, spec: ClusterSpec) -> None:
+        """Go by it from now on, as far as it changes while a router runs."""
+        self._thread.call(self._thread.service.take_spec(spec.router), CALL_TIMEOUT_S)
 
     def wait_serving(self, timeout_s: float) -> str:
         """Why it does not serve by then; empty if it does. Raises TimeoutError if it says nothing."""
@@ -77,6 +100,17 @@ class ControllerPools:
 
     async def take_back(self, worker: str) -> bool:
         return bool(await self._ask("take_back", worker))
+
+    async def spec(self) -> dict[str, Any]:
+        return dict(await self._ask("spec"))
+
+    async def apply_spec(
+        self, data: object, sources: Mapping[str, str], max_surge: int | None, *, dry_run: bool
+    ) -> dict[str, Any]:
+        return dict(await self._ask("apply_spec", data, dict(sources), max_surge, dry_run))
+
+    async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
+        return str(await self._ask("roll", list(pools), max_surge))
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """In a thread: where Ray's GCS is gone its client waits without end."""
@@ -111,10 +145,13 @@ def _options(spec: ClusterSpec, index: int, greeting: Greeting, cluster_id: str)
         http_ports=_http_ports(router, index, _port_of(greeting.last_http)),
         router=router.options(RouterOptions),
         front=router.options(FrontOptions),
+        num_routers=router.replicas,
         tokens_file=router.tokens_file or "",
         tls=router.tls.files if router.tls else None,
         worker_tls=spec.tls.files if spec.tls else None,
         reflection=router.reflection,
+        usage_db=router.options(UsageOptions).place(spec.name),
+        prices=router.prices.prices if router.prices else None,
     )
 
 

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cluster.deploy.roster import Newest, WorkerEntry
-from cluster.front.memory import put_off_collections
-from cluster.front.operate import Pools
+from cluster.front.bounds.memory import put_off_collections
+from cluster.front.operating.operate import Pools
+from cluster.front.options import FrontOptions
 from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.links.worker_link import WorkerEndpoint
+from cluster.router.options import RouterOptions
+from cluster.router.takers import RouterStanding
+from cluster.spec.model import RouterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,14 @@ class RouterService:
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
+
+    async def standing(self) -> RouterStanding:
+        return self._server.router.standing
+
+    async def take_spec(self, spec: RouterSpec) -> None:
+        """Raises TokenError."""
+        self._server.take_options(spec.options(RouterOptions), spec.options(FrontOptions), spec.tokens_file or "")
+        self._server.take_prices(spec.prices.prices if spec.prices else None)
 
     async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
         if not self._newest.takes(version):

@@ -33,7 +33,7 @@ class ChoiceAnswer:
             codec.backend if codec is not None else None,
             stop=params.stop,
             min_tokens=params.min_tokens,
-            shown_special=shown_special,
+            hidden=codec.special_ids - shown_special if codec is not None else None,
         )
         self.num_tokens = 0
 
@@ -56,6 +56,8 @@ class ChoiceAnswer:
         )
         if tokens and tokens[0].HasField("logprobs"):
             response.logprobs.extend(token.logprobs for token in tokens[: len(ids)])
+        if tokens and tokens[0].prompt_logprobs:
+            response.prompt_logprobs.extend(tokens[0].prompt_logprobs)
         if finish is not None:
             response.finish_reason = FINISH_REASON_TO_PROTO[finish]
             response.stop_string = self._text.stop_string or ""
@@ -111,6 +113,7 @@ class WholeAnswer:
         if part.finish_reason:
             choice.finish_reason = part.finish_reason
             choice.stop_string = part.stop_string
+        self._answer.prompt_logprobs.extend(part.prompt_logprobs)
         if part.HasField("usage"):
             self._conclude(part)
 

@@ -40,16 +40,16 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
-        shown_special: frozenset[int] = frozenset(),
+        hidden: frozenset[int] | None = None,
     ) -> None:
         """`tokenizer` is a fast tokenizer of transformers or a tokenizers.Tokenizer; None: the model has none.
-        `shown_special`: special tokens that are not left out of the text.
+        `hidden`: tokens that are left out of the text; None: the special ones, looked up here.
 
         Raises InvalidRequest for stop strings without a tokenizer.
         """
         if stop and tokenizer is None:
             raise InvalidRequest(f"stop has {len(stop)} strings but the model has no tokenizer; give stop_token_ids")
-        self._stream = None if tokenizer is None else _TextStream(tokenizer, shown_special)
+        self._stream = None if tokenizer is None else _TextStream(tokenizer, hidden)
         self._stops = tuple(stop)
         self._min_tokens = min_tokens
         self._pending = ""  # may begin a stop string
@@ -138,9 +138,9 @@ class _TextStream:
         text:    [ shown           | new | held: U+FFFD that may become a character ]
     """
 
-    def __init__(self, tokenizer: Any, shown_special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None) -> None:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._special = special_ids(self._tokenizer) - shown_special
+        self._special = special_ids(self._tokenizer) if hidden is None else hidden
         self._window: list[int] = []
         self._context_len = 0  # tokens
         self._shown = ""

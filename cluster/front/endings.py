@@ -34,7 +34,7 @@ class Ending:
 class Endings:
     def __init__(self, metrics: RouterMetrics, log_requests: Literal["off", "text", "json"]) -> None:
         self._metrics = metrics
-        self._log_requests = log_requests
+        self.log_requests = log_requests
 
     @contextmanager
     def noted(self) -> Iterator[Ending]:
@@ -55,11 +55,11 @@ class Endings:
             raise
         finally:
             self._metrics.on_ended(ending.code)
-            if self._log_requests != "off":
+            if self.log_requests != "off":
                 self._log(described(ending, CALLER.get()))
 
     def _log(self, line: dict[str, Any]) -> None:
-        if self._log_requests == "json":
+        if self.log_requests == "json":
             log.info("%s", json.dumps(line))
         else:
             log.info("%s", " ".join(f"{key}={value}" for key, value in line.items() if value not in ("", 0, {})))

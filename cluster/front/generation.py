@@ -7,23 +7,28 @@ a slow client gets fewer, larger messages and costs less.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 import grpc
 
+from cluster.front.allowance.allowances import Allowances, Refused, Standing
 from cluster.front.answers import ChoiceAnswer, conclude, merged, trailers
+from cluster.front.bounds.limits import CallLimit
+from cluster.front.bounds.stalls import Stalls
 from cluster.front.endings import Ending, Endings
-from cluster.front.limits import CallLimit
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
-from cluster.front.stalls import Stalls
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed, Submission
+from cluster.usage.meter import Count, Meter
 from kvrelay.v1 import generate_pb2
 from worker.wire.door import CALLER
+
+Limits = Mapping[Literal["requests", "tokens"], Standing | None]  # None: there is none
 
 
 class Call(Protocol):
@@ -45,18 +50,28 @@ class Generation:
         model_name: str,
         options: FrontOptions,
         calls: CallLimit,
+        num_routers: int = 1,
+        count_usage: Count = lambda key, used: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`num_routers`: of the cluster, each of which gives a part of what an account allows."""
         self.codec = codec
         self.stalls = Stalls(options.max_stall_s)
         self.endings = Endings(router.metrics, options.log_requests)
+        self.allowances = Allowances(options.accounts, num_routers)
         self.is_draining = False
         self._router = router
         self._model_name = model_name
         self._options = options
         self._calls = calls
+        self._count_usage = count_usage
         self._clock = clock
-        self._too_old = f"the request has lived {options.max_request_s:g} s, the most that this router allows"
+
+    def take_options(self, options: FrontOptions) -> None:
+        """Go by these from now on."""
+        self._options = options
+        self.endings.log_requests = options.log_requests
+        self.allowances.accounts = options.accounts
 
     @property
     def model_name(self) -> str:
@@ -92,23 +107,26 @@ class Generation:
         del request
         call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
         submission = ending.submission = self._router.submit(checked.new)
+        meter = Meter(submission, self._count_usage)
         numbers = [live.choice for live in submission.choices]
         answers = [ChoiceAnswer(submission.id, i, checked.params, self.codec, shown_special) for i in numbers]
         try:
-            async for response in self._choice_responses(submission, answers, is_kept=is_kept):
+            async for response in self._choice_responses(submission, answers, meter, is_kept=is_kept):
                 yield response
             call.set_trailing_metadata(trailers(submission))
         finally:
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
+            self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
             try:
                 if not submission.is_over:  # all clients may leave in one moment, each with many choices
                     await self._router.turns.wait(checked.new.owner)
             finally:
                 self._router.cancel(submission, "the client went away")
                 self._router.unread.forget(submission)
+                meter.end()
 
     async def _choice_responses(
-        self, submission: Submission, answers: Sequence[ChoiceAnswer], *, is_kept: bool
+        self, submission: Submission, answers: Sequence[ChoiceAnswer], meter: Meter, *, is_kept: bool
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         running = {live.choice for live in submission.choices}
         while running:
@@ -122,6 +140,7 @@ class Generation:
                     self._router.stop_choice(submission, index)
                     if not running:
                         conclude(response, submission, sum(answer.num_tokens for answer in answers))
+                meter.deliver(len(response.token_ids))
                 yield response
             if not is_kept:
                 self._router.unread.release(submission, updates)
@@ -130,23 +149,37 @@ class Generation:
         arrived_s = self._clock()
         model = self.open_model(request.model)
         limits = self._limits(arrived_s, call.time_remaining())
-        return await check_request(
+        checked = await check_request(
             request,
             model=model,
             served_name=self.model_name,
             codec=self.codec,
             admit=self._admit,
             limits=limits,
+            account=self.allowances.of(CALLER.get()),
         )
+        _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
+        return checked
 
     def _admit(self, request_id: str, num_choices: int) -> None:
-        self._router.admit(request_id, CALLER.get())
+        caller = CALLER.get()
+        self._router.admit(request_id, caller)
         if why := self._calls.count_choices(num_choices):
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
+        _raise_refused(self.allowances.begin(caller, num_choices, self._clock()))
+        task = asyncio.current_task()
+        assert task is not None, "a call has a task"
+        task.add_done_callback(lambda _: self.allowances.end(caller, num_choices))
+
+    def limits_now(self) -> Limits:
+        """Of this task's caller."""
+        caller, now = CALLER.get(), self._clock()
+        return {"requests": self.allowances.requests(caller, now), "tokens": self.allowances.tokens(caller, now)}
 
     def _limits(self, arrived_s: float, left_s: float | None) -> TimeLimits:
         """The client's deadline, or the router's own where that is earlier."""
-        longest_s, reason = self._options.max_request_s, self._too_old
+        longest_s = self._options.max_request_s
+        reason = f"the request has lived {longest_s:g} s, the most that this router allows"
         if left_s is not None and left_s < longest_s:
             longest_s, reason = left_s, "the request's deadline is over"
         return TimeLimits(
@@ -168,3 +201,8 @@ class Generation:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker is ready yet; try again later")
         check_model(name, self.model_name)
         return self._router.model
+
+
+def _raise_refused(refused: Refused | None) -> None:
+    if refused is not None:
+        raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, refused.reason, retry_after_s=refused.retry_after_s)

@@ -12,8 +12,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from cluster.front.answers import WholeAnswer
+from cluster.front.bounds.limits import refuse, retry_after
 from cluster.front.generation import Generation
-from cluster.front.limits import refuse, retry_after
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from cluster.front.limits import refuse, retry_after
+from cluster.front.bounds.limits import refuse, retry_after
 
 RETRY_AFTER_S = 5.0
 Response = health_pb2.HealthCheckResponse
@@ -22,7 +22,7 @@ class Health:
     def __init__(self, services: tuple[str, ...], *, max_watches: int, max_stall_s: float) -> None:
         self.num_watches = 0
         self._services = ("", *services)
-        self._max_watches = max_watches
+        self.max_watches = max_watches
         self._max_stall_s = max_stall_s
         self._status = Response.NOT_SERVING
         self._changed = asyncio.Event()  # replaced by each change
@@ -45,8 +45,8 @@ class Health:
         return Response(status=self._status)
 
     async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        if self.num_watches >= self._max_watches:
-            reason = f"{self.num_watches} watch this router's health, of {self._max_watches}; ask with Check"
+        if self.num_watches >= self.max_watches:
+            reason = f"{self.num_watches} watch this router's health, of {self.max_watches}; ask with Check"
             await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
         self.num_watches += 1
         try:

@@ -13,15 +13,19 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from cluster.front.allowance.options import NO_LIMITS, Account
 from cluster.front.tokenizer import TextCodec
+from cluster.front.trace_context import TRACE
 from cluster.router.live.requests import NewRequest, RequestFailed
-from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_stop_counts
+from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_counts
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
 from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
 MAX_ID_CHARS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_SCORES = 32_768  # log-probabilities of one prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ async def check_request(
     codec: TextCodec | None,
     admit: Callable[[str, int], None],
     limits: TimeLimits,
+    account: Account = NO_LIMITS,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
@@ -58,35 +63,53 @@ async def check_request(
     request_id = checked_id(request.request_id)
     cache_salt = _cache_salt(request.cache_salt, CALLER.get())
     slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
-    priority = _priority(request.priority, CALLER.get())
-    check_stop_counts(len(request.sampling.stop), len(request.sampling.stop_token_ids))
-    params = sampling_from_proto(request.sampling)
+    priority = _priority(request.priority, CALLER.get(), account.least_priority)
+    pair = _pair(request.prefill_worker, request.decode_worker, CALLER.get())
+    check_counts((field.name, value) for field, value in request.sampling.ListFields())
+    params = sampling_from_proto(request.sampling, seed=secrets.randbits(SEED_BITS))
+    if request.sampling.bad_words:
+        params = replace(params, bad_token_ids=params.bad_token_ids + _bad_words(request.sampling.bad_words, codec))
     params.validate(model.vocab_size)
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
     admit(request_id, params.n)
     prompt_ids = await _prompt_ids(request, model, codec, limits)
+    _check_scores(params.prompt_logprobs, len(prompt_ids))
     room = model.max_model_len - len(prompt_ids)
-    params = replace(
-        params,
-        max_tokens=min(params.max_tokens, room),
-        min_tokens=min(params.min_tokens, room),
-        seed=params.seed if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS),
-    )
+    if params.max_tokens > room:
+        params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     new = NewRequest(
         id=request_id,
         prompt_ids=prompt_ids,
         owner=CALLER.get(),
+        weight=account.weight,
         cache_salt=cache_salt,
         slo=slo,
         priority=priority,
+        pair=pair,
         sampling=[_choice_sampling(params, i) for i in range(params.n)],
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
         deadline_reason=limits.deadline_reason,
         queue_deadline_s=limits.queue_deadline_s,
+        trace=TRACE.get(),
     )
     return CheckedRequest(new=new, params=params)
+
+
+def _check_scores(count: int | None, prompt_len: int) -> None:
+    if count is not None and (entries := (1 + count) * prompt_len) > MAX_SCORES:
+        why = f"prompt_logprobs is {count} for a prompt of {prompt_len} tokens, which is {entries} entries"
+        raise InvalidRequest(f"{why}; ask for at most {MAX_SCORES} in all")
+
+
+def _bad_words(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[int, ...], ...]:
+    if codec is None:
+        raise InvalidRequest(f"bad_words has {len(words)} but no tokenizer is loaded; give bad_token_ids")
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(f"bad_words has one of {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARS}")
+    return tuple(ids for word in words for ids in codec.spellings(word))
 
 
 def check_model(name: str, served: str) -> None:
@@ -113,12 +136,24 @@ def _cache_salt(given: str, caller: str) -> str:
     return f"{caller}\n{given}" if caller else given
 
 
-def _priority(given: int, caller: str) -> int:
-    """Nobody gets before others by asking for it."""
-    if given < 0 and caller not in OPERATORS:
-        why = f"priority is {given}; the token of {caller!r} may give 0 or more: only operators may go before others"
+def _priority(given: int, caller: str, least: int | None) -> int:
+    """Nobody gets before others by asking for it. `least`: by the caller's account."""
+    if given < (least or 0) and (least is not None or caller not in OPERATORS):
+        whose = "its account has this `least_priority`" if least is not None else "only operators may go before others"
+        why = f"priority is {given}; the token of {caller!r} may give {least or 0} or more: {whose}"
         raise RequestFailed(grpc.StatusCode.PERMISSION_DENIED, why)
     return given
+
+
+def _pair(prefill: str, decode: str, caller: str) -> tuple[str, str] | None:
+    if not prefill and not decode:
+        return None
+    if caller not in OPERATORS:
+        why = f"the token of {caller!r} may not say which workers serve a request: only operators may"
+        raise RequestFailed(grpc.StatusCode.PERMISSION_DENIED, why)
+    if not prefill or not decode:
+        raise InvalidRequest("of prefill_worker and decode_worker one is given; give both, or neither")
+    return prefill, decode
 
 
 def _target_s(key: str, given_ms: float) -> float:
@@ -143,6 +178,7 @@ async def _prompt_ids(
                 ids = await encode(request.text, model, codec)
         except TimeoutError:
             raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
+    ids = list(ids)  # what a message holds is read slowly
     if not ids:
         raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
     if len(ids) >= model.max_model_len:
@@ -152,7 +188,7 @@ async def _prompt_ids(
         )
     if (largest := max(ids)) >= model.vocab_size:
         raise InvalidRequest(f"the prompt has token id {largest}; the model's ids go from 0 to {model.vocab_size - 1}")
-    return list(ids)
+    return ids
 
 
 async def encode(
@@ -175,4 +211,6 @@ def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.Samplin
     message = sampling_to_proto(params)
     message.seed, message.n = (params.seed + index) % 2**SEED_BITS, 1
     message.ClearField("stop")
+    if index:  # the first choice tells of their prompt
+        message.ClearField("prompt_logprobs")
     return message

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,26 +22,34 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from cluster.front.authentication import client_door, owner_of
+from cluster.front.bounds.limits import CallLimit, grpc_options
+from cluster.front.bounds.memory import let_go_forever
 from cluster.front.generation import Generation
 from cluster.front.grpc import GENERATE_SERVICE, GenerateService
 from cluster.front.health import Health
-from cluster.front.limits import CallLimit, grpc_options
-from cluster.front.memory import let_go_forever
-from cluster.front.operate import CLUSTER_SERVICE, ClusterService, Pools
+from cluster.front.operating.operate import CLUSTER_SERVICE, ClusterService, Pools
+from cluster.front.operating.usage_call import Usage
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
+from cluster.front.trace_context import TracedCalls, TracedHttp
 from cluster.router.driver import Router
 from cluster.router.links.worker_link import WorkerEndpoint
 from cluster.router.live.unread import Unread
 from cluster.router.monitoring.families import Scrape
 from cluster.router.monitoring.status import status_of
 from cluster.router.options import RouterOptions
+from cluster.router.tracing.asked import make_tracing
+from cluster.usage.accounting import Accounting
+from cluster.usage.layout import Counts
+from cluster.usage.options import Prices, UsageUrl
 from engine.knobs import knobs_of, read
 from worker.wire.rpc import bind, make_server
 from worker.wire.tls import TlsFiles, why_open
 from worker.wire.tokens import Keyring
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from cluster.front.http.listening import HttpListener
 
 log = logging.getLogger(__name__)
@@ -72,7 +82,10 @@ class ServerOptions:
     metrics_port: int | None = None  # None: not exposed; 0: any free one
     http_ports: tuple[int, ...] = ()  # the first that is free serves HTTP (0: any free one); none: nobody does
     router: RouterOptions = field(default_factory=RouterOptions)
+    num_routers: int = 1  # of the cluster: each gives a part of what an account allows
     front: FrontOptions = field(default_factory=FrontOptions)
+    usage_db: Path | UsageUrl | None = None  # where what clients use is counted; None: it is not
+    prices: Prices | None = None  # told beside it
     record: str = ""  # a folder to write the policy's calls into, for placement/checks/replay.py; empty: none is
 
 
@@ -87,11 +100,17 @@ def server_options(**settings: Any) -> ServerOptions:
 class RouterServer:
     def __init__(self, options: ServerOptions, *, codec: TextCodec | None = None, pools: Pools | None = None) -> None:
         """`codec` stands in for the tokenizer of `options.model`, which is loaded by `start` otherwise. `pools`: who
-        starts and ends workers, if anybody does."""
+        starts and ends workers, if anybody does. Raises TracingError for an exporter that cannot be had."""
         if why := why_open(options.host, auth=options.auth, tls=options.tls):
             raise ValueError(why)
         self.options = options
         self._keyring = Keyring(text=options.tokens, path=options.tokens_file) if options.auth else None
+        self._tracing = make_tracing(
+            options.front.otlp_traces_endpoint,
+            instance=options.name,
+            clock=time.monotonic,
+            model=self._model_name,
+        )
         self.router = Router(
             options.name,
             options.router,
@@ -101,6 +120,8 @@ class RouterServer:
             record=options.record,
             unread=Unread(options.front.max_unread_bytes, options.front.max_unread_total_bytes),
             bundle_share=options.front.bundle_share,
+            keeps=options.front.explained_requests,
+            on_end=self._tracing.on_end if self._tracing is not None else None,
             on_readiness=self._on_readiness,
         )
         self.serving = asyncio.Event()  # once a worker of each role was ready
@@ -109,6 +130,7 @@ class RouterServer:
         self.http_port: int | None = None
         self._codec = codec
         self._pools = pools
+        self._accounting: Accounting | None = None
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
@@ -125,17 +147,26 @@ class RouterServer:
             self._codec = await asyncio.to_thread(
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
+        if options.usage_db is not None:
+            self._accounting = await asyncio.to_thread(Accounting.open, options.usage_db, options.name)
+            self._accounting.start()
         self._generation = Generation(
-            self.router, codec=self._codec, model_name=options.model_name, options=options.front, calls=self._calls
+            self.router,
+            codec=self._codec,
+            model_name=options.model_name,
+            options=options.front,
+            calls=self._calls,
+            num_routers=options.num_routers,
+            count_usage=self._accounting.count if self._accounting is not None else _count_nothing,
         )
         self._server = make_server(
             client_door(self._keyring) if self._keyring else None,
-            behind=[self._calls],
+            behind=[TracedCalls(), self._calls] if self._tracing is not None else [self._calls],
             options=grpc_options(options.front),
         )
         services = {
             GENERATE_SERVICE: GenerateService(self._generation).handlers(),
-            CLUSTER_SERVICE: ClusterService(self.router, self._pools).handlers(),
+            CLUSTER_SERVICE: ClusterService(self.router, self._pools, self._usage).handlers(),
             health.SERVICE_NAME: self._health.handlers(),
         }
         _serve(self._server, services)
@@ -157,6 +188,26 @@ class RouterServer:
         """These are the cluster's workers from now on."""
         self.router.set_workers(workers)
 
+    def take_options(self, router: RouterOptions, front: FrontOptions, tokens_file: str) -> None:
+        """Go by these from now on, where they are of what changes while it runs (knob's `changes`). Raises TokenError
+        for a tokens file that cannot be read; nothing is changed then."""
+        if tokens_file != self.options.tokens_file and self._keyring is not None:
+            self._keyring.follow(tokens_file)
+        self.options = replace(self.options, router=router, front=front, tokens_file=tokens_file)
+        self.router.take_options(router, front.bundle_share, front.explained_requests)
+        self.router.unread.max_bytes = front.max_unread_bytes
+        self.router.unread.max_total_bytes = front.max_unread_total_bytes
+        self._health.max_watches = front.max_watches
+        self._calls.set_limit(front.max_calls)
+        if self._codec is not None:
+            self._codec.max_waiting_bytes = front.max_tokenizing_bytes
+        if self._generation is not None:
+            self._generation.take_options(front)
+
+    def take_prices(self, prices: Prices | None) -> None:
+        """Tell these from now on."""
+        self.options = replace(self.options, prices=prices)
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse what is new, let what runs end within `grace_s`, then cancel it and close."""
         if self._server is None or self._generation is None:
@@ -175,8 +226,15 @@ class RouterServer:
         if self._letting_go is not None:
             self._letting_go.cancel()
         await asyncio.to_thread(self.router.metrics.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if self._codec is not None:
             self._codec.close()
+        if self._accounting is not None:
+            await self._accounting.stop()
+
+    def _usage(self) -> Usage:
+        return Usage(self._accounting, self.options.prices)
 
     def _expose(self, options: ServerOptions, port: int) -> int:
         host = options.host
@@ -184,7 +242,7 @@ class RouterServer:
             return self.router.metrics.expose(
                 host,
                 port,
-                model=lambda: self._generation.model_name if self._generation is not None else "",
+                model=self._model_name,
                 scrape=partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
                 may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
                 tls=options.tls,
@@ -196,24 +254,30 @@ class RouterServer:
     async def _serve_http(self, generation: Generation, ports: tuple[int, ...]) -> int:
         """On the first of the ports that is free. Raises OSError when none is, TlsError."""
         from cluster.front.http.app import Probes, make_app
-        from cluster.front.http.guard import Guard
+        from cluster.front.http.guard import Guard, across_origins
         from cluster.front.http.listening import HttpListener
 
         options = self.options
         probes = Probes(
             is_ready=lambda: self.router.is_ready and not generation.is_draining, metrics=self._metrics_text
         )
-        guard = Guard(
+        guard: ASGIApp = Guard(
             make_app(generation, probes, self.router),
             keyring=self._keyring,
             calls=self._calls,
             max_body_bytes=options.front.max_message_bytes,
             max_stall_s=options.front.max_stall_s,
             turn=self.router.turns.wait,
+            limits=generation.limits_now,
         )
         front = options.front
+        if front.http_allowed_origins:
+            guard = across_origins(guard, front.http_allowed_origins)
         self._http = HttpListener(
-            guard, max_connections=front.max_connections, max_stall_s=front.max_stall_s, tls=options.tls
+            TracedHttp(guard) if self._tracing is not None else guard,
+            max_connections=front.max_connections,
+            max_stall_s=front.max_stall_s,
+            tls=options.tls,
         )
         for port in ports:
             try:
@@ -236,12 +300,16 @@ class RouterServer:
             status=status_of(self.router),
             codes=dict(self.router.metrics.codes),
             front={
+                "router_ready": (self.router.is_ready, "1 if each phase has a worker."),
                 "calls": (self._calls.running, "Calls that run, health not counted."),
                 "health_watches": (self._health.num_watches, "Streams that watch the health."),
                 "unread_bytes": (self.router.unread.total_bytes, "Of tokens that clients have not read."),
                 "tokenizing_bytes": (codec.waiting_bytes if codec else 0, "Of texts that wait to be tokenised."),
             },
         )
+
+    def _model_name(self) -> str:
+        return self._generation.model_name if self._generation is not None else ""
 
     def _num_busy(self) -> int:
         return self._calls.running + self.router.num_live
@@ -260,3 +328,7 @@ def _serve(server: grpc.aio.Server, services: dict[str, dict[str, grpc.RpcMethod
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     for service, method in OWN_LINES:
         server.add_registered_method_handlers(service, {method: services[service][method]})
+
+
+def _count_nothing(key: str, used: Counts) -> None:
+    return

@@ -26,6 +26,7 @@ from cluster.front.detokenizer import special_ids
 from cluster.front.options import FrontOptions
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
+from engine.weights.files import has_tokenizer
 
 T = TypeVar("T")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what tokenizer.json says is all there is
@@ -71,6 +72,13 @@ class TextCodec:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The tokens of a word by itself; and of one that follows a space, where that is a token of its own (as vLLM
+        takes bad words)."""
+        bare, spaced = (tuple(self._tokenise(prefix + word.lstrip(), False).ids) for prefix in ("", " "))
+        is_other = len(spaced) == len(bare) and spaced[:1] != bare[:1]
+        return [ids for ids in (bare, spaced if is_other else ()) if ids]
 
     async def encode(self, text: str, max_model_len: int, *, special_tokens: bool = True) -> list[int]:
         """Token ids, with `special_tokens` those that the tokenizer adds to a prompt.
@@ -182,8 +190,7 @@ def _tokenizer_config(directory: Path) -> Mapping[str, Any] | None:
         except ValueError as error:
             raise TokenizerError(f"{path} is no JSON: {error}") from error
         return loaded if isinstance(loaded, dict) else {}
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    return {} if any((directory / name).exists() for name in names) else None
+    return {} if has_tokenizer(directory) else None
 
 
 def _load(model: str, config: Mapping[str, Any]) -> Any:

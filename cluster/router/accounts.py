@@ -8,7 +8,7 @@ counts them; pages promised of a decode worker count until a report lists the re
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,9 +97,27 @@ class RequestShape:
     page_hashes: Sequence[PageHash] = ()
     past: Past = FRESH
     owner: str = ""  # the client whose it is; empty: not known
+    weight: float = 1.0  # of its turns in line: one of 2 gets twice what one of 1 does
     slo_ttft_s: float = 0.0  # the time to its first token that it wants; 0: the router's
     slo_tpot_s: float = 0.0  # likewise for each token after it
     priority: int = 0  # lower goes first
+    pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
+
+    def grown(self, prompt_len: int, max_tokens: int) -> RequestShape:
+        """The same, some tokens later: as `replace` has it, which costs more than all that is asked of the result."""
+        return RequestShape(
+            id=self.id,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            page_hashes=self.page_hashes,
+            past=self.past,
+            owner=self.owner,
+            weight=self.weight,
+            slo_ttft_s=self.slo_ttft_s,
+            slo_tpot_s=self.slo_tpot_s,
+            priority=self.priority,
+            pair=self.pair,
+        )
 
 
 @dataclass(slots=True)
@@ -244,12 +262,9 @@ class DecodeAccount:
     ended: int = 0  # listed ones that have ended since
     ended_pages: int = 0
     tpots_s: dict[str, float] = field(default_factory=dict)  # ours that want one: the time a token should take
+    wanted: dict[float, int] = field(default_factory=dict)  # of these times, how many want each
+    tightest_s: float = math.inf  # the least of them
     num_leaving: int = 0  # ours that are moving to another
-
-    @property
-    def tightest_s(self) -> float:
-        """The least that any of ours wants; inf where none wants one."""
-        return min(self.tpots_s.values(), default=math.inf)
 
     @property
     def free_pages(self) -> int:
@@ -259,12 +274,32 @@ class DecodeAccount:
     def batch(self) -> int:
         return self.report.num_running + self.report.num_waiting - self.ended + len(self.promised)
 
+    @property
+    def is_short(self) -> bool:
+        """Of pages: the last of those that it computes would soon be preempted."""
+        return self.batch > 1 and self.free_pages < self.batch
+
+    def want(self, request_id: str, tpot_s: float) -> None:
+        self._want_no_more(request_id)
+        self.tpots_s[request_id] = tpot_s
+        self.wanted[tpot_s] = self.wanted.get(tpot_s, 0) + 1
+        self.tightest_s = min(self.tightest_s, tpot_s)
+
+    def _want_no_more(self, request_id: str) -> None:
+        tpot_s = self.tpots_s.pop(request_id, None)
+        if tpot_s is None:
+            return
+        self.wanted[tpot_s] -= 1
+        if not self.wanted[tpot_s]:
+            del self.wanted[tpot_s]
+            self.tightest_s = min(self.wanted) if self.wanted else math.inf
+
     def promise(self, request_id: str, pages: int) -> None:
         self.promised[request_id] = pages
         self.promised_pages += pages
 
     def drop(self, request_id: str) -> None:
-        self.tpots_s.pop(request_id, None)
+        self._want_no_more(request_id)
         if request_id in self.promised:
             self.promised_pages -= self.promised.pop(request_id)
         elif request_id in self.listed:
@@ -278,6 +313,8 @@ class DecodeAccount:
         is_same_list = report.request_ids is self.report.request_ids
         self.report = report
         self.ended = self.ended_pages = 0
+        if is_same_list and not self.promised:
+            return
         now_listed = [i for i in self.promised if i in report.request_ids]
         if not is_same_list and not report.request_ids.issuperset(self.listed):  # some that have not ended for us yet
             for request_id in [i for i in self.listed if i not in report.request_ids]:
@@ -291,3 +328,5 @@ class DecodeAccount:
         assert self.listed.keys() <= self.report.request_ids, f"{self.view.name}: listed, but not by the report"
         assert not self.promised.keys() & self.listed.keys(), f"{self.view.name}: promised and listed at once"
         assert all(i in self.promised or i in self.listed for i in self.tpots_s), f"{self.view.name}: targets of nobody"
+        assert self.wanted == Counter(self.tpots_s.values()), f"{self.view.name}: targets that nobody wants"
+        assert self.tightest_s == min(self.wanted, default=math.inf), f"{self.view.name}: somebody wants less"

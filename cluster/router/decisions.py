@@ -16,12 +16,35 @@ Cause = Literal["", "step", "peer", "room", "request"]  # whose fault a failure 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was seen of the two workers when they were chosen. `words`: that say why, beside these figures."""
+
+    queued_tokens: int
+    cached_len: int
+    prompt_len: int
+    free_pages: int
+    total_pages: int
+    batch: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
     request_id: str
     prefill: str
     decode: str
-    reason: str
+    seen: Seen
     is_held: bool = False  # at the decode worker, until RouterPolicy.next_turn names it
+
+    @property
+    def reason(self) -> str:
+        """In words, for who asks."""
+        seen = self.seen
+        return (
+            f"{self.prefill}: {seen.queued_tokens} prompt tokens queued, {seen.cached_len} of "
+            f"{seen.prompt_len} cached; {self.decode}: {seen.free_pages} of {seen.total_pages} "
+            f"pages free, batch {seen.batch}{'; ' if seen.words else ''}{seen.words}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

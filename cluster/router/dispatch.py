@@ -19,6 +19,9 @@ import grpc
 
 from cluster.router.accounts import RequestShape
 from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Retry, Unavailable
+from cluster.router.explaining.kept import Kept
+from cluster.router.explaining.notes import Wait
+from cluster.router.explaining.weighing import routed
 from cluster.router.links.links import WorkerLinks
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
@@ -41,6 +44,7 @@ class Dispatcher:
         links: WorkerLinks,
         served: ServedModel,
         metrics: RouterMetrics,
+        kept: Kept,
         *,
         router_id: str,
         clock: Callable[[], float],
@@ -49,6 +53,7 @@ class Dispatcher:
         self._links = links
         self._served = served
         self._metrics = metrics
+        self._kept = kept
         self._router_id = router_id
         self._clock = clock
         self._submissions: dict[str, Submission] = {}
@@ -88,8 +93,10 @@ class Dispatcher:
     def start(self, submission: Submission) -> None:
         """Route each choice, up to one that is refused: then the submission has failed."""
         self._submissions[submission.id] = submission
+        now = self._clock()
         for live in submission.choices:
             if submission.error is None:
+                live.notes.submitted_s = now
                 self._route(live)
 
     def pump(self) -> None:
@@ -129,7 +136,9 @@ class Dispatcher:
             self.fail(self.submission_of(live), RequestFailed(grpc.StatusCode[retry.code], retry.reason))
             return
         log.info("%s is sent again: %s", live.wire_id, retry.reason)
-        live.begin_attempt(self._clock(), past=retry.past)
+        now = self._clock()
+        live.begin_attempt(now, past=retry.past)
+        live.notes.event(now, live.attempt, "retry", words=retry.reason)
         self._metrics.counts["retries"] += 1
         self._live[live.wire_id] = live
         if retry.after_s == 0:
@@ -155,11 +164,13 @@ class Dispatcher:
 
     def _route(self, live: LiveRequest) -> None:
         self._live[live.wire_id] = live
-        decision = self._policy.assign(self._shape(live), self._clock(), is_resent=live.attempt > 1)
+        now, ahead, tokens_ahead = self._clock(), self._policy.num_queued, self._policy.queued_tokens
+        decision = self._policy.assign(self._shape(live), now, is_resent=live.attempt > 1)
         match decision:
             case Assigned():
                 self._send(live, decision)
             case Queued():  # pump sends it
+                live.notes.wait(Wait(now, live.attempt, ahead, tokens_ahead, decision.reason))
                 if self._policy.missing_phase:
                     self._give_up_later(live.wire_id)
             case Unavailable(reason=reason):
@@ -176,14 +187,18 @@ class Dispatcher:
             page_hashes=self._served.page_hashes(live.hashes, live.output_ids),
             past=live.past,
             owner=live.owner,
+            weight=live.weight,
             slo_ttft_s=live.slo[0],
             slo_tpot_s=live.slo[1],
             priority=live.priority,
+            pair=live.pair,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:
         live.prefill, live.decode = assigned.prefill, assigned.decode
-        live.timeline.enter("prefill_queue", self._clock())
+        now = self._clock()
+        live.timeline.enter("prefill_queue", now, live.prefill)
+        live.notes.route(routed(self._policy.workers, live, assigned.reason, now, self._live.get))
         state = live.state(self._router_id, is_held=assigned.is_held)
         seq = self._links[live.prefill].submit(state, self._links[live.decode].address)
         self._policy.on_submitted(live.wire_id, seq)
@@ -215,6 +230,9 @@ class Dispatcher:
         if better is None:
             return
         log.info("%s moves from %s to %s: %s", live.wire_id, live.decode, better, reason)
+        live.notes.event(self._clock(), live.attempt, "reassigned", words=f"to {better}: {reason}")
+        what = f"sends a handoff to {better} instead of {live.decode}"
+        self._metrics.chronicle.note("router", what, reason, self._clock())
         del self._stalled[live.wire_id]
         live.decode = better
         self._metrics.counts["reassigned"] += 1
@@ -227,11 +245,13 @@ class Dispatcher:
         submission = self.submission_of(live)
         self._forget(live)
         self._policy.on_finished(live.wire_id)
+        self._charge(live)
         live.finish = finish
         live.timeline.finish(self._clock())
         submission.num_running -= 1
         submission.put(ChoiceUpdate(live.choice, list(tokens), finish))
-        self._metrics.on_finished(live)
+        self._metrics.on_finished(live, self._policy.options.targets_s)
+        self._kept.end(live, "finished")
         if submission.num_running == 0:
             self._metrics.counts["finished"] += 1
             self._metrics.counts["prompt_tokens"] += len(live.prompt_ids)
@@ -248,15 +268,23 @@ class Dispatcher:
             if live.finish is None:
                 live.finish = FinishReason.ABORT
                 live.timeline.finish(now)
-                if error.code is not grpc.StatusCode.CANCELLED:
+                is_cancelled = error.code is grpc.StatusCode.CANCELLED
+                if not is_cancelled:
                     self._metrics.load.note(live, failed=True)
+                self._kept.end(live, "cancelled" if is_cancelled else "failed", error.message, error.code.name)
                 self._policy.on_cancelled(live.wire_id)
+                self._charge(live)
                 if live.wire_id in self._live:
                     self.cancel_at_workers(live, error.message)
                     self._forget(live)
         submission.fail(error)
         self._drop(submission)
         asyncio.get_running_loop().call_soon(self.pump)
+
+    def _charge(self, live: LiveRequest) -> None:
+        if live.output_ids:
+            num_tokens = len(live.output_ids)
+            self._policy.on_generated(live.owner, num_tokens, priority=live.priority, weight=live.weight)
 
     def cancel_at_workers(self, live: LiveRequest, reason: str, but: str = "") -> None:
         names = {live.decode, live.moving_to} if live.is_handed_off else {live.prefill, live.decode}

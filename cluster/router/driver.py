@@ -26,6 +26,8 @@ import grpc
 from cluster.router.accounts import PeerTrouble, Report, WorkerView
 from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
+from cluster.router.explaining.kept import Kept, Record, record_of
+from cluster.router.explaining.notes import Told
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
 from cluster.router.live.bundles import Bundles
@@ -37,7 +39,7 @@ from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
-from cluster.router.takers import Takers, why_alone, without
+from cluster.router.takers import RouterStanding, Takers, why_alone, without
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 
 ENDINGS = frozenset((pb.EVENT_KIND_PREEMPTED, pb.EVENT_KIND_FAILED, pb.EVENT_KIND_CANCELLED))
 BEGINNINGS = (pb.EVENT_KIND_PREFILL_STARTED, pb.EVENT_KIND_DECODE_READY, pb.EVENT_KIND_MOVE_FAILED)  # or goings-on
+HANDED = (pb.EVENT_KIND_HANDED_OFF, pb.EVENT_KIND_MOVED)  # as the worker says that had it
 CAUSES: dict[int, Cause] = {
     pb.FAILURE_CAUSE_STEP: "step",
     pb.FAILURE_CAUSE_PEER: "peer",
@@ -75,10 +78,14 @@ class Router:
         record: str = "",
         unread: Unread | None = None,
         bundle_share: float = 0.0,
+        keeps: int = 0,
+        on_end: Callable[[Record], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_readiness: Callable[[bool], None] | None = None,
     ) -> None:
-        """`record`: a folder to write every call of the policy into; empty: none is."""
+        """`record`: a folder to write every call of the policy into; empty: none is. `keeps`: so many requests that
+        have ended, and as many slow ones, to say where their time went. `on_end`: who else is told of each
+        that has ended."""
         self.router_id = f"{name}/{secrets.token_hex(4)}"
         self.cluster_id = cluster_id
         self.policy = RouterPolicy(options)
@@ -95,6 +102,7 @@ class Router:
         self._bundles = Bundles(bundle_share, options.slo_tpot_ms / 1e3)
         self.unread = unread or Unread(sys.maxsize, sys.maxsize)
         self._served = ServedModel()
+        self.kept = Kept(keeps, options.targets_s, on_end)
         self._links = WorkerLinks(
             self,
             self.loop_clock,
@@ -104,7 +112,7 @@ class Router:
             dead_after_s=options.dead_after_s,
         )
         self._dispatcher = Dispatcher(
-            self.policy, self._links, self._served, self.metrics, router_id=self.router_id, clock=clock
+            self.policy, self._links, self._served, self.metrics, self.kept, router_id=self.router_id, clock=clock
         )
         self._moves = LiveMoves(self.policy, self._links, self.metrics, self._dispatcher.get, clock)
 
@@ -112,7 +120,16 @@ class Router:
 
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         """These are the cluster's workers from now on: links to new ones are opened, to others closed."""
-        self._links.set_workers(workers)
+        wanted = list(workers)
+        self._links.set_workers(wanted)
+        self.metrics.receipts.keep({worker.name for worker in wanted})
+
+    def take_options(self, options: RouterOptions, bundle_share: float, keeps: int) -> None:
+        """Go by these from now on."""
+        self.kept.set_bounds(keeps, (options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3))
+        self.policy.take_options(options)
+        self._bundles.set_targets(bundle_share, options.slo_tpot_ms / 1e3)
+        self._links.set_dead_after(options.dead_after_s)
 
     async def close(self) -> None:
         """Fail what still runs, end all links."""
@@ -187,6 +204,7 @@ class Router:
         if not (undo or force):
             self._check_others(name)
         link.drain(undo=undo)
+        self._chronicle(f"takes {name} back" if undo else f"drains {name}", "as it was asked", by="operator")
 
     def set_role(self, name: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """Likewise, until it can be of this role, and is; its chunks change without. Raises RequestFailed."""
@@ -223,6 +241,15 @@ class Router:
         """Who takes new requests, and was not told to take none."""
         return without(self.policy.workers.takers, self._links.leaving)
 
+    @property
+    def standing(self) -> RouterStanding:
+        ready = {
+            link.name: link.hello.worker.incarnation.partition(".")[0]  # behind it, of its role
+            for link, *_ in self.workers()
+            if link.state is LinkState.READY and link.hello is not None
+        }
+        return RouterStanding(self.takers, ready)
+
     def _check_others(self, name: str) -> None:
         """Whether each phase of this worker has another one. Raises RequestFailed."""
         if why := why_alone((name,), self.takers):
@@ -244,6 +271,7 @@ class Router:
         self._dispatcher.pardon(view.life)
         misfits = self.policy.on_worker_up(view, self._clock())
         log.info("%s is ready at %s", link.name, link.worker.address)
+        self._chronicle(f"{link.name} is ready", f"a {link.role} worker at {link.worker.address}")
         self._note_readiness()
         asyncio.get_running_loop().call_soon(self._on_more_room, misfits)
 
@@ -300,7 +328,9 @@ class Router:
 
     def on_lost(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
         """Forget the worker; what it had is sent elsewhere, waits until there is a worker, or fails."""
-        self.metrics.counts["workers_lost"] += self._links.get(link.name) is link  # else it was sent away
+        if self._links.get(link.name) is link:  # else it was sent away
+            self.metrics.counts["workers_lost"] += 1
+            self._chronicle(f"{link.name} is lost", reason)
         self._forget(link, reason, is_death=is_death)
         self._dispatcher.pump()
 
@@ -310,6 +340,7 @@ class Router:
             self.policy.on_chunk_tokens(link.name, _chunk_tokens(hello))
             return
         log.info("%s has another role, and is a %s worker", link.name, hello.role)
+        self._chronicle(f"{link.name} has another role", f"it is a {hello.role} worker")
         self._forget(link, "its role has changed", is_death=False)
         self.on_ready(link, hello)
 
@@ -328,6 +359,9 @@ class Router:
         now = self._clock()
         endings: list[pb.RequestEvent] = []
         for event in outputs.events:
+            if event.HasField("trace"):
+                self._on_trace(link, event, now)
+            self._note_receipt(link, event)
             if event.kind in ENDINGS:
                 endings.append(event)
             elif live := self._dispatcher.get(event.request_id):
@@ -356,6 +390,25 @@ class Router:
                 self._on_ending(link, live, event, now)
         self._dispatcher.pump()
 
+    def _on_trace(self, link: WorkerLink, event: pb.RequestEvent, now: float) -> None:
+        """Also of a request that has ended: the receipt of a short answer's handoff comes after it."""
+        offset_ns = link.clock.offset_ns(event.at_ns, now)
+        told = Told(link.name, event.attempt, offset_ns, event.trace.SerializeToString())
+        if live := self._dispatcher.get(event.request_id):
+            live.notes.tell(told)
+        else:
+            self.kept.tell(event.request_id, told)
+
+    def _note_receipt(self, link: WorkerLink, event: pb.RequestEvent) -> None:
+        """Also of a request that has ended meanwhile. The other side's word of the same handoff counts for nothing."""
+        if event.kind in HANDED and event.HasField("receipt"):
+            self.metrics.receipts.note(link.name, event.decode_worker, event.receipt)
+        elif event.cause == pb.FAILURE_CAUSE_PEER:
+            self.metrics.receipts.note_failure(link.name, event.peer)
+
+    def _chronicle(self, what: str, reason: str, *, by: str = "router") -> None:
+        self.metrics.chronicle.note(by, what, reason, self._clock())
+
     def _on_peer_failed(self, link: WorkerLink, event: pb.RequestEvent) -> None:
         """Unless that peer was lost meanwhile, or has the KV: neither is a failure of the request's."""
         if live := self._dispatcher.get(event.request_id):
@@ -370,19 +423,20 @@ class Router:
     def _on_event(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
         match event.kind:
             case pb.EVENT_KIND_PREFILL_STARTED:
-                live.timeline.enter("prefill", at_s)
+                live.timeline.enter("prefill", at_s, link.name)
                 before = live.recomputed_tokens
                 live.on_prefill_started(event.cached_tokens)
                 self.metrics.counts["recomputed_tokens"] += live.recomputed_tokens - before
             case pb.EVENT_KIND_FIRST_TOKEN:
-                live.timeline.enter("handoff", at_s)
+                live.timeline.enter("handoff", at_s, link.name)
             case pb.EVENT_KIND_HANDOFF_STALLED:
+                live.notes.event(at_s, live.attempt, "stalled", link.name, event.reason)
                 self._dispatcher.on_stalled(live, event.reason)
             case pb.EVENT_KIND_DECODE_READY:
                 if live.is_handed_off and link.name != live.decode:
-                    self._on_ready_elsewhere(link, live, event)
+                    self._on_ready_elsewhere(link, live, event, at_s)
                     return
-                live.timeline.enter("decode_queue", at_s)
+                live.timeline.enter("decode_queue", at_s, link.name)
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
                 if not live.has_moved:
@@ -392,15 +446,16 @@ class Router:
                     live.receipt = event.receipt
                 self._on_handed_off(live, event.decode_worker or live.decode)
             case pb.EVENT_KIND_MOVED if not live.is_handed_off:
-                self._on_passed(live, event)
+                self._on_passed(live, event, at_s)
             case pb.EVENT_KIND_MOVED:
-                self._on_moved(live, link.name, event.decode_worker, event)
+                self._on_moved(live, link.name, event.decode_worker, event, at_s)
             case pb.EVENT_KIND_MOVE_FAILED if link.name == live.prefill and not live.is_handed_off:
-                self._moves.on_passing_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
+                if event.move == live.last_move:  # else of a move that was given up, while another is under way
+                    self._moves.on_passing_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_MOVE_FAILED:
-                self._moves.on_failed(live, link.name, event.peer, event.reason, CAUSES.get(event.cause, ""))
+                self._moves.on_failed(live, link.name, event, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_DECODE_STARTED:
-                live.timeline.enter("decode", at_s)
+                live.timeline.enter("decode", at_s, link.name)
 
     def _on_handed_off(self, live: LiveRequest, holder: str) -> None:
         """A reassignment can have come too late, and who holds the KV may be lost by now."""
@@ -409,19 +464,19 @@ class Router:
         if retry is not None:
             self._dispatcher.retry(live, retry)
 
-    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent) -> None:
+    def _on_ready_elsewhere(self, link: WorkerLink, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
         if link.name == live.moving_to and event.move == live.last_move:
-            self._on_moved(live, link.name, link.name, event)
+            self._on_moved(live, link.name, link.name, event, at_s)
         else:  # it was told that it has not moved, or our cancel overtakes it
             link.cancel(live.wire_id, f"it runs at {live.decode}", event.move)
 
-    def _on_passed(self, live: LiveRequest, event: pb.RequestEvent) -> None:
-        if (retry := self._moves.on_passed(live, event.decode_worker, event)) is not None:
+    def _on_passed(self, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
+        if (retry := self._moves.on_passed(live, event.decode_worker, event, at_s)) is not None:
             self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 
-    def _on_moved(self, live: LiveRequest, source: str, to: str, event: pb.RequestEvent) -> None:
-        if (retry := self._moves.on_moved(live, source, to, event.receipt)) is not None:
+    def _on_moved(self, live: LiveRequest, source: str, to: str, event: pb.RequestEvent, at_s: float) -> None:
+        if (retry := self._moves.on_moved(live, source, to, event.receipt, at_s)) is not None:
             self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 
@@ -488,6 +543,17 @@ class Router:
     def model(self) -> generate_pb2.GetModelInfoResponse | None:
         """What the workers serve; None before the first one came up."""
         return self._served.info
+
+    def records(self, request_id: str) -> list[Record]:
+        """Of the newest call of this id, as far as it is known: its choices, those that still run among them."""
+        ended = self.kept.choices(request_id)
+        submission = self._dispatcher.submissions.get(request_id)
+        if submission is None:
+            return ended
+        came_s, now = submission.choices[0].timeline.arrived_s, self._clock()
+        running = [record_of(live, now, "running") for live in submission.choices if live.finish is None]
+        ended = [record for record in ended if record.timeline.arrived_s == came_s]
+        return sorted([*ended, *running], key=lambda record: record.choice)
 
     def workers(self) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
         """Each link, prefill first, by name, with the worker's last report and its age in seconds."""

@@ -13,7 +13,8 @@ turns do not make requests swing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from cluster.router.accounts import DecodeAccount, RequestShape, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
@@ -21,7 +22,7 @@ from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
-from cluster.router.predicting import token_s
+from cluster.router.predicting import is_slow, token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 
@@ -33,11 +34,14 @@ MIN_GAP = 4  # requests that one worker must have more than another, and half as
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Why requests should leave a worker; empty: they should not."""
+    """Why requests should leave a worker."""
 
-    reason: str = ""
+    kind: Literal["", "stops", "short", "more", "slow"] = ""  # empty: they should not
     gap: int = 0  # by how many the other must have fewer
-    is_for_balance: bool = False
+
+    @property
+    def is_for_balance(self) -> bool:
+        return self.kind in ("more", "slow")
 
 
 class Moving:
@@ -53,48 +57,70 @@ class Moving:
         self._decode = decode
         self._health = health
         self._is_better = is_better
-        self._may_balance = may_balance
+        self.may_balance = may_balance
+        self._priorities: set[int] = set()  # of all requests so far
+
+    def note_priority(self, priority: int) -> None:
+        """A request of this one goes to some worker."""
+        self._priorities.add(priority)
+
+    def unsettled(self) -> list[str]:
+        """The workers that requests may have to leave, found without looking at all: `leaving` names nobody at any
+        other."""
+        return self._decode.unsettled(MIN_GAP)
 
     def leaving(self, name: str, requests: Mapping[str, RoutedRequest], now: float) -> list[str]:
         """Of the requests at this worker those that may leave it now, if any should: the last by priority first (of a
         worker that is about to stop the first by priority), the youngest of those before the others. For balance a
         few: it can wait, and is asked for at each report of an overloaded worker."""
         account = self._decode.accounts.get(name)
-        if account is None or len(self._decode.accounts) < 2 or not (why := self._why(account)).reason:
+        if account is None or not self._decode.may_shed(account) or not (why := self._why(account)).kind:
             return []
-        here = [requests[i] for i in reversed((*account.listed, *account.promised))]
-        here.sort(key=_priority, reverse=not account.report.draining)
-        movable = [request.shape.id for request in here if _may_move(request, name, now)]
-        return movable[:AT_ONCE] if why.is_for_balance else movable
+        ids = [*reversed(account.promised), *reversed(account.listed)]
+        if len(self._priorities) > 1:
+            ids.sort(key=lambda i: requests[i].shape.priority, reverse=not account.report.draining)
+        movable: list[str] = []
+        for request_id in ids:
+            if why.is_for_balance and len(movable) == AT_ONCE:
+                break
+            if _may_move(requests[request_id], name, now):
+                movable.append(request_id)
+        return movable
 
     def _why(self, account: DecodeAccount) -> Why:
-        name, batch = account.view.name, account.batch
         if account.report.draining:
-            return Why(f"{name} is stopping")
-        if batch > 1 and account.free_pages < batch:
-            return Why(f"{name} has {max(0, account.free_pages)} pages left for {batch} requests")
-        if not self._may_balance:
+            return Why("stops")
+        if account.is_short:
+            return Why("short")
+        if not self.may_balance:
             return Why()
+        batch = account.batch
         least, gap = self._decode.least_batch(account.view.role), max(MIN_GAP, batch // 2)
         if batch - least >= gap:
-            return Why(f"{name} computes {batch} requests, another {least}", gap, is_for_balance=True)
-        takes_s, wanted_s = token_s(account), account.tightest_s
-        if batch > 1 and takes_s > wanted_s:  # one alone is nowhere faster
-            reason = f"each token at {name} takes {takes_s * 1e3:.1f} of {wanted_s * 1e3:.1f} ms"
-            return Why(reason, is_for_balance=True)
-        return Why()
+            return Why("more", gap)
+        return Why("slow") if is_slow(account) else Why()
+
+    def _words(self, why: Why, account: DecodeAccount) -> str:
+        name, batch = account.view.name, account.batch
+        if why.kind == "stops":
+            return f"{name} is stopping"
+        if why.kind == "short":
+            return f"{name} has {max(0, account.free_pages)} pages left for {batch} requests"
+        if why.kind == "more":
+            return f"{name} computes {batch} requests, another {self._decode.least_batch(account.view.role)}"
+        return f"each token at {name} takes {token_s(account) * 1e3:.1f} of {account.tightest_s * 1e3:.1f} ms"
 
     def choose(self, request: RoutedRequest, num_tokens: int, now: float) -> tuple[DecodeAccount, Move] | None:
         """Who has pages for it now, `num_tokens` long; None: nobody, or it may stay."""
-        source = self._decode.accounts[request.decode]
-        why = self._why(source)
+        source, shape = self._decode.accounts[request.decode], request.shape
         most = AT_ONCE if source.report.draining else 1
-        if not why.reason or source.num_leaving >= most or not _may_move(request, request.decode, now):
+        if source.num_leaving >= most or not _may_move(request, request.decode, now):
             return None
-        shape = request.shape
-        grown = max(0, num_tokens - shape.prompt_len)
-        shape = replace(shape, prompt_len=num_tokens, max_tokens=max(1, shape.max_tokens - grown))
-        pages = pages_for(num_tokens + min(MOVE_ROOM_TOKENS, shape.max_tokens), source.view.page_size)
+        left = max(1, shape.max_tokens - max(0, num_tokens - shape.prompt_len))
+        pages = pages_for(num_tokens + min(MOVE_ROOM_TOKENS, left), source.view.page_size)
+        if pages > self._decode.most_free_pages or not (why := self._why(source)).kind:
+            return None
+        shape = shape.grown(num_tokens, left)
         shunned = self._health.shunned(request.past, DECODE, now, request.decode)
         shunned = {**shunned, **dict.fromkeys(request.refused_by, BARRED)}
         found = self._decode.with_pages(shape, pages, request.decode, shunned)
@@ -106,13 +132,8 @@ class Moving:
             return None
         if not source.report.draining and found.free_pages - pages <= found.batch:
             return None  # it would be short of pages itself
-        return found, Move(
-            request_id=shape.id, source=request.decode, to=found.view.name, pages=pages, reason=why.reason
-        )
-
-
-def _priority(request: RoutedRequest) -> int:
-    return request.shape.priority
+        reason = self._words(why, source)
+        return found, Move(request_id=shape.id, source=request.decode, to=found.view.name, pages=pages, reason=reason)
 
 
 def _may_move(request: RoutedRequest, name: str, now: float) -> bool:

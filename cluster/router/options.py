@@ -64,3 +64,8 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def targets_s(self) -> tuple[float, float]:
+        """TTFT and TPOT; 0: none."""
+        return self.slo_ttft_ms / 1e3, self.slo_tpot_ms / 1e3

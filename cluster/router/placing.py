@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cluster.router.accounts import DecodeAccount, Past, PrefillAccount, RequestShape, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
+from cluster.router.decisions import Seen
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
@@ -31,12 +32,16 @@ class Placed:
     decode: DecodeAccount
     words: str = ""  # that say why, beside the figures
 
-    def reason(self, shape: RequestShape) -> str:
+    def seen(self, shape: RequestShape) -> Seen:
         prefill, decode = self.prefill, self.decode
-        return (
-            f"{prefill.view.name}: {prefill.queued_tokens} prompt tokens queued, {prefill.cached_len(shape)} of "
-            f"{shape.prompt_len} cached; {decode.view.name}: {decode.free_pages} of {decode.view.total_pages} "
-            f"pages free, batch {decode.batch}{'; ' if self.words else ''}{self.words}"
+        return Seen(
+            queued_tokens=prefill.queued_tokens,
+            cached_len=prefill.cached_len(shape),
+            prompt_len=shape.prompt_len,
+            free_pages=decode.free_pages,
+            total_pages=decode.view.total_pages,
+            batch=decode.batch,
+            words=self.words,
         )
 
 
@@ -55,6 +60,9 @@ class Placing:
         self._prefill = prefill
         self._decode = decode
         self._health = health
+        self.take_options(options)
+
+    def take_options(self, options: RouterOptions) -> None:
         self._lends = options.placement == "splitwise"
         self._max_backlog_tokens = options.max_backlog_tokens
         self._target = Target(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
@@ -65,6 +73,8 @@ class Placing:
 
     def why_never(self, shape: RequestShape) -> str:
         """Why no worker that is there could ever serve it, even alone; empty if one could."""
+        if shape.pair is not None:
+            return self._why_never_there(*shape.pair)
         most = self._decode.most_tokens
         if self._decode.accounts and shape.prompt_len + shape.max_tokens > most:
             return (
@@ -76,15 +86,28 @@ class Placing:
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
 
+    def _why_never_there(self, prefill: str, decode: str) -> str:
+        for phase, name, accounts in (
+            ("prefill", prefill, list(self._prefill.accounts)),
+            ("decode", decode, list(self._decode.accounts)),
+        ):
+            if name not in accounts:
+                return f"{phase}_worker is {name!r}; of those that are ready give one of {', '.join(accounts)}"
+        return ""
+
     def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
         shape, past = request.shape, request.past
+        if shape.pair is not None:
+            return self._named(shape, *shape.pair)
         named = self._lent(request, now) if self._lends else self._predicted(request, now)
         if named is not None:
             return named
         unheard = self._unheard_since(past.died_s) if past.deaths else []
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
-        shunned = {**self._health.shunned(past, PREFILL, now), **dict.fromkeys(unheard, BARRED)}
+        shunned = self._health.shunned(past, PREFILL, now)
+        if unheard:
+            shunned = {**shunned, **dict.fromkeys(unheard, BARRED)}
         untried = self._untried(request, now)
         first: Placed | None = None
         for _ in range(MAX_TRIES):
@@ -109,13 +132,22 @@ class Placing:
         assert first is not None
         return first
 
+    def _named(self, shape: RequestShape, prefill: str, decode: str) -> Placed | Unplaced:
+        """The pair that it is for, whatever stands against that; pages they must have."""
+        reader, writer = self._prefill.accounts.get(prefill), self._decode.accounts.get(decode)
+        if reader is None or not self._prefill.fits(reader, shape):
+            return Unplaced(reason=f"{prefill} takes no new requests, or none so long")
+        if writer is None or not self._decode.has_room(writer, shape):
+            return Unplaced(reason=f"{decode} takes no new requests, or has no pages for it")
+        return Placed(prefill=reader, decode=writer, words="asked for by name")
+
     def _predicted(self, request: RoutedRequest, now: float) -> Placed | None:
         """Where its targets are kept at the least cost to others. None where there is no target or no choice between
         kinds of workers, where something stands against a placement, or too little is known."""
-        shape, past = request.shape, request.past
-        target = self.target_of(shape)
         if not self._may_predict(request):
             return None
+        shape, past = request.shape, request.past
+        target = self.target_of(shape)
         prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))
         best = best_predicted(
             shape,
@@ -131,8 +163,10 @@ class Placing:
         return Placed(prefill=best.prefill, decode=best.decode, words=words)
 
     def _may_predict(self, request: RoutedRequest) -> bool:
+        if not self._prefill.has_both:
+            return False
         target, past = self.target_of(request.shape), request.past
-        return bool(target.ttft_s or target.tpot_s) and self._prefill.has_both and not (past.avoid or past.deaths)
+        return bool(target.ttft_s or target.tpot_s) and not (past.avoid or past.deaths)
 
     def _untried(self, request: RoutedRequest, now: float) -> str:
         """One that decodes nothing, and whose steps nobody knows: nothing is predicted before they are."""
@@ -162,6 +196,8 @@ class Placing:
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""
+        if request.shape.pair is not None:
+            return None
         shunned = {**self._health.shunned(request.past, DECODE, now, request.prefill), request.prefill: BARRED}
         better = self._decode.with_pages(request.shape, request.pages, request.decode, shunned)
         if better is None or self._health.is_broken_pair(request.prefill, better.view.name, now):
@@ -174,6 +210,8 @@ class Placing:
 
     def _waits_for_its_turn(self, past: Past, unheard: Sequence[str]) -> str:
         """Why. Of one that is tried at decode only the first step there waits for others (health/isolation.py)."""
+        if not unheard and past.died_in != PREFILL:
+            return ""
         barred = {*unheard, *(self._health.isolation.triers(PREFILL) if past.died_in == PREFILL else ())}
         if not barred or len(barred) < len(self._prefill.accounts):
             return ""

@@ -57,6 +57,12 @@ class RouterPolicy:
         self._requests: dict[str, RoutedRequest] = {}
         self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
 
+    def take_options(self, options: RouterOptions) -> None:
+        """Go by these from now on: what was placed stays so."""
+        self.options = options
+        self._workers.take_options(options)
+        self._queue.set_limits(options.max_queued_requests, options.max_queued_tokens)
+
     # what is known of it
 
     @property
@@ -212,6 +218,8 @@ class RouterPolicy:
             why = placed.reason
         else:
             why = f"{len(self._queue)} requests wait before it"
+        if shape.pair is not None:
+            return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
         if not is_resent and (full := self._queue.why_full(shape.owner, shape.prompt_len)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
@@ -228,7 +236,7 @@ class RouterPolicy:
             request = self._requests[request_id]
             placed = self._place(request, now)
             if isinstance(placed, Assigned):
-                self._queue.drop(request_id)
+                self._queue.take(request_id)
                 for each in passed:
                     self._queue.on_passed(each)
                 return placed
@@ -269,6 +277,10 @@ class RouterPolicy:
             return None
         self._workers.move(request, better, now)
         return request.decode
+
+    def unsettled(self) -> list[str]:
+        """The decode workers that requests may have to leave; at all others nobody is `leaving`."""
+        return self._workers.moving.unsettled()
 
     def leaving(self, worker: str, now: float) -> list[str]:
         """Of the requests that run there, those that should be decoded elsewhere: `move` them."""
@@ -381,6 +393,10 @@ class RouterPolicy:
         request.past = replace(request.past, deaths=(), is_retried=False)
         return True
 
+    def on_generated(self, owner: str, num_tokens: int, *, priority: int = 0, weight: float = 1.0) -> None:
+        """So many tokens of an answer of this client's, which has ended: service, as prompts are."""
+        self._queue.charge(owner, priority, num_tokens / weight)
+
     def _pass(self, request: RoutedRequest) -> None:
         """It is past the place where a worker died."""
         self.health.on_passed(request)
@@ -428,12 +444,16 @@ class RouterPolicy:
         if cause == "step":
             self.health.on_failed(worker, reason, now)
             avoid = {worker}
-        elif cause == "room" or self._workers.is_stopping(peer) or self.health.is_stuck(peer):
+        elif request.shape.pair is None and (
+            cause == "room" or self._workers.is_stopping(peer) or self.health.is_stuck(peer)
+        ):
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
         elif cause == "peer":
             avoid = {request.decode}
             prefill, decode = (worker, peer) if worker == request.prefill else (peer, worker)
             self._workers.on_pair_failed(prefill, decode, reason, now)
+        if request.shape.pair is not None:
+            return GiveUp(request_id=request_id, reason=reason)
         return retry_failed(request_id, request.past, reason, frozenset(avoid), self.options.max_attempts)
 
     def on_preempted(self, request_id: str) -> Resend:
@@ -450,10 +470,10 @@ class RouterPolicy:
         placed = self._workers.placing.choose(request, now)
         if isinstance(placed, Unplaced):
             return placed
-        reason = placed.reason(shape)
+        seen = placed.seen(shape)
         prefill, decode = placed.prefill, placed.decode
         request.prefill, request.decode = prefill.view.name, decode.view.name
-        request.work = shape.prompt_len - prefill.cached_len(shape)
+        request.work = shape.prompt_len - seen.cached_len
         request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
         request.is_held = request.past.died_in == DECODE
         self._workers.take(request, placed, now)
@@ -461,7 +481,7 @@ class RouterPolicy:
             request_id=shape.id,
             prefill=request.prefill,
             decode=request.decode,
-            reason=reason,
+            seen=seen,
             is_held=request.is_held,
         )
 

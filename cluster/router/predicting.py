@@ -38,6 +38,9 @@ class Target:
         return ", ".join(said)
 
 
+NO_TARGET = Target(ttft_s=0.0, tpot_s=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Of a placement, at one worker: the time that it takes there, whether that keeps the target, and what it costs:
@@ -90,9 +93,21 @@ def best_predicted(
     return best
 
 
+def read_s(account: PrefillAccount, shape: RequestShape) -> float:
+    """When its first token would come; 0 where the costs of steps are not known."""
+    return 0.0 if account.report.costs is None else _read(account, shape, NO_TARGET, 0.0).takes_s
+
+
 def token_s(account: DecodeAccount) -> float:
     """What each token takes that is written there; 0 where its costs are not known."""
     return 0.0 if account.report.costs is None else _step_s(account, account.report.prompt_share, account.batch, 0)
+
+
+def is_slow(account: DecodeAccount) -> bool:
+    """Whether a token there takes longer than one of those wants that write there."""
+    if not account.wanted or account.batch < 2:  # one alone is nowhere faster
+        return False
+    return token_s(account) > account.tightest_s
 
 
 def is_better(shape: RequestShape, target: Target, source: DecodeAccount, to: DecodeAccount) -> bool:

@@ -5,8 +5,16 @@ would leave nobody behind. Plain data, which a router tells the controller.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 Takers = Mapping[str, Mapping[str, bool]]  # phase -> name -> whether it speaks
+
+
+class RouterStanding(NamedTuple):
+    """How a router stands with the workers."""
+
+    takers: Takers
+    ready: Mapping[str, str]  # to be sent requests: by worker, the incarnation of its process
 
 
 def alone_in(workers: Collection[str], takers: Takers) -> list[str]:

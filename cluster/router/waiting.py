@@ -1,11 +1,16 @@
 """WaitingQueue holds the requests that wait in the router: who goes next, how much may wait, when to come again.
 
-    add -> in_order -> drop: assigned, or gone
+    add -> in_order -> take: assigned
+                    -> drop: gone
 
 It places nobody and reads no clock. The lowest priority goes first. Of one priority it is first come first among those
-of one client, and clients take turns; but those that are sent again go to its front, and those of which a prefill
-worker may have died stand beside the others and wait for one that tries no other. A request for which there are no
-pages may be passed by smaller ones, so many times.
+of one client, and clients take turns: the next is of the one with the least service, in tokens of prompts that left the
+line and of answers (`charge`), each client's divided by its weight. One that comes back to the line begins no lower
+than the least of those in it (VTC: Sheng et al., OSDI 2024), so that nobody saves turns up. While two clients have
+prompts in line, what they get differs, so divided, by no more than one prompt and the answers that run of the one that
+is ahead. Those that are sent again go to the front of their priority, and those of which a prefill worker may have died
+stand beside the others and wait for one that tries no other. A request for which there are no pages may be passed by
+smaller ones, so many times.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
-Place = tuple[int, int, int]  # priority, turn and number of arrival: lower ones go first
+FRONT = float("-inf")  # the turn of one that is sent again
+Place = tuple[int, float, int]  # priority, turn and number of arrival: lower ones go first
 
 
 @dataclass(slots=True)
@@ -31,7 +37,8 @@ class Waiting:
     prompt_len: int
     owner: str
     priority: int
-    place: Place
+    weight: float
+    arrival: int  # those that are sent again: below 0, the last of them the lowest
     is_tried: bool  # it waits to be tried alone, beside the line
     passed: int = 0  # times that a smaller one went before it
 
@@ -44,6 +51,10 @@ class Waiting:
     def line(self) -> tuple[str, int]:
         return self.owner, self.priority
 
+    @property
+    def is_resent(self) -> bool:
+        return self.arrival < 0
+
 
 class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -51,6 +62,7 @@ class WaitingQueue:
         # by owner and priority, none of them empty: the next to go first
         self._lines: dict[tuple[str, int], OrderedDict[str, None]] = {}
         self._by_size: dict[tuple[int, str, int], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
+        self._served: dict[int, dict[str, float]] = {}  # by priority, while it has a line, and owner: see `charge`
         self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
         self._first = ""  # in line; empty: to be looked up
         self._passers: list[str] | None = None  # see `_smaller`; None: likewise
@@ -60,6 +72,11 @@ class WaitingQueue:
         # (when, prompt tokens computed) since somebody waits: without it workers may have been idle in between
         self._computed_s = array("d")  # when each of the last prompts was; no objects, which would outlive a flood
         self._computed_tokens = array("d")  # amid its memory, and hold on to that
+
+    def set_limits(self, max_requests: int, max_tokens: int) -> None:
+        """What waits beyond them goes on waiting."""
+        self._requests.limit = max_requests
+        self._tokens.limit = max_tokens
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -82,7 +99,7 @@ class WaitingQueue:
     @property
     def first(self) -> str:
         """The id of the next in line; empty if nobody is."""
-        if not self._first:
+        if not self._first and self._lines:
             self._first = self._first_of(self._lines.values())
         return self._first
 
@@ -118,7 +135,10 @@ class WaitingQueue:
         return min([next(iter(line)) for line in lines], key=self._place_of, default="")
 
     def _place_of(self, request_id: str) -> Place:
-        return self._waiting[request_id].place
+        """Of the first of its line, and of all that are sent again; of the others what it were if they were first."""
+        waiting = self._waiting[request_id]
+        turn = FRONT if waiting.is_resent else self._served[waiting.priority][waiting.owner]
+        return waiting.priority, turn, waiting.arrival
 
     def passed(self, request_id: str) -> int:
         """How often."""
@@ -134,34 +154,54 @@ class WaitingQueue:
         if not self._waiting:
             self._computed_s, self._computed_tokens = array("d"), array("d")
         self._arrivals += 1
-        place = self._place(shape, is_resent)
-        waiting = Waiting(shape.prompt_len, shape.owner, shape.priority, place, is_tried)
-        self._waiting[shape.id] = waiting
+        arrival = -self._arrivals if is_resent else self._arrivals
+        waiting = Waiting(shape.prompt_len, shape.owner, shape.priority, shape.weight, arrival, is_tried)
         self._requests.take(shape.owner)
         self._tokens.take(shape.owner, shape.prompt_len)
         if is_tried:
+            self._waiting[shape.id] = waiting
             self._tried[shape.id] = None
             return
+        if waiting.line not in self._lines:
+            self._lift(waiting)
+        self._waiting[shape.id] = waiting
         size = waiting.size, *waiting.line
         for ids in (self._lines.setdefault(waiting.line, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
             ids.move_to_end(shape.id, last=not is_resent)
         self._passers = None
-        if self._first and place < self._place_of(self._first):
+        if self._first and self._place_of(shape.id) < self._place_of(self._first):
             self._first = shape.id
 
-    def _place(self, shape: RequestShape, is_resent: bool) -> Place:
-        """Owners take turns, so that who has few in line does not wait for all of who has many (fair queueing, by the
-        start time: Goyal, Vin and Cheng, 1996). One that is sent again goes before all of its priority."""
-        priority, now, _ = self._place_of(first) if (first := self.first) else (shape.priority, 0, 0)
-        if priority != shape.priority:
-            same = [line for (_, of), line in self._lines.items() if of == shape.priority]
-            now = self._place_of(self._first_of(same))[1] if same else 0
-        if is_resent:
-            return shape.priority, now - 1, self._arrivals
-        own = self._lines.get((shape.owner, shape.priority))
-        turn = max(now, self._place_of(next(reversed(own)))[1] + 1) if own else now
-        return shape.priority, turn, self._arrivals
+    def _lift(self, waiting: Waiting) -> None:
+        """Its owner comes to a line: to the least service of those who are there."""
+        served = self._served.setdefault(waiting.priority, {})
+        least = self._least(waiting.priority)
+        served[waiting.owner] = max(served.get(waiting.owner, least), least)
+
+    def _least(self, priority: int) -> float:
+        served = self._served[priority]
+        first = self._waiting.get(self.first)
+        if first is not None and first.priority == priority and not first.is_resent:
+            return served[first.owner]
+        return min([served[owner] for owner, of in self._lines if of == priority], default=0.0)
+
+    def take(self, request_id: str) -> None:
+        """It is assigned: that is service, but of one that is sent again, which had it."""
+        waiting = self._waiting[request_id]
+        self.drop(request_id)
+        if not waiting.is_resent:
+            self.charge(waiting.owner, waiting.priority, waiting.prompt_len / waiting.weight)
+
+    def charge(self, owner: str, priority: int, service: float) -> None:
+        """Of an owner, in tokens by its weight. What nobody waits for takes nothing from anyone, and is not counted."""
+        served = self._served.get(priority)
+        if served is None or owner not in served:
+            return
+        served[owner] += service
+        self._passers = None
+        if self._first and self._waiting[self._first].line == (owner, priority):
+            self._first = ""
 
     def drop(self, request_id: str) -> bool:
         """Whether it waited."""
@@ -178,6 +218,8 @@ class WaitingQueue:
             self._passers = None
             if request_id == self._first:
                 self._first = ""
+            if all(priority != waiting.priority for _, priority in self._lines):
+                del self._served[waiting.priority]
         return True
 
     # how much, how long
@@ -216,8 +258,25 @@ class WaitingQueue:
         tokens_per_s = sum(self._computed_tokens) / (self._computed_s[-1] - self._computed_s[0])
         if not last:
             return self._tokens.total / max(tokens_per_s, 1.0)
-        place = self._place_of(last)
-        return sum(each.prompt_len for each in self._waiting.values() if each.place <= place) / max(tokens_per_s, 1.0)
+        return self._before(last) / max(tokens_per_s, 1.0)
+
+    def _before(self, last: str) -> int:
+        """Tokens of prompts up to this one, if all go as they stand."""
+        tried = sum(self._waiting[i].prompt_len for i in self._tried)
+        if last in self._tried:
+            return tried
+        places = {i: place for line in self._lines.values() for i, place in self._places(line)}
+        return tried + sum(self._waiting[i].prompt_len for i, place in places.items() if place <= places[last])
+
+    def _places(self, line: Iterable[str]) -> Iterator[tuple[str, Place]]:
+        """As they will be, once those before have gone."""
+        service = 0.0
+        for request_id in line:
+            waiting = self._waiting[request_id]
+            priority, turn, arrival = self._place_of(request_id)
+            yield request_id, (priority, turn + service, arrival)
+            if not waiting.is_resent:
+                service += waiting.prompt_len / waiting.weight
 
     def check_invariants(self) -> None:
         """Assert that each stands where it belongs, the line in the order of its places."""
@@ -227,7 +286,9 @@ class WaitingQueue:
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
         assert self.first == self._first_of(self._lines.values()), "the first in line is another"
         assert self._passers is None or self._passers == self._smaller(self.first), "others may pass it"
+        assert self._served.keys() == {priority for _, priority in self._lines}, "turns are kept of a line that is gone"
         for of, line in self._lines.items():
+            assert of[0] in self._served[of[1]], f"nobody counts what {of} gets"
             assert line, f"the line of {of} is empty and still there"
             assert list(line) == sorted(line, key=self._place_of), f"the line of {of} is out of order"
         for (size, owner, priority), ids in self._by_size.items():

@@ -32,11 +32,18 @@ class Workers:
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
         self.placing = Placing(self.prefill, self.decode, self.health, options)
-        may_balance = options.placement == "predicted"
+        may_balance = _may_balance(options)
         self.moving = Moving(self.decode, self.health, self.placing.is_better, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._options = options
+
+    def take_options(self, options: RouterOptions) -> None:
+        """Go by these from now on."""
+        self._options = options
+        self.decode.set_overcommit(options.overcommit)
+        self.placing.take_options(options)
+        self.moving.may_balance = _may_balance(options)
 
     # who is there
 
@@ -93,6 +100,7 @@ class Workers:
             if account is not None:
                 account.view = replace(account.view, chunk_tokens=tokens)
         self.prefill.note(name)
+        self.decode.note(name)
 
     def is_stopping(self, decode: str) -> bool:
         """It is there, and takes no new requests."""
@@ -102,18 +110,21 @@ class Workers:
     # what they say, or do not
 
     def take_report(self, name: str, report: Report, now: float) -> None:
-        if not self._is_known(name):
+        prefill, decode = self.prefill.accounts.get(name), self.decode.accounts.get(name)
+        if (known := prefill or decode) is None:
             return
-        if prefill := self.prefill.accounts.get(name):
+        has_turned = known.report.draining != report.draining
+        if prefill is not None:
             self.prefill.take_report(prefill, report)
-        if decode := self.decode.accounts.get(name):
+        if decode is not None:
             self.decode.take_report(decode, report)
         self.health.on_step_age(name, report.step_age_s, self._options.slow_step_s)
         self.health.on_loop_lag(name, report.loop_lag_s, self._peers_lag_s(name, report.loop_lag_s), now)
         for peer in report.peers:
             if peer.name in self.decode.accounts:
                 self.health.on_pair_told(name, peer)
-        self._note_absence(now)
+        if has_turned:
+            self._note_absence(now)
 
     def _peers_lag_s(self, name: str, own_s: float) -> float:
         """The middle one of its peers'; its own, if that is nothing to speak of, or if there are none."""
@@ -143,6 +154,7 @@ class Workers:
     def take(self, request: RoutedRequest, placed: Placed, now: float) -> None:
         """The request, in which the workers are noted, goes to them."""
         self.prefill.add(placed.prefill, request)
+        self.moving.note_priority(request.shape.priority)
         self._promise(placed.decode, request)
         self.health.on_placed(request, now)
 
@@ -195,7 +207,7 @@ class Workers:
     def _promise(self, to: DecodeAccount, request: RoutedRequest) -> None:
         self.decode.promise(to, request)
         if tpot_s := self.placing.target_of(request.shape).tpot_s:
-            to.tpots_s[request.shape.id] = tpot_s
+            to.want(request.shape.id, tpot_s)
         self.prefill.note(to.view.name)
 
     def _end_move(self, request: RoutedRequest) -> None:
@@ -229,3 +241,7 @@ class Workers:
                     assert (request_id in there.promised) != (request_id in there.listed), (
                         f"{request_id} has lost its pages"
                     )
+
+
+def _may_balance(options: RouterOptions) -> bool:
+    return options.placement == "predicted"

@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from worker.wire.secrets import without_passwords
+
 MAX_SHOWN_CHARS = 60
 
 
@@ -42,7 +44,7 @@ def key_path(loc: Sequence[int | str]) -> str:
 
 def show(value: object) -> str:
     """A value as it is shown in a sentence."""
-    text = repr(value)
+    text = repr(without_passwords(value)) if isinstance(value, str) else without_passwords(repr(value))
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
@@ -106,7 +108,8 @@ def _unknown_key(loc: Sequence[int | str], model: type[BaseModel]) -> str:
 def _model_at(model: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel]:
     for part in loc:
         if isinstance(part, str):
-            model = _nested(model.model_fields[part].annotation) or model
+            field = model.model_fields.get(part)  # none: a name in a mapping of models
+            model = (_nested(field.annotation) if field else None) or model
     return model
 
 
@@ -125,6 +128,7 @@ def _leaf_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
     for name, field in reversed(model.model_fields.items()):
         nested = _nested(field.annotation)
         if nested is not None:
-            is_list = typing.get_origin(field.annotation) is tuple
-            yield from _leaf_paths(nested, f"{prefix}{name}{'[]' if is_list else ''}.")
+            origin = typing.get_origin(field.annotation)
+            inside = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
+            yield from _leaf_paths(nested, f"{prefix}{name}{inside}.")
         yield name, f"{prefix}{name}"

@@ -8,8 +8,8 @@ spec.transfer.options(TransferOptions)     the object that the part itself takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -23,6 +23,7 @@ class Spec(BaseModel):
     """A part of a spec: no unknown key, never changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    changes: ClassVar[Literal["now", "rolling"]]  # while the cluster runs: a part's keys that say nothing else
 
     def knobs(self, kind: type) -> dict[str, Any]:
         """The knobs of an options class that this part has, by name, with their values."""
@@ -33,9 +34,35 @@ class Spec(BaseModel):
         return kind(**self.knobs(kind))
 
 
-def setting(default: Any, meaning: str, *, unit: str = "", **bounds: Any) -> Any:
-    """A key that only the spec has: for it the spec is the place that names default, unit, range and meaning."""
-    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **bounds)
+class Change(NamedTuple):
+    """How a key changes while the cluster runs: at once, as workers are replaced one after another, or not at all."""
+
+    how: Literal["now", "rolling", "fixed"]
+    why_fixed: str = ""
+
+
+def change_of(part: type[Spec], key: str) -> Change:
+    """What the key says of itself, else what all keys of the part do (`changes`)."""
+    extra = part.model_fields[key].json_schema_extra
+    about: Mapping[str, Any] = extra if isinstance(extra, dict) else {}
+    if why := about.get("fixed", ""):
+        return Change("fixed", why)
+    return Change(about.get("changes") or part.changes)
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    changes: Literal["", "now", "rolling"] = "",
+    fixed: str = "",
+    **bounds: Any,
+) -> Any:
+    """A key that only the spec has: for it the spec is the place that names default, unit, range, meaning, and how it
+    changes while the cluster runs."""
+    extra: Any = {"unit": unit, "changes": changes, "fixed": fixed}
+    return Field(default, description=meaning, json_schema_extra=extra, **bounds)
 
 
 def with_knobs(*options: type, scope: str = "", only: Sequence[str] = ()) -> Callable[[type[M]], type[M]]:
@@ -47,7 +74,8 @@ def with_knobs(*options: type, scope: str = "", only: Sequence[str] = ()) -> Cal
         known = {name: knob for kind in options for name, knob in knobs_of(kind).items() if knob.scope in ("", scope)}
         for knob in (known[name] for name in only or known):
             bounds: Any = knob.bounds
-            about = Field(description=knob.meaning, json_schema_extra={"unit": knob.unit}, **bounds)
+            extra: Any = {"unit": knob.unit, "changes": knob.changes, "fixed": knob.fixed}
+            about = Field(description=knob.meaning, json_schema_extra=extra, **bounds)
             keys[knob.name] = (Annotated[knob.kind, about], knob.default)
         return create_model(part.__name__, __base__=part, __module__=part.__module__, __doc__=part.__doc__, **keys)
 

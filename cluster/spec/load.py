@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from pydantic import ValidationError
 
 from cluster.spec.errors import SpecError, sentences_of, show
 from cluster.spec.model import ClusterSpec
+from cluster.spec.sources import sources_of
+from cluster.spec.variables import fill_in
 
 
 def parse_spec(data: object) -> ClusterSpec:
@@ -24,25 +27,43 @@ def parse_spec(data: object) -> ClusterSpec:
 
 
 def load_spec(path: str | Path) -> ClusterSpec:
-    """A spec from a YAML file; a relative model directory is meant from the file's folder. Raises SpecError."""
+    """A spec from a YAML file. Raises SpecError."""
+    return read_spec(path)[0]
+
+
+def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tuple[ClusterSpec, dict[str, str]]:
+    """A spec from a YAML file whose variables are filled in, and where each of its values comes from
+    (cluster/spec/sources.py). A relative model directory is meant from the file's folder. Raises SpecError."""
+    data, sources = _read(path, environ)
+    spec = parse_spec(data)
+    beside = Path(path).resolve().parent / spec.model
+    if spec.model.startswith(".") and beside.is_dir():
+        spec = spec.model_copy(update={"model": str(beside)})
+    return spec, sources
+
+
+def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:
     import yaml  # not at the top: policies and the simulator import this module without it
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), str(path))
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _refuse_repeated_keys(node, str(path))
+        if node is None:
+            return None, {}
+        origins = fill_in(loader, node, environ)
+        return loader.construct_document(node), sources_of(str(path), origins)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+    except SpecError:
+        raise
+    except ValueError as error:  # a date that is none
+        raise SpecError(f"{path} is not YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
         problem = getattr(error, "problem", None) or "it does not parse"
         raise SpecError(f"{path} is not YAML: {where}: {problem}") from None
-    spec = parse_spec(data)
-    beside = Path(path).resolve().parent / spec.model
-    if spec.model.startswith(".") and beside.is_dir():
-        return spec.model_copy(update={"model": str(beside)})
-    return spec
 
 
 def _refuse_repeated_keys(node: Any, path: str) -> None:

@@ -21,6 +21,7 @@ from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
 from cluster.spec.pool import TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
 from cluster.spec.tls import FilePath, MemberTls, RouterTls
+from cluster.usage.options import OFF, Prices, UsageOptions
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.roles import PHASES, ROLES
@@ -29,37 +30,81 @@ from worker.wire.tls import why_open
 Name = Annotated[str, Field(min_length=1)]
 MAX_PORT = 65_535
 USUAL_HTTP_PORT = 8000  # vLLM's
+LISTENED = "routers listen by it from their start"
+Price = Annotated[float, Field(ge=0, description="of a million tokens")]
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-@with_knobs(RouterOptions, FrontOptions)
+class PricesSpec(Spec):
+    changes = "now"
+
+    currency: Annotated[str, Field(min_length=1, max_length=8)]
+    prompt: Price
+    cached: Price
+    generated: Price
+
+    @property
+    def prices(self) -> Prices:
+        return Prices(**self.model_dump())
+
+
+@with_knobs(RouterOptions, FrontOptions, UsageOptions)
 class RouterSpec(Spec):
-    replicas: int = setting(1, "how many", unit="routers", ge=1, le=64)
-    host: str = setting("auto", "address to listen on; auto: 127.0.0.1, or with `--address` this node's own")
-    port: Port = setting(50051, "router i listens on port + i; 0: any free ones")
+    changes = "now"
+
+    replicas: int = setting(1, "how many", unit="routers", ge=1, le=64, fixed="clients know them by their ports")
+    host: str = setting(
+        "auto", "address to listen on; auto: 127.0.0.1, or with `--address` this node's own", fixed=LISTENED
+    )
+    port: Port = setting(50051, "router i listens on port + i; 0: any free ones", fixed=LISTENED)
     metrics_port: Port | None = setting(
-        None, "router i serves `/metrics` on this + i, on `host`; 0: any free ones; null: not at all"
+        None,
+        "router i serves `/metrics` on this + i, on `host`; 0: any free ones; null: not at all",
+        fixed=LISTENED,
     )
     http_port: Port | Literal["auto"] | None = setting(
         "auto",
         "router i serves OpenAI's API and `/metrics` on this + i, on `host`; 0: any free ones; null: not at all; auto: "
         "on loopback 8000 + i, or any free one where that is taken or `port` is 0, and elsewhere not at all",
+        fixed=LISTENED,
     )
     auth: bool = setting(
-        True, "clients send a token; false: everyone may call, on loopback or with `tls.client_ca` only"
+        True,
+        "clients send a token; false: everyone may call, on loopback or with `tls.client_ca` only",
+        fixed=LISTENED,
     )
     tokens_file: FilePath | None = setting(
         None, "named tokens on the router's node, `name:token` a line, followed as they change; null: `up` makes one"
     )
     tls: RouterTls | None = setting(
-        None, "of the public port, `{cert: FILE, key: FILE}`, for mTLS with `client_ca`; see [security.md](security.md)"
+        None,
+        "of the public port, `{cert: FILE, key: FILE}`, for mTLS with `client_ca`; see [security.md](security.md)",
+        fixed="routers hold the paths; new contents of the files are taken as they come",
     )
-    reflection: bool = setting(True, "says which services there are; with a token, like any other call")
+    reflection: bool = setting(True, "says which services there are; with a token, like any other call", fixed=LISTENED)
     drain_s: Seconds = setting(5.0, "how long running requests may take to end when the cluster is stopped", unit="s")
     resources: dict[str, float] = setting(
-        {}, "that place a router; none: where `kvrelay up` runs", unit="Ray resources"
+        {},
+        "that place a router; none: where `kvrelay up` runs",
+        unit="Ray resources",
+        fixed="routers stay where they were placed",
     )
+    prices: PricesSpec | None = setting(
+        None,
+        "that `kvrelay usage` shows costs by, `{currency, prompt, cached, generated}`, of a million tokens each, all "
+        "four; null: none",
+    )
+
+    @field_validator("usage_db", mode="before", check_fields=False)
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        return OFF if value is False else value  # what YAML makes of it
+
+    @field_validator("usage_db", mode="after", check_fields=False)
+    @classmethod
+    def _no_url(cls, value: str | None) -> str | None:
+        return UsageOptions(usage_db=value).usage_db
 
     def why_open(self, host: str) -> str:
         return why_open(host, auth=self.auth, tls=self.tls.files if self.tls else None)
@@ -67,6 +112,8 @@ class RouterSpec(Spec):
 
 @with_knobs(TransferOptions)
 class TransferSpec(Spec):
+    changes = "rolling"
+
     @field_validator("nccl", mode="before", check_fields=False)
     @classmethod
     def _only_nccl(cls, value: object) -> object:
@@ -90,19 +137,32 @@ class TransferSpec(Spec):
 
 @with_knobs(EngineOptions, scope="cluster")
 class ClusterSpec(Spec):
+    changes = "now"
+
     if TYPE_CHECKING:  # those of the engine's knobs that others look at
         dtype: str
         page_size: int
         max_model_len: int | None
 
-    name: str = setting("kvrelay", "of the cluster: `a-z`, `0-9` and `-`, at most 40; what `kvrelay down` takes")
-    model: Name = setting(
-        ..., "a Hugging Face directory or hub id. `./x` is meant from the spec's folder if it is there, else from yours"
+    name: str = setting(
+        "kvrelay",
+        "of the cluster: `a-z`, `0-9` and `-`, at most 40; what `kvrelay down` takes",
+        fixed="it is the cluster's name",
     )
-    served_model_name: str | None = setting(None, "what requests may call it; null: the directory's name or the hub id")
+    model: Name = setting(
+        ...,
+        "a Hugging Face directory or hub id. `./x` is meant from the spec's folder if it is there, else from yours",
+        fixed="requests that run could not move from one model to another",
+    )
+    served_model_name: str | None = setting(
+        None, "what requests may call it; null: the directory's name or the hub id", fixed="clients know it"
+    )
     ready_timeout_s: Seconds = setting(600.0, "how long `up` waits until all are ready", unit="s")
     liveness_timeout_s: Seconds = setting(
-        10.0, "a worker or router whose process or event loop stands still for so long is killed and replaced", unit="s"
+        10.0,
+        "a worker or router whose process or event loop stands still for so long is killed and replaced",
+        unit="s",
+        fixed="every process is started with it",
     )
     router: RouterSpec = setting(RouterSpec(), "see *Router keys*")
     pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)] = setting(
@@ -112,6 +172,7 @@ class ClusterSpec(Spec):
     tls: MemberTls | None = setting(
         None,
         "between all processes, `{cert: FILE, key: FILE, ca: FILE}` on every node; see [security.md](security.md)",
+        fixed="every process holds the paths; new contents of the files are taken as they come",
     )
 
     replan: Literal["off", "advise", "act"] = setting(

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, field_validator
 
+from cluster.spec.assumed import Assumed
 from cluster.spec.knobs import Spec, setting, with_knobs
 from engine.knobs import knobs_of
-from engine.options import EngineOptions
+from engine.options import AS_IT_IS, EngineOptions
 from worker.options import WorkerOptions
 from worker.roles import ROLES
 
@@ -55,16 +56,18 @@ def _some_role(value: object) -> object:
 
 @with_knobs(EngineOptions, *(kind.load_options() for kind in ROLES.values()), WorkerOptions, scope="pool")
 class PoolSpec(Spec):
+    changes = "rolling"
+
     if TYPE_CHECKING:  # those of the engine's knobs that are looked at here
         attention: str
         kv_dtype: str
         tensor_parallel: int
 
-    name: str = setting("", "of its workers: NAME-0, NAME-1; empty: the role")
+    name: str = setting("", "of its workers: NAME-0, NAME-1; empty: the role", changes="now")
     role: Annotated[str, BeforeValidator(_some_role)] = setting(
         ..., "what its workers do: " + " or ".join(f"`{role}`" for role in ROLES)
     )
-    replicas: int = setting(1, "how many", unit="workers", ge=1, le=4096)
+    replicas: int = setting(1, "how many", unit="workers", ge=1, le=4096, changes="now")
 
     threads: int | Literal["auto"] = setting(
         "auto",
@@ -88,13 +91,16 @@ class PoolSpec(Spec):
         "auto",
         "`cpu` or `cuda`, the same for all pools; auto: cuda where `num_gpus` is above 0, or where `kvrelay up` runs "
         "beside a GPU with a CUDA torch; see [gpu.md](gpu.md)",
+        fixed=AS_IT_IS,
     )
     gpu_memory_utilization: float | Literal["auto"] = setting(
         "auto",
         "of the GPU's memory for all that one worker holds there; auto: 0.9 of its `num_gpus`",
         unit="share",
     )
-    pipeline_parallel: int = setting(1, "read, because a planner writes it; only 1 is served", unit="stages")
+    pipeline_parallel: int = setting(
+        1, "read, because a planner writes it; only 1 is served", unit="stages", fixed=AS_IT_IS
+    )
 
     num_cpus: float = setting(
         1.0,
@@ -107,10 +113,17 @@ class PoolSpec(Spec):
         "that Ray sets aside for each worker, at most 1 (for a spec that is read: one for each of its ranks); 0.5: two "
         "workers share one; 0 with device cuda: the GPUs shared out, with `--address` one each",
         unit="GPUs",
+        fixed="Ray has set them aside",
         ge=0,
     )
     resources: dict[str, float] = setting(
         {}, "that Ray sets aside for each worker, such as `{prefill_host: 1}`", unit="Ray resources"
+    )
+
+    assumed: Assumed | None = setting(
+        None,
+        "what a plan went by for one worker, which it wrote: `prompt_tokens`, `prefill_s`, `decode_s`, `transfer_s`, "
+        "`error`; `kvrelay doctor` holds workers against it",
     )
 
     @field_validator("tensor_parallel", "pipeline_parallel", mode="before", check_fields=False)

@@ -18,7 +18,7 @@ import torch
 from engine.attention.base import StepMeta, build_meta
 from engine.gpu.graphs import DecodeGraphs
 from engine.gpu.staging import Uploader, stage
-from engine.pending import PendingStep
+from engine.pending import PendingStep, WantedRows
 from engine.sampling.device import SamplingPlan, draw, sampled_tokens
 from engine.types import PENDING, Chunk, SampledToken, Step
 
@@ -60,13 +60,8 @@ class GpuSteps:
 
     def begin(self, step: Step) -> PendingStep:
         """Queue the step. Raises KeyError when a PENDING token is not the last step's to draw."""
-        rows, row = [], -1
-        for chunk in step.chunks:
-            row += len(chunk.token_ids)
-            if chunk.sample is not None:
-                rows.append(row)
-        asked = [(chunk.request_id, chunk.sample) for chunk in step.chunks if chunk.sample is not None]
-        plan = SamplingPlan.of([request_id for request_id, _ in asked], [spec for _, spec in asked])
+        wanted = WantedRows.of(step.chunks)
+        plan = SamplingPlan.of(wanted.request_ids, wanted.specs)
         beside = dict(plan.arrays)
         chunks, source = self._sources(step.chunks)
         if source is not None:
@@ -74,14 +69,14 @@ class GpuSteps:
         if self._takes_graph(step):
             logits, placed = self._replay(chunks, beside)
         else:
-            beside["rows"] = np.array(rows, np.int64)
+            beside["rows"] = np.array(wanted.rows, np.int64)
             logits, placed = self._run(chunks, beside, step.on_layer)
         return self._draw(logits, plan, placed)
 
     def _takes_graph(self, step: Step) -> bool:
         if self.graphs is None or step.on_layer is not None:
             return False
-        if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in step.chunks):
+        if any(len(chunk.token_ids) != 1 or chunk.sample is None or chunk.scores for chunk in step.chunks):
             return False
         return self.graphs.size_for(len(step.chunks)) is not None
 

@@ -56,10 +56,12 @@ def page_hashes(
     `parent` continues a chain: the hash of the page before the first token given, or a chain_root.
     """
     hashes: list[PageHash] = []
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, salt=salt[:16])
-        digest.update(array("I", token_ids[start : start + page_size]).tobytes())
-        parent = digest.digest()
+    tokens = array("I", token_ids)
+    content, size = tokens.tobytes(), page_size * tokens.itemsize
+    for start in range(0, len(content) - size + 1, size):
+        parent = hashlib.blake2b(
+            parent + content[start : start + size], digest_size=HASH_BYTES, salt=salt[:16]
+        ).digest()
         hashes.append(parent)
     return hashes
 

@@ -54,9 +54,9 @@ class SamplingPlan:
     request_ids: Sequence[str]
     has_random: bool
     has_sorted: bool
-    has_penalties: bool
-    has_bans: bool
+    has_edits: bool
     logprobs: tuple[int | None, ...]
+    is_given: tuple[bool, ...]
 
     @classmethod
     def of(cls, request_ids: Sequence[str], specs: Sequence[SampleSpec]) -> SamplingPlan:
@@ -81,18 +81,18 @@ class SamplingPlan:
                 "top_k": np.array([p.top_k or np.iinfo(np.int64).max for p in chosen], np.int64),
                 "top_p": np.array([p.top_p if p.top_p < 1.0 else np.inf for p in chosen], np.float64),
             }
-        penalties = _penalties(specs)
-        bans = [(row, token) for row, spec in enumerate(specs) for token in spec.banned_ids]
-        if bans:
-            arrays["bans"] = np.array(bans, np.int64)
+        edits = _penalties(specs) | _choices(specs)
+        given = [(row, spec.given_id) for row, spec in enumerate(specs) if spec.given_id is not None]
+        if given:
+            arrays["given"] = np.array(given, np.int64)
         return cls(
-            arrays=arrays | penalties,
+            arrays=arrays | edits,
             request_ids=request_ids,
             has_random=bool(random),
             has_sorted=bool(ordered),
-            has_penalties=bool(penalties),
-            has_bans=bool(bans),
+            has_edits=bool(edits),
             logprobs=tuple(p.logprobs for p in params),
+            is_given=tuple(spec.given_id is not None for spec in specs),
         )
 
 
@@ -120,6 +120,23 @@ def _penalties(specs: Sequence[SampleSpec]) -> Arrays:
     return arrays
 
 
+def _choices(specs: Sequence[SampleSpec]) -> Arrays:
+    """(row, id) pairs of what is likelier or less so, of what alone may be drawn, and of what may not."""
+    biases = [(row, token, bias) for row, spec in enumerate(specs) for token, bias in spec.params.logit_bias]
+    allowed = [(row, token) for row, spec in enumerate(specs) for token in spec.params.allowed_token_ids]
+    bans = [(row, token) for row, spec in enumerate(specs) for token in spec.banned_ids]
+    arrays: Arrays = {}
+    if biases:
+        arrays["biased"] = np.array([(row, token) for row, token, _ in biases], np.int64)
+        arrays["bias"] = np.array([bias for _, _, bias in biases], np.float32)
+    if allowed:
+        arrays["allowed"] = np.array(allowed, np.int64)
+        arrays["narrowed_rows"] = np.unique(arrays["allowed"][:, 0])
+    if bans:
+        arrays["bans"] = np.array(bans, np.int64)
+    return arrays
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """On the device. `logprob` and `top_*` are None where no row asks."""
@@ -138,7 +155,7 @@ class Drawn:
 def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
     """Queue the whole draw; `placed` holds the plan's arrays on the logits' device."""
     raw_RV = logits_RV.float()
-    scores_RV = _penalised(raw_RV, placed) if plan.has_penalties or plan.has_bans else raw_RV
+    scores_RV = _edited(raw_RV, placed) if plan.has_edits else raw_RV
     best_R = scores_RV.argmax(dim=-1)  # NaN counts as the largest, the lowest id wins a tie
     top_R = scores_RV.gather(1, best_R[:, None]).squeeze(1)
     ids_R = best_R
@@ -147,21 +164,35 @@ def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch
         everyone = rows.shape[0] == logits_RV.shape[0]
         chosen = _random(scores_RV if everyone else scores_RV[rows], top_R[rows], best_R[rows], placed)
         ids_R = chosen if everyone else best_R.index_copy(0, rows, chosen)
+    if "given" in placed:
+        rows, given = placed["given"].unbind(1)
+        ids_R = ids_R.index_copy(0, rows, given)
     drawn = Drawn(ids_R, torch.isfinite(top_R))
     asked = [count for count in plan.logprobs if count is not None]
     return drawn if not asked else _with_logprobs(raw_RV, drawn, max(asked))
 
 
-def _penalised(raw_RV: torch.Tensor, placed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _edited(raw_RV: torch.Tensor, placed: Mapping[str, torch.Tensor]) -> torch.Tensor:
     scores_RV = raw_RV.clone()
+    if "biased" in placed:
+        scores_RV.index_put_(placed["biased"].unbind(1), placed["bias"], accumulate=True)
     if "repeated" in placed:
         at = placed["repeated"].unbind(1)
         values, factor = scores_RV[at], placed["factor"]
         scores_RV.index_put_(at, torch.where(values < 0, values * factor, values / factor))
     if "produced" in placed:
         scores_RV.index_put_(placed["produced"].unbind(1), -placed["subtract"], accumulate=True)
+    if "allowed" in placed:
+        at = placed["allowed"].unbind(1)
+        kept = scores_RV[at]
+        scores_RV.index_fill_(0, placed["narrowed_rows"], float("-inf"))
+        scores_RV.index_put_(at, kept)
     if "bans" in placed:
-        scores_RV.index_put_(placed["bans"].unbind(1), scores_RV.new_full((), float("-inf")))
+        at = placed["bans"].unbind(1)
+        kept = scores_RV[at]
+        scores_RV.index_put_(at, scores_RV.new_full((), float("-inf")))
+        has_none_R = scores_RV.amax(dim=-1) == float("-inf")
+        scores_RV.index_put_(at, torch.where(has_none_R[at[0]], kept, float("-inf")))
     return scores_RV
 
 
@@ -221,17 +252,19 @@ def sampled_tokens(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[Sam
     return [
         SampledToken(request_id=request_id, token_id=-1, error=error)
         if not is_finite[row]
-        else _token(request_id, ids[row], row, plan.logprobs[row], host)
+        else _token(request_id, ids[row], row, plan, host)
         for row, request_id in enumerate(plan.request_ids)
     ]
 
 
-def _token(request_id: str, token_id: int, row: int, count: int | None, host: Sequence[torch.Tensor]) -> SampledToken:
-    if count is None:
+def _token(request_id: str, token_id: int, row: int, plan: SamplingPlan, host: Sequence[torch.Tensor]) -> SampledToken:
+    if (count := plan.logprobs[row]) is None:
         return SampledToken(request_id=request_id, token_id=token_id)
     top: tuple[TokenLogprob, ...] = ()
     if count:
         pairs = zip(host[3][row, :count].tolist(), host[4][row, :count].tolist(), strict=True)
         top = tuple(TokenLogprob(token_id=i, logprob=p) for i, p in pairs)
     chosen = TokenLogprob(token_id=token_id, logprob=float(host[2][row]))
-    return SampledToken(request_id=request_id, token_id=token_id, logprob=chosen, top_logprobs=top)
+    return SampledToken(
+        request_id=request_id, token_id=token_id, logprob=chosen, top_logprobs=top, is_given=plan.is_given[row]
+    )

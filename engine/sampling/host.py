@@ -1,7 +1,7 @@
 """sampled_tokens() turns the logits of a step into one token for each row. It keeps no state.
 
-Order of application: penalties (repetition, frequency, presence), banned ids, temperature, top-k, top-p, min-p, draw.
-Temperature 0 takes the likeliest token after penalties and bans; the lowest id wins a tie.
+Order of application: logit bias, penalties (repetition, frequency, presence), what may not be drawn, temperature,
+top-k, top-p, min-p, draw. Temperature 0 takes the likeliest token that is left; the lowest id wins a tie.
 
 Every row is worked alone, by numpy in one thread, so its token does not depend on the other rows, their number or
 order, or the number of threads: the same logits give the same token, bit for bit. The draw is the inverse of the
@@ -56,8 +56,14 @@ def sampled_tokens(
         failed = {row: SampledToken(request_id=request_ids[row], token_id=-1, error=str(error)) for row in error.rows}
         return [(tokens | failed)[row] for row in range(len(specs))]
     return [
-        SampledToken(request_id=request_id, token_id=token_id, logprob=logprob, top_logprobs=top)
-        for request_id, (token_id, logprob, top) in zip(request_ids, drawn, strict=True)
+        SampledToken(
+            request_id=request_id,
+            token_id=token_id,
+            logprob=logprob,
+            top_logprobs=top,
+            is_given=spec.given_id is not None,
+        )
+        for request_id, spec, (token_id, logprob, top) in zip(request_ids, specs, drawn, strict=True)
     ]
 
 
@@ -76,9 +82,15 @@ def sample(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
     return _collect([_sample_row(row_V, spec) for row_V, spec in zip(rows_RV, specs, strict=True)])
 
 
+def is_edited(spec: SampleSpec) -> bool:
+    """Whether anything is changed of the logits before the temperature."""
+    params = spec.params
+    return bool(params.has_penalties or params.logit_bias or params.allowed_token_ids or spec.banned_ids)
+
+
 def _is_plain_greedy(spec: SampleSpec) -> bool:
     params = spec.params
-    return params.is_greedy and not params.has_penalties and params.logprobs is None and not spec.banned_ids
+    return params.is_greedy and params.logprobs is None and not is_edited(spec)
 
 
 def _argmax_on_device(logits_RV: torch.Tensor) -> list[Sampled]:
@@ -99,33 +111,51 @@ def _collect(sampled: list[Sampled | None]) -> list[Sampled]:
 def _sample_row(raw_V: _F32, spec: SampleSpec) -> Sampled | None:
     """None when no token can be drawn."""
     params = spec.params
-    logits_V = _with_bans(_with_penalties(raw_V, spec), spec.banned_ids)
+    logits_V = _edited(raw_V, spec) if is_edited(spec) else raw_V
     best = int(logits_V.argmax())  # NaN counts as the largest, so one look at the winner judges the whole row
     if not np.isfinite(logits_V[best]):
         return None
-    token_id = best if params.is_greedy else _draw(logits_V, float(logits_V[best]), spec)
+    if spec.given_id is not None:
+        token_id = spec.given_id
+    else:
+        token_id = best if params.is_greedy else _draw(logits_V, float(logits_V[best]), spec)
     if params.logprobs is None:
         return token_id, None, ()
     return _with_logprobs(raw_V, token_id, params.logprobs)
 
 
-def _with_penalties(logits_V: _F32, spec: SampleSpec) -> _F32:
-    """A copy with penalties, or the same array where there are none.
+def _edited(raw_V: _F32, spec: SampleSpec) -> _F32:
+    """A copy with bias and penalties, and -inf for what may not be drawn; bans that leave nothing do not hold."""
+    params, logits_V = spec.params, raw_V.copy()
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits_V[list(ids)] += np.array(biases, np.float32)
+    _penalise(logits_V, spec)
+    if params.allowed_token_ids:
+        allowed = list(params.allowed_token_ids)
+        kept = logits_V[allowed]
+        logits_V.fill(-np.inf)
+        logits_V[allowed] = kept
+    if spec.banned_ids:
+        banned = list(spec.banned_ids)
+        kept = logits_V[banned]
+        logits_V[banned] = -np.inf
+        if logits_V.max() == -np.inf:
+            logits_V[banned] = kept
+    return logits_V
 
-    Repetition divides positive logits and multiplies negative ones, for ids of the prompt and of the output (CTRL,
+
+def _penalise(logits_V: _F32, spec: SampleSpec) -> None:
+    """Repetition divides positive logits and multiplies negative ones, for ids of the prompt and of the output (CTRL,
     Keskar et al., 2019, as Hugging Face and vLLM do); frequency and presence are subtracted, for ids of the output.
     """
     params = spec.params
-    if not params.has_penalties:
-        return logits_V
-    penalised_V = logits_V.copy()
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([_as_ids(spec.prompt_ids), _as_ids(spec.output_ids)]))
-        values = penalised_V[seen]
+        values = logits_V[seen]
         penalty = np.float32(params.repetition_penalty)
-        penalised_V[seen] = np.where(values < 0, values * penalty, values / penalty)
-    _subtract_output_penalties(penalised_V, params, spec.output_ids)
-    return penalised_V
+        logits_V[seen] = np.where(values < 0, values * penalty, values / penalty)
+    _subtract_output_penalties(logits_V, params, spec.output_ids)
 
 
 def _subtract_output_penalties(logits_V: _F32, params: SamplingParams, output_ids: Sequence[int]) -> None:
@@ -137,14 +167,6 @@ def _subtract_output_penalties(logits_V: _F32, params: SamplingParams, output_id
 
 def _as_ids(token_ids: Sequence[int]) -> _Ids:
     return np.asarray(token_ids, dtype=np.intp)
-
-
-def _with_bans(logits_V: _F32, banned_ids: tuple[int, ...]) -> _F32:
-    if not banned_ids:
-        return logits_V
-    allowed_V = logits_V.copy()
-    allowed_V[list(banned_ids)] = -np.inf
-    return allowed_V
 
 
 def _draw(logits_V: _F32, top: float, spec: SampleSpec) -> int:

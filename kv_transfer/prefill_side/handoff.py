@@ -34,6 +34,7 @@ from kv_transfer.plan import layer_groups
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError, HandoffFailed, HandoffLost
 from kv_transfer.prefill_side.pair_terms import Pair, PairTerms
 from kv_transfer.prefill_side.segments import Flow, Grant, ReadyPages, SegmentToSend, SentSegment, segments_of
+from kv_transfer.prefill_side.trail import Trail
 from kvrelay.v1 import generate_pb2, worker_pb2
 
 
@@ -52,6 +53,7 @@ class Handoff:
         """`on_stalled(reason)`: pages must be waited for. `forget()`: the peer's messages concern it no more."""
         self.lease_id = lease_id
         self.flow = Flow()
+        self.trail = Trail()
         self._pair = pair
         self._terms = terms
         self._on_stalled = on_stalled
@@ -178,6 +180,7 @@ class Handoff:
         await self.moved()
         self.is_in_doubt = True
         commit.segments = len(self._sent)
+        self.trail.committed_ns = self.trail.committed_ns or time.monotonic_ns()
         self._pair.write(commit=commit)
         limit_s = self._terms.answer_timeout_s
         try:
@@ -215,7 +218,7 @@ class Handoff:
     # --- what the peer says, in the event loop ---
 
     def on_granted(self, grant: Grant) -> None:
-        self.was_answered = True
+        self.was_answered, self.trail.granted_ns = True, time.monotonic_ns()
         with self._ready_lock:
             if not self._granted.done():
                 self._granted.set_result(grant)
@@ -244,11 +247,12 @@ class Handoff:
         self._fail(error)
 
     def on_receipt(self, receipt: worker_pb2.Receipt) -> None:
-        self.is_in_doubt = False
+        self.is_in_doubt, self.trail.answered_ns = False, time.monotonic_ns()
         if not self._answer.done():
             self._answer.set_result(receipt)
 
     def on_sent(self, sent: SentSegment) -> None:
         self._sent.append(sent.segment)
+        self.trail.on_sent(sent)
         self._bytes_sent += sent.nbytes
         self._transfer_s += sent.transfer_s

@@ -164,13 +164,14 @@ def summarise(
         result["slos_ms"] = {name: limit_s * 1000.0 for name, limit_s in slos_s.items()}
         result["request_goodput"] = within / duration_s
         result["attainment"] = within / len(outcomes) if outcomes else math.nan
-    result["latency_ms"] = {name: _statistics(_values_s(name, good), percentiles) for name in metrics}
+    result["latency_ms"] = {name: _statistics(values_s(name, good), percentiles) for name in metrics}
     result["handoff"] = _handoff(good, percentiles)
     result["phases_ms"] = _phases(good)
     return result
 
 
-def _values_s(metric: str, good: Sequence[Outcome]) -> list[float]:
+def values_s(metric: str, good: Sequence[Outcome]) -> list[float]:
+    """Of those that succeeded."""
     if metric == "itl":
         return [gap for outcome in good for gap in outcome.itls_s]
     if metric == "tpot":

@@ -16,7 +16,8 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
     yield _totals(summary)
     if summary["completed"]:
         yield _latency(summary["latency_ms"])
-        yield _handoff(summary["handoff"], summary["completed"])
+        if summary["handoff"]["receipts_good"] or summary["handoff"]["receipts_bad"]:
+            yield _handoff(summary["handoff"], summary["completed"])
     if summary["phases_ms"]:
         yield _phases(summary["phases_ms"])
     if summary["errors"]:

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kvrelay.bench.machine import about
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.workload import WorkloadError
@@ -38,6 +39,7 @@ def make_directory(path: Path) -> None:
 def save(directory: Path, result: dict[str, Any], outcomes: Sequence[Outcome]) -> Path:
     """Named as `vllm bench serve` names its results; every request is in it, with the times of its tokens."""
     when = datetime.now()
+    result = about() | result
     model = str(result["model"]).rsplit("/", 1)[-1] or "model"
     path = directory / f"{result['settings']['request_rate']}qps-{model}-{when:%Y%m%d-%H%M%S}.json"
     requests = [
@@ -55,4 +57,12 @@ def save(directory: Path, result: dict[str, Any], outcomes: Sequence[Outcome]) -
         for outcome in outcomes
     ]
     path.write_text(json.dumps(result | {"date": when.isoformat(timespec="seconds"), "requests_detail": requests}))
+    return path
+
+
+def save_series(directory: Path, result: dict[str, Any]) -> Path:
+    """Of kvrelay.bench.series.comparing."""
+    model = str(result["sides"][0]["model"]).rsplit("/", 1)[-1] or "model"
+    path = directory / f"series-{model}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(result))
     return path

@@ -27,13 +27,15 @@ AS_IT_COMES = PlayOptions()
 TimedShapes = list[tuple[Shape, float]]
 
 
-def _connected(target: str | OpenAITarget, access: Access) -> AsyncClient | OpenAIBackend:
+def connected(target: str | OpenAITarget, access: Access) -> AsyncClient | OpenAIBackend:
+    """To be entered."""
     if isinstance(target, OpenAITarget):
         return OpenAIBackend(target)
     return AsyncClient(target, token=access.token, tls=access.tls)
 
 
-def _check(playing: PlayOptions) -> None:
+def check(playing: PlayOptions) -> None:
+    """Raises WorkloadError."""
     if playing.num_warmups < 0:
         raise WorkloadError(f"--num-warmups is {playing.num_warmups}; give 0 or more")
     if playing.max_concurrency is not None and playing.max_concurrency < 1:
@@ -96,9 +98,9 @@ async def run(
     `watch(number of requests)` is entered while they are played, after the warm-ups; what it yields is told each
     outcome. Raises WorkloadError, and KvrelayError if the router cannot be asked at all.
     """
-    _check(playing)
+    check(playing)
     timed = timed_shapes(options)
-    async with _connected(target, access) as client:
+    async with connected(target, access) as client:
         model = await client.model_info()
         check_lengths([shape for shape, _ in timed], model.max_model_len)
         warmups, requests = drawn(options, playing, model, timed)

@@ -1,5 +1,5 @@
 """The suite plays cells round after round until so many faults are made or the time is over. It knows no flags and no
-tables: the command is kvrelay/cli/chaos.py, the tables report.py. What a round broke is judged in judging.py.
+tables: the command is kvrelay/cli/measuring/chaos.py, the tables report.py. What a round broke is judged in judging.py.
 
     for each shape of cluster, rare cells first: start -> learn the answers -> rounds -> stop
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, INTERRUPTED, USAGE
+from kvrelay.client import known_clusters
 from kvrelay.client.access import TLS_VARIABLES, Access, token_in
 from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient, Client
 from kvrelay.client.types import KvrelayError
@@ -66,6 +67,12 @@ class Router(Entrance):
 
     def client(self) -> Client:
         return self.client_of(self.endpoint)
+
+    def endpoints(self) -> list[str]:
+        """It, and the other routers of its cluster that are known here."""
+        known = known_clusters.at(self.endpoint)
+        others = known.endpoints if known else ()
+        return [self.endpoint, *(each for each in others if each != known_clusters.noted(self.endpoint))]
 
     def async_client(self) -> AsyncClient:
         access = self.access()

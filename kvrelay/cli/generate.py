@@ -53,9 +53,13 @@ class Sampling:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
     min_tokens: Annotated[int | None, typer.Option(help="Do not end before this many tokens.")] = None
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities, and the N likeliest.")] = None
+    prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: likewise of the prompt's tokens.")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and output; 1 is off.")] = None
     presence_penalty: Annotated[float | None, typer.Option(help="Over output; 0 is off.")] = None
     frequency_penalty: Annotated[float | None, typer.Option(help="Over output, for each time; 0 is off.")] = None
+    logit_bias: Annotated[str | None, typer.Option(help="Added to logits, by token id, such as 7:-100,8:2.5.")] = None
+    allowed_token_ids: Annotated[str | None, typer.Option(help="Draw none but these, such as 7,8.")] = None
+    bad_words: Annotated[list[str] | None, typer.Option(help="Never in the output; may be repeated.")] = None
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
 
@@ -71,6 +75,10 @@ class Sampling:
         given: dict[str, Any] = dataclasses.asdict(self) | {"ignore_eos": self.ignore_eos or None}
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _ids("--stop-token-ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = _ids("--allowed-token-ids", self.allowed_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _biases(self.logit_bias)
         chosen: Any = {key: value for key, value in given.items() if value not in (None, [])}
         return cast(GenerateOptions, chosen)
 
@@ -152,6 +160,15 @@ def _ids(flag: str, text: str) -> list[int]:
         ) from None
 
 
+def _biases(text: str) -> dict[int, float]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(token_id): float(bias) for token_id, bias in pairs}
+    except ValueError:
+        why = f"--logit-bias is {text!r}; give id:bias joined by commas, such as 7:-100,8:2.5"
+        raise KvrelayError("INVALID_ARGUMENT", why) from None
+
+
 def _write(text: str) -> None:
     """To stdout at once. A terminal that cannot show a character gets a question mark, not a stack trace."""
     encoding = sys.stdout.encoding or "utf-8"
@@ -204,6 +221,8 @@ def _as_object(stream: Stream) -> dict[str, Any]:
         result["stop_string"] = answer.choices[0].stop_string
     if answer.choices and answer.choices[0].logprobs:
         result["logprobs"] = [_plain(position) for position in answer.choices[0].logprobs]
+    if answer.prompt_logprobs:
+        result["prompt_logprobs"] = [_plain(position) for position in answer.prompt_logprobs]
     if len(answer.choices) > 1:
         result["choices"] = [_plain(choice) for choice in answer.choices]
     return result

@@ -14,12 +14,13 @@ import typer
 
 from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
+PROGRAM = "kvrelay"
+
 app = typer.Typer(
-    name="kvrelay",
+    name=PROGRAM,
     help="Serve a language model from a prefill pool and a decode pool: Ray places, gRPC streams, the KV cache is "
     "relayed between them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -41,21 +42,31 @@ def _options(
 
 
 def _register() -> None:
-    from kvrelay.cli import bench, calibrate, chaos, chat, generate, make_model, plan, simulate, verify
+    from kvrelay.cli import chat, doctor, explain, generate, make_model, usage
     from kvrelay.cli.cluster import down, drain, replan, role, scale, status, token, up
+    from kvrelay.cli.measuring import bench, chaos, report
+    from kvrelay.cli.planning import calibrate, plan, simulate, verify
+    from kvrelay.cli.spec import apply, config, roll
 
     modules: list[Any] = [
         up,
         down,
         status,
+        doctor,
         token,
         drain,
         role,
         scale,
+        apply,
+        roll,
+        config,
         replan,
+        explain,
+        usage,
         generate,
         chat,
         bench,
+        report,
         plan,
         simulate,
         calibrate,
@@ -79,7 +90,8 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 
 ASK_A_ROUTER = (
-    *("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "replan", "decisions", "token"),
+    *("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "apply", "roll", "config", "replan"),
+    *("decisions", "explain", "usage", "token"),
 )
 
 
@@ -88,7 +100,7 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
         _find_endpoint(sys.argv[2:])
     try:
-        app()
+        app(prog_name=PROGRAM)  # by which shells ask for completions, too
     except CliError as error:
         sys.exit(report(error, "--json" in sys.argv))
     except KeyboardInterrupt:

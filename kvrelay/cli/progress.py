@@ -32,17 +32,17 @@ def progress(*, show: bool) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def request_progress(total: int, *, show: bool) -> Iterator[Callable[[Outcome], None]]:
+def request_progress(total: int, *, show: bool, what: str = "requests") -> Iterator[Callable[[Outcome], None]]:
     """Of a benchmark: yields what takes each outcome."""
     bar = _bar(show=show, refresh_per_second=_REQUESTS_PER_S, with_remaining=True)
     failed = 0
     with bar:
-        task = bar.add_task("requests", total=total)
+        task = bar.add_task(what, total=total)
 
         def on_end(outcome: Outcome) -> None:
             nonlocal failed
             failed += not outcome.succeeded
-            bar.update(task, advance=1, description=f"requests, {failed} failed" if failed else "requests")
+            bar.update(task, advance=1, description=f"{what}, {failed} failed" if failed else what)
 
         yield on_end
 

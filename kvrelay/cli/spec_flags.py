@@ -20,7 +20,15 @@ from kvrelay.cli.groups import Flags
 from worker.roles import ROLES
 
 PARTS = ("router", "pools", "transfer")  # of the spec, which have keys of their own
-POOL_KEYS = tuple(name for name in PoolSpec.model_fields if name not in ("name", "role", "replicas"))
+POOL_KEYS = tuple(name for name in PoolSpec.model_fields if name not in ("name", "role", "replicas", "assumed"))
+ROUTER_FLAGS = {
+    "host": "--host",
+    "port": "--port",
+    "http_port": "--http-port",
+    "auth": "--auth/--no-auth",
+    "tokens_file": "--tokens-file",
+    "otlp_traces_endpoint": "--otlp-traces-endpoint",
+}
 
 
 def _panel(key: str) -> str:
@@ -31,19 +39,17 @@ def _panel(key: str) -> str:
 ClusterFlags = Annotated[
     dict[str, Any], Flags(*(key for key in ClusterSpec.model_fields if key not in PARTS), of=ClusterSpec)
 ]
+# Beside the flags by which a client is let in, of which --tls is one.
+ChangeFlags = Annotated[
+    dict[str, Any], Flags(*(key for key in ClusterSpec.model_fields if key not in (*PARTS, "tls")), of=ClusterSpec)
+]
 PoolFlags = Annotated[dict[str, Any], Flags(*POOL_KEYS, of=PoolSpec, panels={key: _panel(key) for key in POOL_KEYS})]
 RouterFlags = Annotated[
     dict[str, Any],
     Flags(
         of=RouterSpec,
         prefix="router_",
-        flags={
-            "host": "--host",
-            "port": "--port",
-            "http_port": "--http-port",
-            "auth": "--auth/--no-auth",
-            "tokens_file": "--tokens-file",
-        },
+        flags=ROUTER_FLAGS,
         panels=dict.fromkeys(RouterSpec.model_fields, "Router"),
     ),
 ]
@@ -89,6 +95,25 @@ class SpecChanges:
                 for pool in data["pools"]
             ],
         }
+
+    def sources(self, data: dict[str, Any]) -> dict[str, str]:
+        """The flag that each key comes from, of a spec's plain data."""
+        router = {key: ROUTER_FLAGS.get(key, _flag(f"router_{key}")) for key in self.router}
+        return {
+            **{key: _flag(key) for key in self.cluster},
+            **{f"router.{key}": flag for key, flag in router.items()},
+            **{f"transfer.{key}": _flag(f"transfer_{key}") for key in self.transfer},
+            **{
+                f"pools[{index}].{key}": _flag(key)
+                for index, pool in enumerate(data["pools"])
+                for key in self.pools
+                if pool["role"] in roles_of(key)
+            },
+        }
+
+
+def _flag(name: str) -> str:
+    return f"--{name}".replace("_", "-")
 
 
 def _read(part: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -28,17 +28,29 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.access import Access, FoundAccess, find_access
 from kvrelay.client.failures import cancelled_error, raise_kvrelay
-from kvrelay.client.messages import build_request, completion_from, load_from, model_from, pending_from, status_from
+from kvrelay.client.messages import (
+    build_request,
+    completion_from,
+    explained_from,
+    load_from,
+    model_from,
+    pending_from,
+    status_from,
+)
+from kvrelay.client.specs import RunningSpec, SpecChange, changes_from, running_from
 from kvrelay.client.streams import AsyncStream, Stream
+from kvrelay.client.traces import trace_metadata
 from kvrelay.client.types import (
     ClusterStatus,
     Completion,
+    ExplainedRequest,
     GenerateOptions,
     KvrelayError,
     PendingWorker,
     RouterLoad,
     ServedModel,
 )
+from kvrelay.client.usage import Usage, usage_from
 from kvrelay.v1 import cluster_pb2, cluster_pb2_grpc, generate_pb2, generate_pb2_grpc
 from worker.wire.credentials import channel_credentials
 from worker.wire.rpc import channel_options, open_channel
@@ -89,7 +101,7 @@ class Client:
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> Stream:
         """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
-        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata + trace_metadata())
         return Stream(call, self.endpoint, opened_s)
 
     def tokenize(self, text: str, *, model: str = "") -> list[int]:
@@ -140,11 +152,62 @@ class Client:
         request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
         self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
+    def spec(self) -> RunningSpec:
+        """What the cluster runs with, where each value comes from, and how far a change of it is. Raises KvrelayError
+        as `scale` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return running_from(self._call(stub.GetSpec, cluster_pb2.GetSpecRequest(), _CALL_TIMEOUT_S))
+
+    def apply_spec(
+        self, spec: str, sources: Mapping[str, str], *, dry_run: bool = False, max_surge: int | None = None
+    ) -> tuple[SpecChange, ...]:
+        """Have the cluster run with this spec, as JSON, and return what that changes; `spec` says how far it is.
+        `sources`: where its values come from, by key. `max_surge`: workers that a pool may have beyond its size while
+        others are replaced, 0 or 1; None: 1 where there is room. Raises KvrelayError as `scale` does, and
+        FAILED_PRECONDITION for a spec that the cluster cannot run with: then nothing has changed."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ApplySpecRequest(spec=spec, sources=sources, dry_run=dry_run, max_surge=max_surge)
+        return changes_from(self._call(stub.ApplySpec, request, _CALL_TIMEOUT_S))
+
+    def roll(self, *pools: str, max_surge: int | None = None) -> None:
+        """Have the workers of these pools, or of all, replaced one after another, with nothing lost; `spec` says how
+        far it is. Raises KvrelayError as `scale` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        self._call(stub.RollPools, cluster_pb2.RollPoolsRequest(pools=pools, max_surge=max_surge), _CALL_TIMEOUT_S)
+
     def load(self, window_s: float = 0.0) -> RouterLoad:
         """The requests that ended lately at this router, of those that came in the last so many seconds; 0: all that
         it keeps. Raises KvrelayError as `drain` does."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return load_from(self._call(stub.GetLoad, cluster_pb2.GetLoadRequest(window_s=window_s), _CALL_TIMEOUT_S))
+
+    def explain(self, request_id: str) -> tuple[ExplainedRequest, ...]:
+        """Where the time of a request went, by its id, of each of its choices. Raises KvrelayError: NOT_FOUND where
+        this router keeps nothing of it, or it is another client's."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ExplainRequest(request_id=request_id)
+        return explained_from(self._call(stub.Explain, request, _CALL_TIMEOUT_S).choices)
+
+    def slow(self, last: int = 0) -> tuple[ExplainedRequest, ...]:
+        """The last slow requests, and those that failed, the newest first; 0: all that are kept."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return explained_from(
+            self._call(stub.ListSlow, cluster_pb2.ListSlowRequest(last=last), _CALL_TIMEOUT_S).requests
+        )
+
+    def usage(self, since_s: float = 0.0, until_s: float = 0.0) -> Usage:
+        """What each key used, by the hour, of every hour that has a part in this time, in seconds since 1970; 0: no
+        begin, no end. Operators are told of all keys, others of their own. Raises KvrelayError: FAILED_PRECONDITION
+        where nothing is counted."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.GetUsageRequest(since_s=since_s, until_s=until_s)
+        return usage_from(self._call(stub.GetUsage, request, _CALL_TIMEOUT_S))
+
+    def note_decision(self, by: str, what: str, reason: str, *, acted: bool) -> None:
+        """Have this router show a decision, beside its own, to who watches."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.NoteDecisionRequest(by=by, what=what, reason=reason, acted=acted)
+        self._call(stub.NoteDecision, request, _CALL_TIMEOUT_S)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the server says that it can serve; it may be started after this call.
@@ -180,7 +243,7 @@ class Client:
 
     def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
-            return method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
+            return method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata + trace_metadata())
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
 
@@ -217,7 +280,7 @@ class AsyncClient:
     def send(self, request: generate_pb2.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
         """`stream` for a request that was built before, with kvrelay.client.messages.build_request."""
         opened_s = time.perf_counter()
-        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=_grpc_s(timeout_s), metadata=self._metadata + trace_metadata())
         return AsyncStream(call, self.endpoint, opened_s)
 
     async def tokenize(self, text: str, *, model: str = "") -> list[int]:
@@ -255,10 +318,42 @@ class AsyncClient:
         request = cluster_pb2.SetRoleRequest(worker=worker, role=role, chunk_tokens=chunk_tokens, force=force)
         await self._call(stub.SetRole, request, _CALL_TIMEOUT_S)
 
+    async def spec(self) -> RunningSpec:
+        """See Client.spec."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return running_from(await self._call(stub.GetSpec, cluster_pb2.GetSpecRequest(), _CALL_TIMEOUT_S))
+
+    async def apply_spec(
+        self, spec: str, sources: Mapping[str, str], *, dry_run: bool = False, max_surge: int | None = None
+    ) -> tuple[SpecChange, ...]:
+        """See Client.apply_spec."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ApplySpecRequest(spec=spec, sources=sources, dry_run=dry_run, max_surge=max_surge)
+        return changes_from(await self._call(stub.ApplySpec, request, _CALL_TIMEOUT_S))
+
+    async def roll(self, *pools: str, max_surge: int | None = None) -> None:
+        """See Client.roll."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        await self._call(
+            stub.RollPools, cluster_pb2.RollPoolsRequest(pools=pools, max_surge=max_surge), _CALL_TIMEOUT_S
+        )
+
     async def load(self, window_s: float = 0.0) -> RouterLoad:
         """See Client.load."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         return load_from(await self._call(stub.GetLoad, cluster_pb2.GetLoadRequest(window_s=window_s), _CALL_TIMEOUT_S))
+
+    async def explain(self, request_id: str) -> tuple[ExplainedRequest, ...]:
+        """See Client.explain."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ExplainRequest(request_id=request_id)
+        return explained_from((await self._call(stub.Explain, request, _CALL_TIMEOUT_S)).choices)
+
+    async def slow(self, last: int = 0) -> tuple[ExplainedRequest, ...]:
+        """See Client.slow."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        answer = await self._call(stub.ListSlow, cluster_pb2.ListSlowRequest(last=last), _CALL_TIMEOUT_S)
+        return explained_from(answer.requests)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """See Client.wait_ready."""
@@ -293,7 +388,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
-            return await method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata)
+            return await method(request, timeout=_grpc_s(timeout_s), metadata=self._metadata + trace_metadata())
         except grpc.RpcError as error:
             raise_kvrelay(error, self.endpoint)
         except asyncio.CancelledError as error:

@@ -9,13 +9,12 @@ kvrelay/cli/cluster/state.py.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from worker.wire.private_files import PrivateFileError, read_private
+from worker.wire.private_files import PrivateFileError, read_private, state_folder
 
 Mode = Literal["foreground", "daemon", "joined"]
 ENDED = ("Z", "X")  # and not reaped yet
@@ -44,16 +43,7 @@ class ClusterState:
 
 
 def directory() -> Path:
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) / "kvrelay" if base else _home() / ".kvrelay") / "clusters"
-
-
-def _home() -> Path:
-    """A user without any, as in some containers, has no clusters, and is told when one is to be noted."""
-    try:
-        return Path.home()
-    except RuntimeError:
-        return Path("/")
+    return state_folder() / "clusters"
 
 
 def read(name: str) -> ClusterState | None:

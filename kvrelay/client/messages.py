@@ -6,7 +6,7 @@ a value makes sense is for the server to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from kvrelay.client.types import (
     Completion,
     Delta,
     EndedRequest,
+    ExplainedRequest,
     GenerateOptions,
     KvrelayError,
     PairTrouble,
@@ -25,20 +26,21 @@ from kvrelay.client.types import (
     Receipt,
     RouterLoad,
     ServedModel,
+    Span,
     Timeline,
     Usage,
     WorkerState,
 )
 from kvrelay.v1 import cluster_pb2, generate_pb2
 
-_REPEATED = ("stop", "stop_token_ids")
+_REPEATED = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generate_pb2.GenerateRequest:
     """The wire's form. Raises KvrelayError for an unknown option or a value that the wire cannot carry."""
     values: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     request = generate_pb2.GenerateRequest()
-    for key in ("model", "request_id", "cache_salt"):
+    for key in ("model", "request_id", "cache_salt", "prefill_worker", "decode_worker"):
         _set(request, key, values.pop(key, ""))
     for key in ("slo_ttft_ms", "slo_tpot_ms"):
         _set(request, key, values.pop(key, 0.0))
@@ -57,6 +59,8 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             raise KvrelayError("INVALID_ARGUMENT", f"{key} is no option of generate; there are {known}")
         if key in _REPEATED:
             _extend(getattr(request.sampling, key), key, value)
+        elif key == "logit_bias":
+            _update(request.sampling.logit_bias, key, value)
         else:
             _set(request.sampling, key, value)
     return request
@@ -72,6 +76,13 @@ def _set(message: Any, key: str, value: Any, name: str | None = None) -> None:
 def _extend(target: Any, name: str, values: Any) -> None:
     try:
         target.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _cannot_carry(name, values, error) from error
+
+
+def _update(target: Any, name: str, values: Any) -> None:
+    try:
+        target.update(values)
     except (TypeError, ValueError) as error:
         raise _cannot_carry(name, values, error) from error
 
@@ -107,6 +118,7 @@ class Fold:
             timeline=timeline_from(end.timeline) if end is not None and end.HasField("timeline") else None,
             receipt=receipt_from(end.receipt) if end is not None and end.HasField("receipt") else None,
             moved=tuple(receipt_from(receipt) for receipt in end.moved) if end is not None else (),
+            prompt_logprobs=logprobs_from([each for part in self._parts.get(0, ()) for each in part.prompt_logprobs]),
         )
 
 
@@ -152,6 +164,7 @@ def completion_from(answer: generate_pb2.GenerateOnceResponse) -> Completion:
         timeline=timeline_from(answer.timeline) if answer.HasField("timeline") else None,
         receipt=receipt_from(answer.receipt) if answer.HasField("receipt") else None,
         moved=tuple(receipt_from(receipt) for receipt in answer.moved),
+        prompt_logprobs=logprobs_from(answer.prompt_logprobs),
     )
 
 
@@ -198,8 +211,24 @@ def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]
 
 
 def load_from(answer: cluster_pb2.GetLoadResponse) -> RouterLoad:
-    requests = tuple(_copy(EndedRequest, request) for request in answer.requests)
+    requests = tuple(
+        _copy(
+            EndedRequest,
+            request,
+            before_first_s=tuple(request.before_first_s),
+            after_first_s=tuple(request.after_first_s),
+        )
+        for request in answer.requests
+    )
     return RouterLoad(requests=requests, whole_s=answer.whole_s)
+
+
+def explained_from(requests: Iterable[cluster_pb2.ExplainedRequest]) -> tuple[ExplainedRequest, ...]:
+    return tuple(_copy(ExplainedRequest, each, spans=_spans_from(each.spans)) for each in requests)
+
+
+def _spans_from(spans: Iterable[cluster_pb2.Span]) -> tuple[Span, ...]:
+    return tuple(_copy(Span, span, details=_spans_from(span.details)) for span in spans)
 
 
 def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:

@@ -44,14 +44,18 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens [16], min_tokens [0]: bounds on the output.
     stop [none]: a string or several; the text ends before the first that appears. stop_token_ids [none].
     ignore_eos [False]: go on after the model's end-of-sequence token.
-    logprobs [None]: N gives each token's log-probability and the N likeliest.
+    logprobs [None]: N gives each token's log-probability and the N likeliest. prompt_logprobs [None]: likewise of the
+        prompt's tokens but the first.
     repetition_penalty [1.0], presence_penalty [0.0], frequency_penalty [0.0]: as in vLLM.
+    logit_bias [none]: by token id, what is added to its logit, -100 to 100. allowed_token_ids [any]: none but these.
+    bad_words [none]: what the output never has.
     n [1]: how many choices; choice i draws with seed + i.
     model [the one served], request_id [made by the server].
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
         another has asked; where clients have names, each shares with itself only.
     slo_ttft_ms, slo_tpot_ms [the server's]: what its first token, and each after it, should take; it is placed by them.
     priority [0]: lower goes first where requests wait; below 0 is for operators.
+    prefill_worker, decode_worker [chosen by the server]: who shall read and write it; for operators.
     """
 
     temperature: float
@@ -65,9 +69,13 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    prompt_logprobs: int
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     n: int
     model: str
     request_id: str
@@ -75,6 +83,8 @@ class GenerateOptions(TypedDict, total=False):
     slo_ttft_ms: float
     slo_tpot_ms: float
     priority: int
+    prefill_worker: str
+    decode_worker: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +163,7 @@ class Completion:
     timeline: Timeline | None = None
     receipt: Receipt | None = None  # None as well if nothing was handed over
     moved: tuple[Receipt, ...] = ()  # one for each of the timeline's moves, 64 at most
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of the prompt's tokens but the first
 
     @property
     def text(self) -> str:
@@ -203,6 +214,10 @@ class EndedRequest:
     failed: bool  # ended without an answer, its deadline's end counted
     slo_ttft_s: float = 0.0  # that it asked for itself; 0: nothing
     slo_tpot_s: float = 0.0
+    before_first_s: tuple[float, ...] = ()  # of ttft_s, in each phase of a timeline, in their order
+    after_first_s: tuple[float, ...] = ()  # likewise after its first token
+    prefill_worker: str = ""
+    decode_worker: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +226,42 @@ class RouterLoad:
 
     requests: tuple[EndedRequest, ...]
     whole_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A part of a request's time; seconds since it came. `details` may lie beside one another, and reach beyond it."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    worker: str  # empty: in the router
+    attempt: int
+    words: str
+    details: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedRequest:
+    """Where the time of a request went, of one of its choices. Up to the first token the spans sum to `ttft_s`, and all
+    of them to `e2e_s`; in a list of requests there are none."""
+
+    request_id: str
+    choice: int
+    state: str  # running, finished, failed or cancelled
+    reason: str  # why it failed
+    age_s: float
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    attempts: int
+    moves: int
+    slow: bool
+    why: str  # where most of its time went, in a phrase
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +302,8 @@ class WorkerState:
     pairs: tuple[PairTrouble, ...] = ()
     step_costs: Mapping[str, float] = field(default_factory=dict)  # as far as they were measured: worker/steps/costs.py
     num_tasks: int = 0  # of its event loop
+    round_trip_s: float = 0.0  # from the router and back, at least; 0: not known yet
+    clock_ahead_s: float = 0.0  # its host's time of day before the router's, give or take half a round trip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

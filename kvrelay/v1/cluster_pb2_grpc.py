@@ -60,6 +60,41 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvrelay.v1.Cluster/Explain',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.ListSlow = channel.unary_unary(
+                '/kvrelay.v1.Cluster/ListSlow',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ListSlowRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ListSlowResponse.FromString,
+                _registered_method=True)
+        self.GetSpec = channel.unary_unary(
+                '/kvrelay.v1.Cluster/GetSpec',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetSpecRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetSpecResponse.FromString,
+                _registered_method=True)
+        self.ApplySpec = channel.unary_unary(
+                '/kvrelay.v1.Cluster/ApplySpec',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ApplySpecRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ApplySpecResponse.FromString,
+                _registered_method=True)
+        self.RollPools = channel.unary_unary(
+                '/kvrelay.v1.Cluster/RollPools',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.RollPoolsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.RollPoolsResponse.FromString,
+                _registered_method=True)
+        self.NoteDecision = channel.unary_unary(
+                '/kvrelay.v1.Cluster/NoteDecision',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/kvrelay.v1.Cluster/GetUsage',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -104,6 +139,57 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where the time of one request went. NOT_FOUND where it is kept no more, and for others' requests: operators see all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSlow(self, request, context):
+        """The last slow requests, and those that failed, the newest first. Others' are for operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSpec(self, request, context):
+        """What the cluster runs with, where each value comes from, and how far a change of it is. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplySpec(self, request, context):
+        """Have the cluster run with another spec, all of it or nothing. Returns at once with what changes; GetSpec says how
+        far it is. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollPools(self, request, context):
+        """Have the workers of pools replaced one after another, with nothing lost. Returns at once; GetSpec says how far it
+        is. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NoteDecision(self, request, context):
+        """Have this router show a decision that was made beside it, such as a planner's. It acts on none. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """What each key used, hour by hour. Others' keys are for operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +217,41 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ExplainRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListSlow': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSlow,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ListSlowRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ListSlowResponse.SerializeToString,
+            ),
+            'GetSpec': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSpec,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetSpecRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetSpecResponse.SerializeToString,
+            ),
+            'ApplySpec': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplySpec,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ApplySpecRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ApplySpecResponse.SerializeToString,
+            ),
+            'RollPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollPools,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.RollPoolsRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.RollPoolsResponse.SerializeToString,
+            ),
+            'NoteDecision': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteDecision,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +390,195 @@ class Cluster:
             '/kvrelay.v1.Cluster/GetLoad',
             kvrelay_dot_v1_dot_cluster__pb2.GetLoadRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/Explain',
+            kvrelay_dot_v1_dot_cluster__pb2.ExplainRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSlow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/ListSlow',
+            kvrelay_dot_v1_dot_cluster__pb2.ListSlowRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.ListSlowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSpec(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/GetSpec',
+            kvrelay_dot_v1_dot_cluster__pb2.GetSpecRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.GetSpecResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplySpec(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/ApplySpec',
+            kvrelay_dot_v1_dot_cluster__pb2.ApplySpecRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.ApplySpecResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/RollPools',
+            kvrelay_dot_v1_dot_cluster__pb2.RollPoolsRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.RollPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteDecision(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/NoteDecision',
+            kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.NoteDecisionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/GetUsage',
+            kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_HANDED_OFF: _ClassVar[EventKind]
     EVENT_KIND_MOVED: _ClassVar[EventKind]
     EVENT_KIND_MOVE_FAILED: _ClassVar[EventKind]
+    EVENT_KIND_TRACE: _ClassVar[EventKind]
 
 class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,6 +31,16 @@ class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CAUSE_PEER: _ClassVar[FailureCause]
     FAILURE_CAUSE_ROOM: _ClassVar[FailureCause]
     FAILURE_CAUSE_REQUEST: _ClassVar[FailureCause]
+
+class WorkerSpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_SPAN_KIND_UNSPECIFIED: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_CHUNK: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_LEASE: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_SEGMENT: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_COMMIT: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_FIRST_STEP: _ClassVar[WorkerSpanKind]
+    WORKER_SPAN_KIND_SLOW_STEP: _ClassVar[WorkerSpanKind]
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_PREFILL_STARTED: EventKind
 EVENT_KIND_FIRST_TOKEN: EventKind
@@ -42,11 +53,19 @@ EVENT_KIND_CANCELLED: EventKind
 EVENT_KIND_HANDED_OFF: EventKind
 EVENT_KIND_MOVED: EventKind
 EVENT_KIND_MOVE_FAILED: EventKind
+EVENT_KIND_TRACE: EventKind
 FAILURE_CAUSE_UNSPECIFIED: FailureCause
 FAILURE_CAUSE_STEP: FailureCause
 FAILURE_CAUSE_PEER: FailureCause
 FAILURE_CAUSE_ROOM: FailureCause
 FAILURE_CAUSE_REQUEST: FailureCause
+WORKER_SPAN_KIND_UNSPECIFIED: WorkerSpanKind
+WORKER_SPAN_KIND_CHUNK: WorkerSpanKind
+WORKER_SPAN_KIND_LEASE: WorkerSpanKind
+WORKER_SPAN_KIND_SEGMENT: WorkerSpanKind
+WORKER_SPAN_KIND_COMMIT: WorkerSpanKind
+WORKER_SPAN_KIND_FIRST_STEP: WorkerSpanKind
+WORKER_SPAN_KIND_SLOW_STEP: WorkerSpanKind
 
 class RequestState(_message.Message):
     __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move")
@@ -220,31 +239,35 @@ class WorkerHello(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("router_ns", "worker_ns")
+    __slots__ = ("router_ns", "worker_ns", "wall_ns")
     ROUTER_NS_FIELD_NUMBER: _ClassVar[int]
     WORKER_NS_FIELD_NUMBER: _ClassVar[int]
+    WALL_NS_FIELD_NUMBER: _ClassVar[int]
     router_ns: int
     worker_ns: int
-    def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ...) -> None: ...
+    wall_ns: int
+    def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ..., wall_ns: _Optional[int] = ...) -> None: ...
 
 class TokenOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason")
+    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
     token_id: int
     logprobs: _generate_pb2.PositionLogprobs
     finish_reason: _generate_pb2.FinishReason
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generate_pb2.PositionLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move")
+    __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move", "trace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +279,7 @@ class RequestEvent(_message.Message):
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     kind: EventKind
@@ -267,7 +291,8 @@ class RequestEvent(_message.Message):
     cause: FailureCause
     peer: str
     move: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ..., move: _Optional[int] = ...) -> None: ...
+    trace: Trace
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ..., move: _Optional[int] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("tokens", "events")
@@ -337,18 +362,20 @@ class WorkerReport(_message.Message):
     def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
-    __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s")
+    __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s", "spread")
     FIXED_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     REQUEST_S_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     BOTH_S_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     fixed_s: float
     prompt_token_s: float
     request_s: float
     context_token_s: float
     both_s: float
-    def __init__(self, fixed_s: _Optional[float] = ..., prompt_token_s: _Optional[float] = ..., request_s: _Optional[float] = ..., context_token_s: _Optional[float] = ..., both_s: _Optional[float] = ...) -> None: ...
+    spread: float
+    def __init__(self, fixed_s: _Optional[float] = ..., prompt_token_s: _Optional[float] = ..., request_s: _Optional[float] = ..., context_token_s: _Optional[float] = ..., both_s: _Optional[float] = ..., spread: _Optional[float] = ...) -> None: ...
 
 class PeerHealth(_message.Message):
     __slots__ = ("name", "incarnation", "failures", "reason", "age_ms")
@@ -556,3 +583,35 @@ class Receipt(_message.Message):
     bytes: int
     reason: str
     def __init__(self, lease_id: _Optional[int] = ..., ok: _Optional[bool] = ..., bad_segments: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WorkerSpan(_message.Message):
+    __slots__ = ("kind", "begin_ns", "end_ns", "tokens", "requests", "layer_begin", "layer_end", "bytes", "peer", "merged", "median_ns")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_NS_FIELD_NUMBER: _ClassVar[int]
+    kind: WorkerSpanKind
+    begin_ns: int
+    end_ns: int
+    tokens: int
+    requests: int
+    layer_begin: int
+    layer_end: int
+    bytes: int
+    peer: str
+    merged: int
+    median_ns: int
+    def __init__(self, kind: _Optional[_Union[WorkerSpanKind, str]] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., bytes: _Optional[int] = ..., peer: _Optional[str] = ..., merged: _Optional[int] = ..., median_ns: _Optional[int] = ...) -> None: ...
+
+class Trace(_message.Message):
+    __slots__ = ("spans",)
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[WorkerSpan]
+    def __init__(self, spans: _Optional[_Iterable[_Union[WorkerSpan, _Mapping]]] = ...) -> None: ...

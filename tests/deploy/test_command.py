@@ -23,11 +23,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_command(tmp_path: Path) -> None:
     shown = kvrelay(tmp_path, "--help")
     assert shown.returncode == 0
-    for command in ("up", "down", "status", "drain", "role", "scale", "generate", "bench", "make-model"):
+    operating = ("up", "down", "status", "drain", "role", "scale", "apply", "roll", "config", "explain")
+    for command in (*operating, "generate", "bench", "make-model"):
         assert f" {command} " in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "drain", "role", "scale", "make-model"])
+@pytest.mark.parametrize("command", ["up", "down", "status", "drain", "role", "scale", "apply", "roll", "make-model"])
 def test_help_shows_examples(tmp_path: Path, command: str) -> None:
     shown = kvrelay(tmp_path, command, "--help")
     assert shown.returncode == 0
@@ -41,7 +42,8 @@ def test_help_shows_examples(tmp_path: Path, command: str) -> None:
         (
             ["up", "--model", "/nowhere/m"],
             2,
-            "model is '/nowhere/m'; there is no such directory, give another or a hub id",
+            "model is '/nowhere/m'; there is no such directory, give another or a hub id, fetch one with "
+            "`hf download ORG/NAME --local-dir /nowhere/m`, or make a random one with `kvrelay make-model /nowhere/m`",
         ),
         (["up", "--model", "org/m", "--prefill", "0"], 2, "pools[0].replicas is 0; give a number of 1 or more"),
         (["up", "--model", "org/m", "--dtype", "int4"], 2, "dtype is 'int4'; give 'auto', 'float32' or 'bfloat16'"),

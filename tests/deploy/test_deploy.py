@@ -27,6 +27,14 @@ from worker.wire.tls import is_loopback
 pytestmark = pytest.mark.alone
 
 READY_TIMEOUT_S = 120.0
+APPLIED = """model: {model}
+name: test
+liveness_timeout_s: 4
+router: {{port: 0, max_calls: "${{CALLS}}", slo_ttft_ms: 5000}}
+pools:
+- {{role: prefill, kv_memory: 32MiB}}
+- {{role: decode, kv_memory: 32MiB, replicas: 3, max_batch_size: 16}}
+"""
 SECRET = "that-all-processes-of-the-cluster-share"
 
 
@@ -220,6 +228,51 @@ def test_a_pool_grows_and_shrinks_while_streams_run(cluster: Running, client: Cl
             client.scale(*scaling)
 
 
+def test_another_spec_is_applied_while_streams_run(cluster: Running, client: Client, tmp_path: Path) -> None:
+    """Limits and targets change at once, a pool grows, and every worker of it is replaced for a knob."""
+
+    def answer(index: int) -> tuple[int, ...]:
+        return tuple(client.generate(f"prompt {index}", max_tokens=200, ignore_eos=True, temperature=0.0).token_ids)
+
+    expected = [answer(index) for index in range(3)]
+    before, is_over = client.status().counters, threading.Event()
+    path = tmp_path / "spec.yaml"
+    path.write_text(APPLIED.format(model=cluster.summary["model"]))
+
+    def ask(index: int) -> bool:
+        is_right = True
+        while not is_over.is_set():
+            is_right &= answer(index) == expected[index]
+        return is_right
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, index) for index in range(3)]
+        try:
+            done = kvrelay(cluster.state_dir, "apply", str(path), "--yes", "--json", CALLS="99")
+            assert done.returncode == 0, done.stderr
+        finally:
+            is_over.set()
+        assert [each.result() for each in asking] == [True] * 3
+    assert {each["key"]: each["how"] for each in json.loads(done.stdout)["changes"]} == {
+        "router.max_calls": "now",
+        "router.slo_ttft_ms": "now",
+        "pools[1].replicas": "now",
+        "pools[1].max_batch_size": "rolling",
+    }
+    after = client.status()
+    assert after.limits["slo_ttft_ms"] == "5000.0"
+    decoding = {each.name: each.limits["max_batch_size"] for each in after.workers if each.role == "decode"}
+    assert decoding == dict.fromkeys(("decode-0", "decode-1", "decode-2"), "16")
+    for name in ("retries", "failed", "workers_lost"):
+        assert after.counters.get(name, 0) == before.get(name, 0), name
+    known = {value.key: (value.value, value.source) for value in client.spec().values}
+    assert known["router.max_calls"] == (99, f"{path}:4 ${{CALLS}}")
+    again = kvrelay(cluster.state_dir, "apply", str(path), "--yes", CALLS="99")
+    assert (again.returncode, again.stderr) == (0, "nothing to do: the cluster runs with it\n")
+    assert kvrelay(cluster.state_dir, "apply", str(path), "--yes", "--page-size", "8", CALLS="99").returncode == 2
+    until(lambda: not client.scale("decode", 2), "decode-2 has left")
+
+
 def test_a_killed_decode_worker_costs_no_token_and_comes_back(cluster: Running, client: Client) -> None:
     expected = [client.generate(f"prompt {i}", max_tokens=200, ignore_eos=True, temperature=0.0) for i in range(4)]
     victims = cluster.actors("DecodeActor")
@@ -300,14 +353,14 @@ def test_stopped_processes_are_killed_and_come_back(cluster: Running, client: Cl
 
 
 def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Client) -> None:
-    (victim,), cluster_id = cluster.actors("RouterActor"), client.status().cluster_id
+    (victim,), cluster_id, limits = cluster.actors("RouterActor"), client.status().cluster_id, client.status().limits
     assert re.fullmatch(r"[a-z0-9-]+-[0-9a-f]{8}", cluster_id)
     os.kill(victim, signal.SIGKILL)
     until(lambda: bool(cluster.actors("RouterActor") - {victim}), "Ray starts the router again")
     with Client(cluster.endpoint, token=cluster.token) as again:
         again.wait_ready(READY_TIMEOUT_S)
         assert len(again.generate("hello", max_tokens=4, ignore_eos=True).token_ids) == 4
-        assert again.status().cluster_id == cluster_id
+        assert (again.status().cluster_id, again.status().limits) == (cluster_id, limits), "as it was told last"
     [base_url] = cluster.summary["http"]
     with OpenAI(base_url=f"{base_url}/v1", api_key=cluster.token, max_retries=0) as openai:
         assert [model.id for model in openai.models.list()] == ["tiny"]

@@ -114,7 +114,7 @@ class Request:
             position=end,
             prompt_ids=self.prompt,
             output_ids=self.output,
-            banned_ids=banned_token_ids(self.params, len(self.output), eos_token_ids),
+            banned_ids=banned_token_ids(self.params, self.output, len(self.output), eos_token_ids),
         )
         return Chunk(
             request_id=self.id,

@@ -50,7 +50,8 @@ def message(kind: type[MessageT], chance: random.Random, fill: float = 0.5) -> M
 def _set(made: Message, field: Any, chance: random.Random, fill: float) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         for _ in range(chance.randrange(3)):
-            getattr(made, field.name)[chance.choice(TEXTS)] = _scalar(field.message_type.fields[1], chance)
+            key, value = (_scalar(part, chance) for part in field.message_type.fields)
+            getattr(made, field.name)[key] = value
     elif field.is_repeated:
         for _ in range(chance.choice((0, 1, 2, 40))):
             if field.message_type is not None:

@@ -80,6 +80,10 @@ class FakeCluster:
         self.refusal = ""
         self.obeys = True
         self.pending: list[PendingWorker] = []
+        self.told: list[tuple[str, str, str, bool]] = []
+
+    def note_decision(self, by: str, what: str, reason: str, *, acted: bool) -> None:
+        self.told.append((by, what, reason, acted))
 
     def status(self) -> ClusterStatus:
         limits = as_text(RouterOptions())
@@ -143,6 +147,9 @@ def test_a_worker_changes_where_it_is_worth_it_and_all_is_written_down(tmp_path:
     assert (kept["mode"], kept["measured"], kept["requests"]) == ("act", 0.0, 300)
     assert "0% of the requests met their targets" in kept["reason"]
     assert len(kept["tried"]) > 2
+    [(by, what, reason, acted)] = cluster.told
+    assert (by, reason, acted) == ("planner", entry.reason, True)
+    assert what.startswith(f"decode-1 becomes a {entry.changes[0].role} worker")
 
 
 def test_what_several_routers_tell_counts_for_as_long_as_all_of_them_know(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
-from cluster.router.accounts import RequestShape
+from cluster.router.accounts import Past, RequestShape
 from cluster.router.waiting import WaitingQueue
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
@@ -78,7 +80,7 @@ def test_one_that_is_sent_again_leaves_the_turns_of_others_as_they_are() -> None
     for number in range(2):
         queue.add(waiting(f"b-{number}", 5, "b"), is_resent=False)
     queue.check_invariants()
-    assert in_line(queue) == ["x-29", "again", "b-0", "a-0", "b-1", "a-1", "a-2"]
+    assert in_line(queue) == ["x-29", "again", "a-0", "b-0", "a-1", "b-1", "a-2"]
 
 
 def test_who_comes_late_counts_the_prompts_that_go_before_it() -> None:
@@ -210,3 +212,18 @@ def test_a_prompt_that_waits_for_a_step_keeps_no_pages_from_others() -> None:
     assert [chunk.request_id for chunk in batch.chunks] == ["urgent"]
     answer = policy.decode.reserve("late", num_tokens=4, max_new_tokens=2, hashes=[])
     assert isinstance(answer, Granted), "it waits for a prompt that asks for nothing"
+
+
+def test_a_shape_that_has_grown_is_otherwise_the_same() -> None:
+    others: dict[str, Any] = {
+        "owner": "a",
+        "weight": 2.0,
+        "slo_ttft_s": 1.0,
+        "slo_tpot_s": 0.1,
+        "priority": 3,
+        "pair": ("p", "d"),
+    }
+    shape = RequestShape(id="r", prompt_len=5, max_tokens=9, page_hashes=[b"x"], past=Past(losses=1), **others)
+    unset = [f.name for f in fields(RequestShape) if getattr(shape, f.name) == f.default]
+    assert not unset, "give it another value than its default here"
+    assert shape.grown(8, 6) == replace(shape, prompt_len=8, max_tokens=6)

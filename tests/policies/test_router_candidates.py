@@ -265,7 +265,7 @@ def test_a_choice_among_a_thousand_looks_at_few(monkeypatch: pytest.MonkeyPatch,
         busy = Report(made_s=1.0, num_running=1 + rng.randrange(9), available_pages=pages_free)
         policy.on_report(f"decode-{i}", busy, 1.0)
     for candidates in (PrefillCandidates, DecodeCandidates):
-        monkeypatch.setattr(candidates, "_fits", _counting(candidates._fits, looks))
+        monkeypatch.setattr(candidates, "fits", _counting(candidates.fits, looks))
     for i in range(300):
         tokens = [i % 40] * rng.randrange(400, 700)
         hashes = page_hashes(tokens, PAGE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from itertools import combinations
 
 import pytest
 
@@ -15,8 +17,8 @@ from cluster.router.waiting import WaitingQueue
 pytestmark = pytest.mark.unit
 
 
-def shape(owner: str, number: int, prompt_len: int = 10) -> RequestShape:
-    return RequestShape(id=f"{owner}-{number}", prompt_len=prompt_len, max_tokens=5, owner=owner)
+def shape(owner: str, number: int, prompt_len: int = 10, weight: float = 1.0) -> RequestShape:
+    return RequestShape(id=f"{owner}-{number}", prompt_len=prompt_len, max_tokens=5, owner=owner, weight=weight)
 
 
 def filled(shares: Shares, owner: str) -> int:
@@ -44,7 +46,7 @@ def in_line(queue: WaitingQueue) -> list[str]:
     order = []
     while first := queue.first:
         order.append(first)
-        queue.drop(first)
+        queue.take(first)
         queue.check_invariants()
     return order
 
@@ -64,7 +66,7 @@ def test_a_line_of_a_thousand_clients_is_looked_through_only_when_it_has_moved(m
     looks = Counter[str]()
     place_of = WaitingQueue._place_of
 
-    def counted(self: WaitingQueue, request_id: str) -> tuple[int, int, int]:
+    def counted(self: WaitingQueue, request_id: str) -> tuple[int, float, int]:
         looks["all"] += 1
         return place_of(self, request_id)
 
@@ -99,3 +101,104 @@ def test_the_prompts_that_wait_keep_room_for_other_clients() -> None:
     full = "5600 of 5600 prompt tokens that wait are this client's: its share"
     assert queue.why_full("flood", 100) == full
     assert not queue.why_full("other", 100)
+
+
+def test_clients_take_turns_by_the_tokens_of_their_prompts_and_not_by_requests() -> None:
+    queue = WaitingQueue(10_000, 1_000_000)
+    lengths = {"long": 1000, "short": 10, "middling": 130}
+    for owner, length in lengths.items():
+        for number in range(20_000 // length):
+            queue.add(shape(owner, number, length), is_resent=False)
+    served, waits = dict.fromkeys(lengths, 0), Counter({owner: 20_000 // n for owner, n in lengths.items()})
+    while all(waits.values()):
+        owner = queue.first.partition("-")[0]
+        queue.take(queue.first)
+        waits[owner] -= 1
+        served[owner] += lengths[owner]
+        for one, other in combinations(lengths, 2):
+            assert abs(served[one] - served[other]) <= lengths[one] + lengths[other]
+    queue.check_invariants()
+
+
+def test_a_client_of_twice_the_weight_gets_twice_the_tokens() -> None:
+    queue = WaitingQueue(10_000, 1_000_000)
+    for number in range(400):
+        queue.add(shape("one", number), is_resent=False)
+        queue.add(shape("two", number, weight=2.0), is_resent=False)
+    assert Counter(owner.partition("-")[0] for owner in in_line(queue)[:300]) == {"one": 100, "two": 200}
+
+
+def test_who_is_given_long_answers_waits_for_those_who_are_given_short_ones() -> None:
+    queue = WaitingQueue(10_000, 1_000_000)
+    for number in range(3):
+        queue.add(shape("long", number), is_resent=False)
+        queue.add(shape("short", number), is_resent=False)
+    queue.charge("long", 0, 15.0)
+    queue.check_invariants()
+    assert in_line(queue) == ["short-0", "short-1", "long-0", "short-2", "long-1", "long-2"]
+
+
+def test_who_comes_back_has_saved_no_turns_up_and_owes_those_it_had() -> None:
+    queue = WaitingQueue(10_000, 1_000_000)
+    queue.add(shape("idle", 0), is_resent=False)
+    queue.take("idle-0")
+    for number in range(20):
+        queue.add(shape("busy", number), is_resent=False)
+    queue.add(shape("greedy", 0, 500), is_resent=False)
+    for _ in range(12):
+        queue.take(queue.first)  # greedy-0 among them
+    for number in range(1, 4):
+        queue.add(shape("idle", number), is_resent=False)
+    queue.add(shape("greedy", 1), is_resent=False)
+    order = in_line(queue)
+    assert order[:5] == ["busy-11", "idle-1", "busy-12", "idle-2", "busy-13"]
+    assert order[-1] == "greedy-1"
+
+
+def test_who_takes_requests_back_pays_nothing_for_them_and_gains_nothing() -> None:
+    queue = WaitingQueue(10_000, 1_000_000)
+    for number in range(3):
+        queue.add(shape("fickle", number, 1000), is_resent=False)
+    queue.add(shape("other", 0), is_resent=False)
+    queue.add(shape("fickle", 9), is_resent=False)
+    for number in range(3):
+        queue.drop(f"fickle-{number}")
+        queue.check_invariants()
+    assert in_line(queue) == ["other-0", "fickle-9"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_two_in_line_get_differs_by_one_prompt_and_the_answers_that_run(seed: int) -> None:
+    """By weight; with others who come and go, send again and take back."""
+    rng, queue = random.Random(seed), WaitingQueue(10_000, 10**9)
+    weights, most = {"one": 1.0, "three": 3.0}, 500
+    service, running = dict.fromkeys(weights, 0.0), {owner: list[int]() for owner in weights}
+    ahead = dict.fromkeys(weights, 0.0)  # the most that an owner's answers came to that ran at once
+    numbers = 0
+    for number in range(1000):
+        for owner, weight in weights.items():
+            while len(queue._lines.get((owner, 0), ())) < 2 or rng.random() < 0.2:
+                numbers += 1
+                queue.add(shape(owner, numbers, rng.randint(1, most), weight), is_resent=False)
+        if rng.random() < 0.3:
+            queue.add(shape("guest", number, rng.randint(1, most)), is_resent=rng.random() < 0.2)
+        if len(queue) > 50:
+            queue.drop(rng.choice([i for i in queue if i.startswith("guest")] or [queue.first]))
+            continue
+        [*waiting] = queue.in_order()
+        request_id, owner = waiting[0], waiting[0].partition("-")[0]
+        prompt_len = queue._waiting[request_id].prompt_len
+        queue.take(request_id)
+        if owner in weights:
+            service[owner] += prompt_len / weights[owner]
+            running[owner].append(rng.randint(1, most))
+            ahead[owner] = max(ahead[owner], sum(running[owner]) / weights[owner])
+        for each, answers in running.items():
+            while len(answers) > 4 or (answers and rng.random() < 0.2):
+                ended = answers.pop(0)
+                service[each] += ended / weights[each]
+                queue.charge(each, 0, ended / weights[each])
+        queue.check_invariants()
+        leader = max(service, key=lambda each: service[each])
+        assert abs(service["one"] - service["three"]) <= most / weights[leader] + ahead[leader] + 1e-6
+    assert min(service.values()) > 10_000

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from cluster.router.explaining.kept import Kept
+from cluster.router.explaining.notes import Notes
 from cluster.router.live.requests import LiveRequest
 from cluster.router.live.timeline import Timeline
 from cluster.router.monitoring.metrics import RouterMetrics
@@ -29,19 +31,24 @@ from engine.pages.memory import KvMemory
 from engine.pages.rows import PageRows
 from engine.types import ModelInfo, SamplingParams
 from kv_transfer.options import TransferOptions
+from kv_transfer.prefill_side.trail import Trail
+from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.cluster import Cluster
 from tests.protocol.loop import ModelLoop
 from tests.protocol.process import Process
 from tests.protocol.setting import Setting
 from worker.awake import AwakeClock
 from worker.options import WorkerOptions
+from worker.steps.slow import StepClock, Took
+from worker.tracing import RequestTrace
 
 SCALARS = frozenset((str, bytes, int, float, bool, type(None)))
 OPAQUE = (
     *(type, types.ModuleType, types.BuiltinFunctionType, types.SimpleNamespace, np.ndarray),
     *(AwakeClock, Cluster, KvLayout, KvMemory, PageRows, ModelInfo, ModelLoop, SamplingParams, ServedModel, Setting),
     *(RouterOptions, TransferOptions, WorkerOptions),
-    *(Counter, RouterMetrics, Timeline),  # they say how one came here
+    # they say how one came here
+    *(Counter, RouterMetrics, Timeline, Notes, Kept, RequestTrace, StepClock, Took, Trail, pb.Trace),
 )
 COUNTED = frozenset(("cached_tokens", "recomputed_tokens", "_computed_len"))  # of a LiveRequest: so do these
 Reader = Callable[[Any], Iterable[Any]]
@@ -120,10 +127,20 @@ def _future(thing: asyncio.Future[Any]) -> list[Any]:
     return [thing.done(), outcome]
 
 
+def _without_traces(message: Message) -> Message:
+    """What is told beside what happened."""
+    if isinstance(message, pb.WorkerMessage) and any(event.HasField("trace") for event in message.outputs.events):
+        told, message = message, pb.WorkerMessage()
+        message.CopyFrom(told)
+        for event in message.outputs.events:
+            event.ClearField("trace")
+    return message
+
+
 READERS: dict[Any, Reader] = {
     LiveRequest: lambda thing: [value for name, value in vars(thing).items() if name not in COUNTED],
     Process: lambda thing: thing.__dict__.values() if thing.is_alive else (),  # a dead one is as any other
-    Message: lambda thing: [thing.SerializeToString(deterministic=True)],
+    Message: lambda thing: [_without_traces(thing).SerializeToString(deterministic=True)],
     Mapping: lambda thing: [len(thing), *thing.keys(), *thing.values()],
     (list, tuple, deque, range): lambda thing: [len(thing), *thing],
     types.MethodType: lambda thing: [thing.__func__.__qualname__, thing.__self__],

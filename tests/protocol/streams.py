@@ -34,7 +34,8 @@ class RouterSide(WorkerLink):
 
     def __init__(self, post: Post, router: Router, router_name: str, worker: WorkerEndpoint) -> None:
         super().__init__(worker, router, AwakeClock(lambda: 0.0), router_id=router.router_id)  # it hears no silence
-        self.clock = cast(Any, SimpleNamespace(to_router_s=lambda ns, _: ns / 1e9))  # there is one clock only
+        # there is one clock only
+        self.clock = cast(Any, SimpleNamespace(to_router_s=lambda ns, _: ns / 1e9, offset_ns=lambda ns, _: 0))
         self._post = post
         self._way = f"{router_name}>{worker.name}"
 

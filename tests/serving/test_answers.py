@@ -124,6 +124,30 @@ def _penalised(directory: Path, num_tokens: int, repetition: float, presence: fl
     return output
 
 
+async def test_a_bias_forbids_and_forces(served: Served) -> None:
+    without = await served.ask(_greedy(max_tokens=8, logit_bias={served.tokens[0]: -100.0}))
+    assert served.tokens[0] not in without.token_ids
+    forced = await served.ask(_greedy(max_tokens=8, logit_bias={7: 100.0}))
+    assert list(forced.token_ids) == [7] * 8
+
+
+async def test_none_but_allowed_tokens_are_drawn(served: Served) -> None:
+    answer = await served.ask(GenerateOptions(max_tokens=30, allowed_token_ids=[11, 12, 13], seed=1))
+    assert {*answer.token_ids} <= {11, 12, 13}
+    assert len({*answer.token_ids}) > 1
+
+
+async def test_a_bad_word_does_not_come_and_its_beginning_may(served: Served) -> None:
+    """As the tokenizer would write it: where the model writes the same text in other tokens, it may."""
+    encode = AutoTokenizer.from_pretrained(served.directory).encode
+    pairs = [served.tokens[i : i + 2] for i in range(len(served.tokens) - 1)]
+    at = next(i for i, pair in enumerate(pairs) if encode(served.text(pair), add_special_tokens=False) == pair)
+    answer = await served.ask(_greedy(max_tokens=40, ignore_eos=True, bad_words=[served.text(pairs[at])]))
+    tokens = list(answer.token_ids)
+    assert tokens[: at + 1] == served.tokens[: at + 1]
+    assert pairs[at] not in [tokens[i : i + 2] for i in range(len(tokens) - 1)]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 async def test_max_tokens(max_tokens: int, served: Served) -> None:
     answer = await served.ask(_greedy(max_tokens=max_tokens))
@@ -169,6 +193,25 @@ async def test_log_probabilities_are_those_of_the_model(served: Served) -> None:
         assert [top.token_id for top in position.top] == ids.tolist()
         assert [top.logprob for top in position.top] == pytest.approx(values.tolist(), abs=1e-3)
         assert position.chosen == position.top[0]
+
+
+@pytest.mark.parametrize("length", [2, 40, 65, 150])
+async def test_log_probabilities_of_the_prompt_are_those_of_the_model(length: int, served: Served) -> None:
+    """Whatever of it is cached, in however many chunks it is read."""
+    prompt = random_prompt(length, seed=4)
+    plain = await served.ask(_greedy(max_tokens=4), prompt)
+    answer = await served.ask(_greedy(max_tokens=4, prompt_logprobs=2, n=2), prompt)
+    assert answer.token_ids == plain.token_ids
+    assert len(answer.choices) == 2
+    model = AutoModelForCausalLM.from_pretrained(served.directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    likeliest = logprobs.topk(2)
+    assert [position.chosen.token_id for position in answer.prompt_logprobs] == prompt[1:]
+    for at, (position, values, ids) in enumerate(zip(answer.prompt_logprobs, *likeliest, strict=True)):
+        assert position.chosen.logprob == pytest.approx(float(logprobs[at, prompt[at + 1]]), abs=1e-3)
+        assert [top.token_id for top in position.top] == ids.tolist()
+        assert [top.logprob for top in position.top] == pytest.approx(values.tolist(), abs=1e-3)
 
 
 async def test_choice_i_is_what_seed_plus_i_gives(served: Served) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from engine.options import EngineOptions
+from kvrelay.calibrate.loading import BUSY, MOST_REQUESTS
 from placement.build.from_profile import sim_cluster
 from placement.checks.margin import load_margin
+from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from prefill_worker.options import PrefillOptions
 from tests.serving.conftest import ModelDir
@@ -45,7 +47,7 @@ def cluster(model: Path) -> LocalCluster:
 async def test_a_cluster_is_calibrated_and_the_prediction_verified(model_dir: ModelDir, tmp_path: Path) -> None:
     profile_path, margin_path = tmp_path / "profile.json", tmp_path / "margin.json"
     async with cluster(model_dir("llama")) as served:
-        calibrating = ("calibrate", "--endpoint", served.endpoint, "--quick", "--repeats", "1")
+        calibrating = ("calibrate", "--endpoint", served.endpoint, "--quick", "--repeats", "1", "--minutes", "0.1")
         code, out, err = await kvrelay(*calibrating, "--out", str(profile_path), "--json")
         assert code == 0, err
         await check_profile(profile_path, json.loads(out))
@@ -55,13 +57,24 @@ async def test_a_cluster_is_calibrated_and_the_prediction_verified(model_dir: Mo
         code, out, err = await kvrelay(*verifying, "--json")
         assert code == 0, err
         check_verified(json.loads(out))
-        code, out, err = await kvrelay(*verifying)
+        code, out, err = await kvrelay(*verifying, "--repeats", "2")
         assert code == 0, err
+        assert "TTFT P90 was off by " in out
         for words in ("Time to first token, P90", "Within TTFT 2000 ms, TPOT 500 ms", "decode queue", str(margin_path)):
             assert words in out
-        assert len(load_margin(margin_path).runs) == 2
+        assert len(load_margin(margin_path).runs) == 3
+        correcting = ("calibrate", "--endpoint", served.endpoint, "--correct", str(profile_path))
+        code, out, err = await kvrelay(*correcting, "--out", str(tmp_path / "corrected.json"), "--json")
+        assert code == 0, err
+        check_corrected(json.loads(out), read_profile(profile_path))
         await served.settled()
         served.check_invariants()
+
+
+def check_corrected(printed: dict[str, Any], before: Profile) -> None:
+    """By all that was served meanwhile."""
+    assert len(printed["prefill"]) == len(before.prefill)
+    assert sum(run["requests"] for run in printed["load"]["runs"]) > 120
 
 
 async def check_profile(path: Path, printed: dict[str, Any]) -> None:
@@ -77,6 +90,13 @@ async def check_profile(path: Path, printed: dict[str, Any]) -> None:
     assert any(point.held_out for point in profile.prefill)
     assert profile.error.prefill > 0  # of points that are in no table
     assert profile.is_shared_host  # measured together
+    assert profile.load is not None
+    runs = profile.load.runs
+    assert 1 <= len(runs) <= len(BUSY)
+    assert [run.at_s for run in runs] == sorted(run.at_s for run in runs)
+    assert all(0 < run.requests <= MOST_REQUESTS for run in runs)
+    for phase in (profile.load.prefill, profile.load.decode):
+        assert phase.beside >= phase.alone > 0
     limits = sim_cluster(profile).workers[0].policy
     assert isinstance(limits, PrefillOptions)
     assert (limits.max_batch_tokens, limits.pack_tokens) == (64, 32)
@@ -132,6 +152,7 @@ def check_verified(found: dict[str, Any]) -> None:
         (("verify", "EMPTY", "--profile", "EMPTY"), "do not go together"),
         (("verify", "--profile", "EMPTY", "--ttft", "soon"), "--ttft is 'soon'"),
         (("calibrate", "--repeats", "0"), "--repeats is 0"),
+        (("calibrate", "--minutes", "-1"), "--minutes is -1"),
         (("calibrate", "--out", "/nowhere/profile.json"), "--out is /nowhere/profile.json"),
     ],
 )

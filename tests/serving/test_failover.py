@@ -26,7 +26,9 @@ NEW_TOKENS = 30
 OPTIONS: tuple[Any, ...] = (
     GenerateOptions(temperature=0.0),
     GenerateOptions(temperature=0.9, top_p=0.95, seed=5),
-    GenerateOptions(temperature=0.9, seed=6, repetition_penalty=1.2, presence_penalty=0.5, logprobs=1),
+    GenerateOptions(
+        temperature=0.9, seed=6, repetition_penalty=1.2, presence_penalty=0.5, logprobs=1, prompt_logprobs=1
+    ),
 )
 WAYS = ("its server vanishes", "it stops in order")
 
@@ -104,6 +106,7 @@ async def test_streams_go_on_when_a_decode_worker_is_lost(way: str, model_dir: M
         assert _tokens(answers) == _tokens(expected)
         assert [a.text for a in answers] == [e.text for e in expected]
         assert [len(a.choices[0].logprobs) for a in answers] == [0, 0, NEW_TOKENS]
+        assert [a.prompt_logprobs for a in answers] == [e.prompt_logprobs for e in expected]
         assert _attempts(answers) >= len(answers) + hit
         assert after["router_workers_lost"] - before["router_workers_lost"] == 1
         assert after["router_recomputed_tokens"] > before["router_recomputed_tokens"]
@@ -127,6 +130,8 @@ async def test_prompts_go_elsewhere_when_a_prefill_worker_is_lost(way: str, mode
         answers = await requests
         await _check_nothing_is_held(cluster, lost, way)
         assert _tokens(answers) == _tokens(expected)
+        assert [len(a.prompt_logprobs) for a in answers] == [0, 0, len(PROMPTS[2]) - 1]
+        assert [a.prompt_logprobs for a in answers] == [e.prompt_logprobs for e in expected]
         assert _attempts(answers) > len(answers)
         assert {a.timeline.prefill_worker for a in answers if a.timeline} == {left.options.name}
 

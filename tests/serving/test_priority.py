@@ -47,6 +47,9 @@ async def test_a_named_client_may_go_later_and_not_before_others(model_dir: Mode
             with pytest.raises(KvrelayError, match="priority is -1; the token of 'chat' may give 0 or more") as refused:
                 await client.generate(PROMPT, max_tokens=2, priority=-1)
             assert refused.value.code == "PERMISSION_DENIED"
+            with pytest.raises(KvrelayError, match="may not say which workers serve a request") as refused:
+                await client.generate(PROMPT, max_tokens=2, prefill_worker="prefill-0", decode_worker="decode-0")
+            assert refused.value.code == "PERMISSION_DENIED"
             await client.generate(PROMPT, max_tokens=2, priority=7)
         async with AsyncClient(cluster.endpoint, token=operator) as client:
             await client.generate(PROMPT, max_tokens=2, priority=-1)

@@ -25,7 +25,10 @@ PENALISED = GenerateOptions(
     temperature=0.9, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
 )
 NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02)
-OPTIONS: tuple[Any, ...] = (PLAIN, PENALISED, NARROW)
+SHAPED = GenerateOptions(
+    temperature=1.1, logit_bias={5: 4.0, 9: -100.0}, allowed_token_ids=[*range(3, 100)], bad_words=["w5 w6"]
+)
+OPTIONS: tuple[Any, ...] = (PLAIN, PENALISED, NARROW, SHAPED)
 
 
 async def _run(client: AsyncClient, index: int) -> Completion:

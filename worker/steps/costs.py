@@ -14,13 +14,15 @@ SHARE_KEPT = 0.99  # of the share, by each step
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """Seconds of a step: so many for itself, for each token of prompts in it, for each request that it decodes, and for
-    each token of their context; and `both_s` more where it has both prompts and requests that decode."""
+    each token of their context; and `both_s` more where it has both prompts and requests that decode. `spread`: by how
+    much steps differ from that, as a share of their time (standard deviation)."""
 
     fixed_s: float
     prompt_token_s: float
     request_s: float
     context_token_s: float
     both_s: float = 0.0
+    spread: float = 0.0
 
     def step_s(self, prompt_tokens: float, requests: int, context_tokens: int, both: float) -> float:
         """`both`: 1 for a step of both kinds, 0 for another; what lies between is an average of steps."""

@@ -7,6 +7,7 @@ prompts take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -17,7 +18,7 @@ from worker.steps.costs import StepCosts, share_after
 
 KEPT = 0.998  # of what is known, by each step of the same kind
 ENOUGH = 6.0  # steps, before anything is told
-COSTS = tuple(field.name for field in fields(StepCosts))
+COSTS = tuple(field.name for field in fields(StepCosts) if field.name.endswith("_s"))
 NUM_COSTS = len(COSTS)
 
 
@@ -47,7 +48,14 @@ class StepTimes:
         sums = self._with_prompts + self._without
         if sums[-1, -1] < enough:  # taken_s / taken_s for each
             return None
-        return StepCosts(**dict(zip(COSTS, _least_squares(sums), strict=True)))
+        costs = _least_squares(sums)
+        return StepCosts(**dict(zip(COSTS, costs, strict=True)), spread=_spread(sums, costs))
+
+
+def _spread(sums: np.ndarray[Any, np.dtype[np.float64]], costs: Sequence[float]) -> float:
+    """What the fit leaves of each step, as a share of its time: of the same sums, so that no step need be kept."""
+    left = np.array((*costs, -1.0))
+    return math.sqrt(max(0.0, float(left @ sums @ left)) / float(sums[-1, -1]))
 
 
 def _least_squares(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Sequence[float]:

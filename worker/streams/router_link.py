@@ -25,6 +25,8 @@ class EventDetails(TypedDict, total=False):
     cached_tokens: int
     decode_worker: str
     at_ns: int  # now, unless it was before
+    move: int  # the number of the Move that it answers; else of the one by which the request came
+    trace: pb.Trace | None
 
 
 class RouterLink:
@@ -69,7 +71,7 @@ class RouterLink:
 
     def event(self, request: pb.RequestState, kind: pb.EventKind, **details: Unpack[EventDetails]) -> None:
         event = pb.RequestEvent(request_id=request.request_id, attempt=request.attempt, kind=kind, **details)
-        event.move = request.move
+        event.move = event.move or request.move
         event.at_ns = event.at_ns or time.monotonic_ns()
         self._outputs.events.append(event)
 

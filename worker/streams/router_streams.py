@@ -211,9 +211,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
             case "ping":
                 link.has_left = message.ping.has_left
                 link.report_gap_s = message.ping.report_gap_ms / 1e3
-                link.put(
-                    pb.WorkerMessage(pong=pb.Pong(router_ns=message.ping.router_ns, worker_ns=time.monotonic_ns()))
-                )
+                link.put(pb.WorkerMessage(pong=_pong_to(message.ping)))
             case other:
                 log.warning("router %s sent %s, which is not known here", link.router_id, other)
 
@@ -275,6 +273,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         mine.last_submit_seq = link.last_submit_seq
         link.pages_told = self._host.add_page_news(mine, link.pages_told)
         return mine
+
+
+def _pong_to(ping: pb.Ping) -> pb.Pong:
+    return pb.Pong(router_ns=ping.router_ns, worker_ns=time.monotonic_ns(), wall_ns=time.time_ns())
 
 
 async def _hello_of(requests: AsyncIterator[pb.RouterMessage]) -> pb.RouterHello:

@@ -62,6 +62,17 @@ def write_private(path: Path, content: str) -> None:
         raise
 
 
+def state_folder() -> Path:
+    """Where this user's state is kept; a user without a home, as in some containers, is told when it is written."""
+    base = os.environ.get("XDG_STATE_HOME")
+    if base:
+        return Path(base) / "kvrelay"
+    try:
+        return Path.home() / ".kvrelay"
+    except RuntimeError:
+        return Path("/") / ".kvrelay"
+
+
 def make_private_folder(path: Path) -> None:
     """Only we may enter it. Raises OSError when it cannot be made, or another user has made it before us."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -91,7 +91,13 @@ class Keyring:
         self._looked_s = clock()
         self._key = secrets.token_bytes(32)
         self._fixed = self._owners(parse_tokens(text, "the cluster's tokens")) if text or not path else {}
-        self._file = Followed([path], lambda: self._owners(read_tokens(path)), "the tokens") if path else None
+        self._file: Followed[dict[bytes, str]] | None = None
+        if path:
+            self.follow(path)
+
+    def follow(self, path: str) -> None:
+        """This file, and the last one no more. Raises TokenError; nothing has changed then."""
+        self._file = Followed([path], lambda: self._owners(read_tokens(path)), "the tokens")
 
     def name_of(self, token: bytes) -> str | None:
         """None for a token of nobody. Looked up by a hash with a key of this process's own: the time it takes tells

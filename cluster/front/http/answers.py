@@ -110,7 +110,11 @@ class Answer(ABC):
             async with aclosing(parts) as responses:
                 async for response in responses:
                     assert ending.submission is not None, "there are parts of it"
-                    yield Made(number, ending.submission, response)
+                    yield Made(number, ending.submission, self.shown(response))
+
+    def shown(self, response: generate_pb2.GenerateResponse) -> generate_pb2.GenerateResponse:
+        """What of it is told."""
+        return response
 
     def _count(self, made: Made) -> None:
         usage = self._usages.setdefault(made.prompt, generate_pb2.Usage())

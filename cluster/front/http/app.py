@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -24,6 +25,7 @@ from cluster.front.http import errors
 from cluster.front.http.chat import ChatTemplate
 from cluster.front.http.chats import ChatAnswer, chat_ids
 from cluster.front.http.completions import CompletionAnswer
+from cluster.front.http.explaining import add_explaining
 from cluster.front.http.guard import HttpCall
 from cluster.front.http.schemas import (
     ChatRequest,
@@ -45,7 +47,10 @@ VERSION = version("kvrelay")
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": errors.ErrorBody} for status in (400, 401, 403, 404, 409, 413, 429, 500, 503, 504, "default")
 }
-NOT_FOUND = "there is nothing at {path}; see /openapi.json"
+TOLD = {  # by status
+    404: "there is nothing at {path}; see /openapi.json",
+    405: "{path} is not for {method}; see /openapi.json",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,8 @@ def make_app(generation: Generation, probes: Probes, router: Router) -> FastAPI:
     _add_tokens(app, generation, template)
     _add_models(app, generation)
     _add_probes(app, probes)
+    add_explaining(app, router)
+    _answer_heads(app)
     add_page(app, router, generation.stalls)
     return app
 
@@ -145,12 +152,10 @@ def _add_models(app: FastAPI, generation: Generation) -> None:
 
 
 def _add_probes(app: FastAPI, probes: Probes) -> None:
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=Response, responses={200: {"description": "The router answers."}})
     async def health() -> Response:
         return Response()
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", response_class=Response, responses={200: {"description": "A worker of each phase is ready."}})
     async def ready() -> Response:
         if not probes.is_ready():
@@ -164,6 +169,12 @@ def _add_probes(app: FastAPI, probes: Probes) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(await probes.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _answer_heads(app: FastAPI) -> None:
+    """HEAD wherever there is a GET, as HTTP has it; what has none of its own is a stream that does not end."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ())]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _named(asked: Sampled, request: Request) -> HttpCall:
@@ -190,7 +201,8 @@ def _tell_failures(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: Any) -> Response:
-        message = NOT_FOUND.format(path=request.url.path) if error.status_code == 404 else str(error.detail)
+        told = TOLD.get(error.status_code, "{detail}")
+        message = told.format(path=request.url.path, method=request.method, detail=error.detail)
         body = errors.body_of(message, "invalid_request_error", code=str(error.status_code))
         return errors.answer(error.status_code, body, error.headers)
 

@@ -10,7 +10,7 @@ from cluster.front.generation import Generation
 from cluster.front.http.answers import Answer, Made
 from cluster.front.http.chat import ChatTemplate
 from cluster.front.http.guard import HttpCall
-from cluster.front.http.parsing import AnswerParser
+from cluster.front.http.parsing import AnswerParser, texts_of
 from cluster.front.http.schemas import ChatRequest, Prompted
 from cluster.front.http.shapes import (
     FINISH,
@@ -58,8 +58,10 @@ class ChatAnswer(Answer):
             shown = codec.ids_of(marks.all) if asked.skip_special_tokens else codec.special_ids
         super().__init__(generation, call, asked, [request], shown_special=shown)
         is_thinking = bool(marks.reasoning[0]) and prompt.rstrip().endswith(marks.reasoning[0])
+        texts = texts_of(asked.tools or ())
         self._parsers = [
-            AnswerParser(marks, finds_calls=asked.may_call, is_thinking=is_thinking) for _ in range(asked.num_choices)
+            AnswerParser(marks, finds_calls=asked.may_call, is_thinking=is_thinking, texts=texts)
+            for _ in range(asked.num_choices)
         ]
         self._shows_thoughts = asked.include_reasoning
         self._shows_stop = asked.include_stop_str_in_output

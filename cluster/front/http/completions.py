@@ -8,8 +8,10 @@ from cluster.front.generation import Generation
 from cluster.front.http.answers import Answer, Made
 from cluster.front.http.guard import HttpCall
 from cluster.front.http.schemas import CompletionRequest, proto_prompts
-from cluster.front.http.shapes import CompletionChoice, CompletionTeller
+from cluster.front.http.shapes import CompletionChoice
+from cluster.front.http.tellers import CompletionTeller
 from engine.types import InvalidRequest
+from kvrelay.v1 import generate_pb2
 
 
 class CompletionAnswer(Answer):
@@ -22,6 +24,7 @@ class CompletionAnswer(Answer):
         requests = list(proto_prompts(asked, call.request_id))
         special = _special(generation) if not asked.skip_special_tokens else frozenset[int]()
         super().__init__(generation, call, asked, requests, shown_special=special)
+        self._echoes_alone = asked.echoes_alone
         echoes = [_text(generation, prompt) if asked.echo else "" for prompt in asked.prompts()]
         self._tellers = [
             CompletionTeller(
@@ -30,14 +33,24 @@ class CompletionAnswer(Answer):
                 shows_stop=asked.include_stop_str_in_output,
                 shows_ids=bool(asked.return_token_ids),
                 echoed=echo,
+                echoes_logprobs=asked.echoes_logprobs,
+                shows_prompt=asked.prompt_logprobs is not None,
             )
             for echo in echoes
             for _ in range(asked.num_choices)
         ]
 
+    def shown(self, response: generate_pb2.GenerateResponse) -> generate_pb2.GenerateResponse:
+        if self._echoes_alone:
+            for key in ("text", "token_ids", "logprobs", "stop_string"):
+                response.ClearField(key)
+            response.finish_reason = generate_pb2.FINISH_REASON_LENGTH
+            response.usage.completion_tokens = 0
+        return response
+
     def told(self, made: Made) -> Iterator[CompletionChoice]:
         index = made.prompt * self.asked.num_choices + made.part.index
-        yield self._tellers[index].choice(index, made.part)
+        yield self._tellers[index].choice(index, made.part, made.submission.choices[0].prompt_ids)
 
     def whole_choice(self, told: list[CompletionChoice]) -> CompletionChoice:
         return _whole(told)
@@ -53,6 +66,8 @@ def _whole(parts: Sequence[CompletionChoice]) -> CompletionChoice:
             "top_logprobs": [top for each in logprobs for top in each["top_logprobs"]],
             "text_offset": [offset for each in logprobs for offset in each["text_offset"]],
         }
+    if scores := next((part["prompt_logprobs"] for part in parts if part.get("prompt_logprobs")), None):
+        whole["prompt_logprobs"] = scores
     if "token_ids" in whole:
         whole["token_ids"] = [token for part in parts for token in part.get("token_ids", [])]
     return whole

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import takewhile
+from math import ceil
 from typing import Any
 
 import grpc
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from cluster.front.limits import jittered_ms
+from cluster.front.bounds.limits import jittered_ms
+from cluster.front.generation import Limits
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 
@@ -54,8 +56,9 @@ def told(error: RequestFailed | InvalidRequest) -> tuple[int, ErrorBody, dict[st
     if isinstance(error, InvalidRequest):
         return 400, body_of(str(error), "invalid_request_error", param=_param(str(error))), {}
     status, kind = STATUS.get(error.code, OTHER)
-    code = "model_not_found" if error.code is Code.NOT_FOUND else error.code.name.lower()
-    return status, body_of(str(error), kind, param=_param(str(error)), code=code), _retry_headers(error)
+    code, param = error.code.name.lower(), _param(str(error))
+    code = "model_not_found" if (error.code, param) == (Code.NOT_FOUND, "model") else code
+    return status, body_of(str(error), kind, param=param, code=code), _retry_headers(error)
 
 
 def _retry_headers(error: RequestFailed) -> dict[str, str]:
@@ -67,6 +70,25 @@ def _retry_headers(error: RequestFailed) -> dict[str, str]:
         return {"X-Should-Retry": "false"} if error.code is Code.FAILED_PRECONDITION else {}  # as OpenAI's clients ask
     wait_ms = jittered_ms(wait_s)
     return {"Retry-After": str(-(-wait_ms // 1000)), "Retry-After-Ms": str(wait_ms)}
+
+
+def limit_headers(limits: Limits) -> dict[str, str]:
+    """As OpenAI tells them; nothing of what has no limit."""
+    headers = {}
+    for what, standing in limits.items():
+        if standing is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(int(standing.limit))
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(standing.remaining)))
+            headers[f"x-ratelimit-reset-{what}"] = _duration(standing.reset_s)
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """6m0s, 17ms; rounded up."""
+    if seconds < 1:
+        return f"{ceil(seconds * 1000)}ms"
+    minutes, left_s = divmod(ceil(seconds), 60)
+    return f"{minutes}m{left_s}s" if minutes else f"{left_s}s"
 
 
 def _param(sentence: str) -> str | None:
@@ -84,9 +106,20 @@ def _is_of_the_body(part: str | int) -> bool:
     return isinstance(part, int) or (part not in ("str", "bool") and not part.endswith("]") and part[:1].islower())
 
 
+def _no_json(problem: Any) -> str:
+    """A sentence where the body could not be read, or was not read as JSON; else nothing."""
+    if problem["type"] == "json_invalid":
+        return f"the body is no JSON: {problem['ctx']['error'].lower()} at character {problem['loc'][-1]}"
+    if problem["loc"] == ("body",) and isinstance(problem.get("input"), bytes):
+        return "the body was not read as JSON: send the header Content-Type: application/json"
+    return ""
+
+
 def unreadable(problems: Any) -> JSONResponse:
     """Of what pydantic found: the first, named by its place."""
     problem = problems[0]
+    if why := _no_json(problem):
+        return answer(400, body_of(why, "invalid_request_error"))
     place = ".".join(map(str, takewhile(_is_of_the_body, problem["loc"][1:]))) or "the body"
     value = problem.get("input")
     shown = "" if problem["type"] == "missing" or place == "the body" else f" is {repr(value)[:80]}"

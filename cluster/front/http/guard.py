@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.front.authentication import REFUSAL, owner_of
-from cluster.front.http.errors import refused
-from cluster.front.limits import CallLimit
+from cluster.front.bounds.limits import CallLimit
+from cluster.front.bounds.stalls import Stalls
+from cluster.front.generation import Limits
+from cluster.front.http.errors import limit_headers, refused
 from cluster.front.requests import MAX_ID_CHARS
-from cluster.front.stalls import Stalls
 from cluster.router.live.requests import RequestFailed
 from worker.wire.door import CALLER
 from worker.wire.tokens import Keyring
@@ -37,6 +39,7 @@ class HttpCall:
 
     request_id: str
     is_answered: bool = False
+    is_admitted: bool = False
 
     def time_remaining(self) -> float | None:
         return None
@@ -55,14 +58,16 @@ class Guard:
         max_body_bytes: int,
         max_stall_s: float,
         turn: Callable[[str], Awaitable[None]],
+        limits: Callable[[], Limits],
     ) -> None:
-        """`keyring`: None: everyone may call. `turn`: waits for the turn of a caller."""
+        """`keyring`: None: everyone may call. `turn`: waits for the turn of a caller. `limits`: the caller's."""
         self._app = app
         self._keyring = keyring
         self._calls = calls
         self._max_body_bytes = max_body_bytes
         self._stalls = Stalls(max_stall_s)
         self._turn = turn
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,6 +78,8 @@ class Guard:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[ID_HEADER] = call.request_id
+                if call.is_admitted:
+                    MutableHeaders(scope=message).update(limit_headers(self._limits()))
             call.is_answered = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
@@ -80,6 +87,7 @@ class Guard:
         try:
             if not is_open:
                 self._admit(headers)
+                call.is_admitted = True
                 await self._turn(CALLER.get())
             body = await self._read(headers, receive, 0 if is_open else self._max_body_bytes)
         except RequestFailed as error:
@@ -100,6 +108,10 @@ class Guard:
 
     async def _read(self, headers: Headers, receive: Receive, most_bytes: int) -> bytes:
         """The body. Raises RequestFailed for one that is too large, or does not come."""
+        encoding = headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            why = f"Content-Encoding is {encoding[:80]!r}; send the body as it is, without one"
+            raise RequestFailed(Code.INVALID_ARGUMENT, why)
         told = headers.get("content-length", "0")
         if told.isdecimal() and int(told) > most_bytes:
             raise _too_large(int(told), most_bytes)
@@ -109,6 +121,17 @@ class Guard:
         except TimeoutError:
             why = f"the request's body did not come within {self._stalls.bound_s:g} s"
             raise RequestFailed(Code.DEADLINE_EXCEEDED, why) from None
+
+
+def across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """For pages of other origins. It stands outside the Guard: a browser asks first, without a token."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        expose_headers=(ID_HEADER, "Retry-After", "Retry-After-Ms"),
+    )
 
 
 async def _whole(receive: Receive, most_bytes: int) -> bytes:

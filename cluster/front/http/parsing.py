@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,10 +36,18 @@ class Part:
 
 
 class AnswerParser:
-    def __init__(self, marks: Marks, *, finds_calls: bool, is_thinking: bool = False) -> None:
-        """`is_thinking`: the prompt ended with the mark that begins it."""
+    def __init__(
+        self,
+        marks: Marks,
+        *,
+        finds_calls: bool,
+        is_thinking: bool = False,
+        texts: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
+        """`is_thinking`: the prompt ended with the mark that begins it. `texts`: see texts_of."""
         self._marks = marks
         self._finds_calls = finds_calls
+        self._texts = texts
         self._state: Literal["said", "thought", "called"] = "thought" if is_thinking else "said"
         self._held = ""
         self._has_begun = False  # something other than space was said
@@ -118,7 +127,7 @@ class AnswerParser:
         return True
 
     def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
-        calls = calls_of(body)
+        calls = calls_of(body, self._texts)
         if not calls:
             begin = "" if self._is_bare_call else self._marks.tools[0]
             parts.append(Part("said", begin + body + end))
@@ -136,20 +145,34 @@ def _certain(text: str, marks: Sequence[str] | dict[str, Any]) -> int:
     return len(text)
 
 
-def calls_of(body: str) -> list[ToolCall]:
+def texts_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
+    """Function and parameter, of the parameters that are texts by the tools' schemas."""
+    texts: set[tuple[str, str]] = set()
+    for tool in tools:
+        with suppress(KeyError, TypeError, AttributeError):  # the template takes what is no schema, too
+            function = tool["function"]
+            parameters = function["parameters"]["properties"].items()
+            texts |= {(function["name"], name) for name, schema in parameters if schema.get("type") == "string"}
+    return frozenset(texts)
+
+
+def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset()) -> list[ToolCall]:
     """None if it cannot be read whole."""
     if len(body) > MOST_CHARS:
         return []
     if body.lstrip().startswith("<function=") and "</function>" in body:
-        return [ToolCall(name.strip(), _xml_arguments(inner)) for name, inner in FUNCTION.findall(body)]
+        found = [(name.strip(), inner) for name, inner in FUNCTION.findall(body)]
+        return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
     try:
         return [_call(read) for read in _objects(body)]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
-def _xml_arguments(inner: str) -> str:
-    return json.dumps({name.strip(): _value(text) for name, text in PARAMETER.findall(inner)}, ensure_ascii=False)
+def _xml_arguments(function: str, inner: str, texts: frozenset[tuple[str, str]]) -> str:
+    given = [(name.strip(), text) for name, text in PARAMETER.findall(inner)]
+    read = {name: text if (function, name) in texts else _value(text) for name, text in given}
+    return json.dumps(read, ensure_ascii=False)
 
 
 def _value(text: str) -> Any:

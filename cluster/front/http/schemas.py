@@ -23,9 +23,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_MESSAGES = 8192
 MAX_PROMPTS = 128  # in one request
 UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
-    "allowed_token_ids": (None, []),
     "audio": (None,),
-    "bad_words": (None, []),
     "chat_template": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -33,7 +31,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
-    "logit_bias": (None, {}),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),
@@ -75,6 +72,9 @@ class Sampled(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[Int32, float] | None = None
+    allowed_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     stream: bool | None = False
@@ -107,11 +107,15 @@ class Sampled(BaseModel):
     def num_logprobs(self) -> int | None:
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return None
+
     def check_served(self) -> None:
         """Raises InvalidRequest for a field that would change the answer and cannot be served."""
         for key, value in (self.model_extra or {}).items():
             if key in UNSERVED and value not in UNSERVED[key]:
-                raise InvalidRequest(f"{key} is {str(value)[:80]}; this server has no {key}, so leave it out")
+                raise InvalidRequest(f"{key} is {str(value)[:80]}; this server does not do that, so leave it out")
         if not 1 <= self.num_choices <= MAX_N:
             raise InvalidRequest(f"n is {self.num_choices}; give a whole number of 1 to {MAX_N}")
         if self.best_of is not None and self.best_of != self.num_choices:
@@ -139,10 +143,16 @@ class Sampled(BaseModel):
         given = {key: value for key in (*same, *penalties) if (value := getattr(self, key)) is not None}
         if self.top_k is not None:
             given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 is off, as 0
-        if self.num_logprobs is not None:
-            given["logprobs"] = self.num_logprobs
+        counts = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
+        given |= {key: count for key, count in counts.items() if count is not None}
         return generate_pb2.SamplingParams(
-            **given, max_tokens=self.most_tokens, stop=self.stop_strings, stop_token_ids=self.stop_token_ids or ()
+            **given,
+            max_tokens=self.most_tokens,
+            stop=self.stop_strings,
+            stop_token_ids=self.stop_token_ids or (),
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=self.allowed_token_ids or (),
+            bad_words=self.bad_words or (),
         )
 
     @property
@@ -158,15 +168,37 @@ class CompletionRequest(Sampled):
     )
     echo: bool | None = False
     logprobs: Int32 | None = None
+    prompt_logprobs: Int32 | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echoes_logprobs and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def echoes_alone(self) -> bool:
+        """Nothing but the prompt is wanted."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def most_tokens(self) -> int:
+        return 1 if self.echoes_alone else super().most_tokens
+
     def check_served(self) -> None:
         super().check_served()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo is true with logprobs; this server has none of a prompt's tokens, so give one")
+        if self.echoes_logprobs and self.num_choices > 1:
+            raise InvalidRequest(f"n is {self.n} with echo and logprobs; give 1")
+        if self.echoes_logprobs and self.prompt_logprobs not in (None, self.logprobs):
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.prompt_logprobs} with echo; leave it out, logprobs says both"
+            )
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Raises InvalidRequest where there is none, or too many."""
@@ -231,7 +263,10 @@ class ChatRequest(Prompted, Sampled):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
         if isinstance(self.tool_choice, FunctionChoice) or self.tool_choice == "required":
-            raise InvalidRequest("tool_choice is of one that must be called; this server has auto and none")
+            shown = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
+            raise InvalidRequest(
+                f"tool_choice is {str(shown)[:80]!r}; this server cannot make sure of a call, so give auto or none"
+            )
         if self.tool_choice == "auto" and not self.tools:
             raise InvalidRequest("tool_choice is auto, and there are no tools; give both or neither")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -13,11 +13,10 @@ from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import generate_pb2
 
 LEAST_LOGPROB = -9999.0  # vLLM's
-Finish = Literal["stop", "length", "tool_calls", "abort"]
-FINISH: dict[int, Finish] = {
+Finish = Literal["stop", "length", "tool_calls"]
+FINISH: dict[int, Finish] = {  # what is aborted is told as an error
     generate_pb2.FINISH_REASON_STOP: "stop",
     generate_pb2.FINISH_REASON_LENGTH: "length",
-    generate_pb2.FINISH_REASON_ABORT: "abort",
 }
 
 
@@ -33,10 +32,21 @@ class UsageBody(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
+    """Of an echo, the first token has none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None  # 1: the likeliest; None: it is none of the likeliest that were asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token by its id; the first has none
 
 
 class CompletionChoice(TypedDict):
@@ -46,6 +56,7 @@ class CompletionChoice(TypedDict):
     finish_reason: Finish | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]  # of the first of a prompt's choices
 
 
 class CompletionBody(TypedDict):
@@ -159,52 +170,7 @@ class TokenNames:
         return f"token_id:{token_id}" if self.by_id or self.codec is None else self.codec.token_text(token_id)
 
 
-@dataclass(slots=True)
-class CompletionTeller:
-    """What one choice has told, part by part."""
-
-    names: TokenNames
-    stop_token_ids: Sequence[int] = ()
-    shows_stop: bool = False
-    shows_ids: bool = False
-    echoed: str = ""  # before the answer
-    offset: int = field(default=0, init=False)
-
-    def choice(self, index: int, part: generate_pb2.GenerateResponse) -> CompletionChoice:
-        text, self.echoed = self.echoed + part.text + (part.stop_string if self.shows_stop else ""), ""
-        choice: CompletionChoice = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(part),
-            "finish_reason": FINISH.get(part.finish_reason),
-            "stop_reason": stop_reason(part, self.stop_token_ids),
-        }
-        if self.shows_ids:
-            choice["token_ids"] = list(part.token_ids)
-        return choice
-
-    def _logprobs(self, part: generate_pb2.GenerateResponse) -> CompletionLogprobs | None:
-        if not part.logprobs:
-            return None
-        tokens = [self.names.of(each.chosen.token_id) for each in part.logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(each.chosen.logprob) for each in part.logprobs],
-            "top_logprobs": [_by_name(self.names, each) for each in part.logprobs],
-            "text_offset": offsets,
-        }
-
-
-def _by_name(names: TokenNames, position: generate_pb2.PositionLogprobs) -> dict[str, float]:
-    told = {names.of(top.token_id): _finite(top.logprob) for top in position.top}
-    return told | {names.of(position.chosen.token_id): _finite(position.chosen.logprob)}
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinities."""
     return max(logprob, LEAST_LOGPROB)
 
@@ -222,7 +188,7 @@ def chat_logprobs(names: TokenNames, part: generate_pb2.GenerateResponse) -> Cha
 
 def _chat_top(names: TokenNames, token: generate_pb2.TokenLogprob) -> ChatTop:
     text = names.of(token.token_id)
-    return {"token": text, "logprob": _finite(token.logprob), "bytes": list(text.encode())}
+    return {"token": text, "logprob": finite(token.logprob), "bytes": list(text.encode())}
 
 
 def stop_reason(part: generate_pb2.GenerateResponse, stop_token_ids: Sequence[int]) -> str | int | None:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.front.bounds.stalls import Stalls
 from cluster.front.http.errors import told
-from cluster.front.stalls import Stalls
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 

@@ -1,10 +1,11 @@
-"""The page at /, and what it shows: /watch tells, once a second, the router's status and the requests that have ended
-since. The page is open; what it shows wants a token. It asks nobody else for anything."""
+"""The page at /, and what it shows: /watch tells, once a second, the router's status, the requests that have ended, and
+what was decided since. The page is open; what it shows wants a token. It asks nobody else for anything."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from fastapi import FastAPI
 from google.protobuf.json_format import MessageToDict
 from starlette.responses import FileResponse, Response
 
+from cluster.front.bounds.stalls import Stalls
 from cluster.front.http.streams import EventStream, event
-from cluster.front.stalls import Stalls
 from cluster.router.driver import Router
 from cluster.router.monitoring.status import a_few_at_a_time, status_of, told_of
 from worker.wire.door import CALLER
@@ -31,6 +32,7 @@ SECURITY = {
 
 
 def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(FILES["index.html"], headers=SECURITY)
@@ -45,15 +47,22 @@ def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
 
 
 async def _told(router: Router, *, tells_ended: bool) -> AsyncGenerator[bytes, None]:
-    """`tells_ended`: how others' requests fared is for operators, as GetLoad is."""
+    """`tells_ended`: how others' requests fared, and what was decided for it, is for operators, as GetLoad is."""
     load = router.metrics.load
-    told = max(0, load.count - MOST_ENDED)
+    told, version = max(0, load.count - MOST_ENDED), 0
     while True:
         before, told = told, load.count
         rows = load.since(before) if tells_ended else ()
         ended = [{**told_of(each), "age_s": router.now - each.ended_s} async for each in a_few_at_a_time(rows)]
-        yield event(_snapshot(router) | {"ended": ended})
+        message = _snapshot(router) | {"ended": ended}
+        if tells_ended and version != router.metrics.chronicle.version:
+            version, message["deeds"] = router.metrics.chronicle.version, _deeds(router)
+        yield event(message)
         await asyncio.sleep(TICK_S)
+
+
+def _deeds(router: Router) -> list[dict[str, Any]]:
+    return [asdict(deed) | {"age_s": router.now - deed.at_s} for deed in router.metrics.chronicle]
 
 
 def _snapshot(router: Router) -> dict[str, Any]:

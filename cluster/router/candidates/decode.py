@@ -11,9 +11,11 @@ import sys
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, Shunned
+from cluster.router.predicting import is_slow
 from engine.pages.pool import pages_for
 
 FEW = 32  # workers, looked at one by one
+NEXT = 4  # likewise, before it is asked who has pages
 
 
 class DecodeCandidates:
@@ -26,9 +28,17 @@ class DecodeCandidates:
         self._overcommit = overcommit
         self._by_batch = Ranking()  # those that take new requests
         self._by_pages = Ranking()  # the same
+        self._uneasy: dict[str, None] = {}  # that drain, are short of pages, or slower than somebody there wants
+        self._spacious: dict[str, None] = {}  # that would not be short with one request more
         self._changed: dict[str, None] = {}
+        self._pages_changed: dict[str, None] = {}  # likewise, where only these are ranked
         self._page_size = 1  # the largest
         self._most_beyond = 0  # pages
+
+    def set_overcommit(self, overcommit: float) -> None:
+        self._overcommit = overcommit
+        for name in self.accounts:
+            self._note_workers(name)
 
     def up(self, account: DecodeAccount) -> None:
         self.accounts[account.view.name] = account
@@ -59,6 +69,11 @@ class DecodeCandidates:
         for name in (request.decode, request.moving_to):
             self._drop_at(name, request)
 
+    def note(self, name: str) -> None:
+        """What is known of the worker has changed."""
+        if name in self.accounts:
+            self._changed[name] = None
+
     def _drop_at(self, name: str, request: RoutedRequest) -> None:
         account = self.accounts.get(name)
         if account is not None:
@@ -74,6 +89,25 @@ class DecodeCandidates:
         """It has not."""
         self._drop_at(request.moving_to, request)
         request.moving_to = ""
+
+    def unsettled(self, gap: int) -> list[str]:
+        """Who drains, is short of pages, is slower than somebody wants, or computes so many requests more than the
+        least of all workers, and half as many again."""
+        self._rank()
+        keys = self._by_batch.keys
+        names = list(self._uneasy)
+        if keys and keys[-1][0] - keys[0][0] >= gap:
+            least = keys[0][0]
+            over = keys[self._by_batch.least(least + gap) :]
+            names += [name for batch, name in over if batch - least >= batch // 2 and name not in self._uneasy]
+        return [name for name in names if self.may_shed(self.accounts[name])] if names else names
+
+    def may_shed(self, account: DecodeAccount) -> bool:
+        """Whether another one may have room for what leaves it; one that drains need not be asked."""
+        self._rank()
+        if account.report.draining:
+            return len(self.accounts) > 1
+        return len(self._spacious) > (account.view.name in self._spacious)
 
     def least_batch(self, role: str) -> int:
         """Of any worker of this role that takes new requests; very many, if there is none."""
@@ -97,17 +131,18 @@ class DecodeCandidates:
     @property
     def most_free_pages(self) -> int:
         """Of any worker that takes new requests."""
-        self._rank()
+        self._rank_pages()
         return self._by_pages.keys[-1][0] if self._by_pages.keys else 0
 
     def best(self, shape: RequestShape, shunned: Shunned = NOBODY, first: str = "") -> DecodeAccount | str:
         """Or why none may have it now. `first`: the one that is taken if it has the pages, whatever its batch."""
         self._rank()
         at_first = self.accounts.get(first)
-        if at_first is not None and first not in shunned and self._has_room(at_first, shape):
+        if at_first is not None and first not in shunned and self.has_room(at_first, shape):
             return at_first
         least = pages_for(shape.prompt_len + 1, self._page_size)
-        best = self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
+        best = self._first(shape, self._by_batch.keys[:NEXT], 0, shunned)
+        best = best or self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
         if best is not None:
             return best
         last_resorts = self._last_resorts(shape, shunned)
@@ -120,12 +155,16 @@ class DecodeCandidates:
         """Those of the smallest batches that have pages for it now."""
         self._rank()
         accounts = [self.accounts[name] for _, name in self._by_batch.keys[:FEW] if name not in shunned]
-        return [account for account in accounts if self._has_room(account, shape)]
+        return [account for account in accounts if self.has_room(account, shape)]
+
+    def least(self, count: int) -> list[DecodeAccount]:
+        """Those of the smallest batches that take new requests, as they were when one was last chosen."""
+        return [self.accounts[name] for _, name in self._by_batch.keys[:count] if name in self.accounts]
 
     def all(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
         """That have pages for it now."""
         accounts = [account for name, account in self.accounts.items() if name not in shunned]
-        return [account for account in accounts if self._has_room(account, shape)]
+        return [account for account in accounts if self.has_room(account, shape)]
 
     def with_pages(self, shape: RequestShape, pages: int, but: str, shunned: Shunned = NOBODY) -> DecodeAccount | None:
         """The best that has so many pages now, other than `but`."""
@@ -133,7 +172,7 @@ class DecodeCandidates:
         second: DecodeAccount | None = None
         for _, name in self._roomy(pages):
             account = self.accounts[name]
-            if name == but or name in shunned or account.free_pages < pages or not self._fits(account, shape):
+            if name == but or name in shunned or account.free_pages < pages or not self.fits(account, shape):
                 continue
             if account.free_pages >= self._needed(account, shape):
                 return account
@@ -147,6 +186,7 @@ class DecodeCandidates:
 
     def _roomy(self, pages: int) -> list[tuple[int, str]]:
         """By batch, all that have so many pages free. When they are not few, others too."""
+        self._rank_pages()
         count = len(self._by_pages) - self._by_pages.least(pages)
         if count == 0:
             return []
@@ -163,7 +203,7 @@ class DecodeCandidates:
             beyond = self._beyond(account) if share else 0
             if account.free_pages + beyond < self._needed(account, shape) or name in shunned:
                 continue
-            if self._fits(account, shape):
+            if self.fits(account, shape):
                 return account
         return None
 
@@ -173,7 +213,7 @@ class DecodeCandidates:
         for batch, name in self._by_batch.keys[self._by_batch.least(0) :]:
             if batch > 0:
                 break
-            if name not in shunned and self._fits(self.accounts[name], shape):
+            if name not in shunned and self.fits(self.accounts[name], shape):
                 return self.accounts[name] if best is None or (best.batch, best.view.name) > (0, name) else best
         return best
 
@@ -182,7 +222,7 @@ class DecodeCandidates:
         if not shunned:
             return []
         named = [self.accounts[name] for name, grade in shunned.items() if grade != BARRED and name in self.accounts]
-        fitting = [account for account in named if self._fits(account, shape)]
+        fitting = [account for account in named if self.fits(account, shape)]
         return sorted(
             fitting,
             key=lambda a: (shunned[a.view.name], a.free_pages < self._needed(a, shape), a.batch, a.view.name),
@@ -193,16 +233,16 @@ class DecodeCandidates:
         last = last_resorts[-1] if last_resorts else None
         if last is None:
             for _, name in reversed(self._by_batch.keys):
-                if name not in shunned and self._fits(self.accounts[name], shape):
+                if name not in shunned and self.fits(self.accounts[name], shape):
                     last = self.accounts[name]
                     break
         if last is None:
             return "no decode worker that takes new requests has so many pages"
         return f"{last.view.name}: {max(0, last.free_pages)} of {last.view.total_pages} pages free"
 
-    def _has_room(self, account: DecodeAccount, shape: RequestShape) -> bool:
+    def has_room(self, account: DecodeAccount, shape: RequestShape) -> bool:
         has_pages = account.batch == 0 or account.free_pages >= self._needed(account, shape)
-        return has_pages and self._fits(account, shape)
+        return has_pages and self.fits(account, shape)
 
     def _needed(self, account: DecodeAccount, shape: RequestShape) -> int:
         """Pages at first: for the prompt and the first token."""
@@ -211,7 +251,7 @@ class DecodeCandidates:
     def _beyond(self, account: DecodeAccount) -> int:
         return int(account.view.total_pages * self._overcommit)
 
-    def _fits(self, account: DecodeAccount, shape: RequestShape) -> bool:
+    def fits(self, account: DecodeAccount, shape: RequestShape) -> bool:
         view = account.view
         pages = pages_for(shape.prompt_len + shape.max_tokens, view.page_size)
         return not account.report.draining and pages <= view.total_pages
@@ -223,16 +263,38 @@ class DecodeCandidates:
             account = self.accounts.get(name)
             if account is None or account.report.draining:
                 self._by_batch.drop(name)
-                self._by_pages.drop(name)
+                self._spacious.pop(name, None)
             else:
                 self._by_batch.put(name, account.batch)
-                self._by_pages.put(name, account.free_pages)
+                if account.free_pages - 1 > account.batch:
+                    self._spacious[name] = None
+                else:
+                    self._spacious.pop(name, None)
+            if account is not None and (account.report.draining or account.is_short or is_slow(account)):
+                self._uneasy[name] = None
+            else:
+                self._uneasy.pop(name, None)
+            self._pages_changed[name] = None
         self._changed.clear()
 
-    def check_invariants(self) -> None:
+    def _rank_pages(self) -> None:
         self._rank()
+        for name in self._pages_changed:
+            account = self.accounts.get(name)
+            if account is None or account.report.draining:
+                self._by_pages.drop(name)
+            else:
+                self._by_pages.put(name, account.free_pages)
+        self._pages_changed.clear()
+
+    def check_invariants(self) -> None:
+        self._rank_pages()
         for account in self.accounts.values():
             account.check_invariants()
         is_open = [account for account in self.accounts.values() if not account.report.draining]
         self._by_batch.check_invariants({account.view.name: account.batch for account in is_open})
         self._by_pages.check_invariants({account.view.name: account.free_pages for account in is_open})
+        uneasy = {n for n, a in self.accounts.items() if a.report.draining or a.is_short or is_slow(a)}
+        spacious = {account.view.name for account in is_open if account.free_pages - 1 > account.batch}
+        assert self._spacious.keys() == spacious, "others have room"
+        assert self._uneasy.keys() == uneasy, "requests may have to leave other workers"

@@ -89,7 +89,7 @@ class PrefillCandidates:
         elsewhere_tokens, cachers = self._cachers(shape)
         for name in cachers:
             account = self.accounts[name]
-            if name in shunned or not self._fits(account, shape):
+            if name in shunned or not self.fits(account, shape):
                 continue
             left = account.load - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
@@ -98,7 +98,7 @@ class PrefillCandidates:
             if best is not None and (load - elsewhere_tokens, name) > (least, best.view.name):
                 break  # nor could any after it be better
             account = self.accounts[name]
-            if name in shunned or not self._fits(account, shape):
+            if name in shunned or not self.fits(account, shape):
                 continue
             left = load - account.cached_len(shape)
             if best is None or (left, name) < (least, best.view.name):
@@ -118,13 +118,17 @@ class PrefillCandidates:
         names = dict.fromkeys([*[name for _, name in ranked], *sorted(self._cachers(shape)[1])])
         return self._readers([self.accounts[name] for name in names if name not in shunned], shape)
 
+    def least(self, count: int) -> list[PrefillAccount]:
+        """The least loaded that take new requests, as they were when one was last chosen."""
+        return [self.accounts[name] for _, name in self._by_load.keys[:count] if name in self.accounts]
+
     def all(self, shape: RequestShape, shunned: Shunned) -> list[PrefillAccount]:
         """That could hold the prompt."""
         return self._readers([account for name, account in self.accounts.items() if name not in shunned], shape)
 
     def _readers(self, accounts: Iterable[PrefillAccount], shape: RequestShape) -> list[PrefillAccount]:
         """Those that could hold the prompt; that read last only where there is no other."""
-        fitting = [account for account in accounts if self._fits(account, shape)]
+        fitting = [account for account in accounts if self.fits(account, shape)]
         return [account for account in fitting if not account.reads_last] or fitting
 
     def _cachers(self, shape: RequestShape) -> tuple[int, Iterable[str]]:
@@ -146,14 +150,14 @@ class PrefillCandidates:
         least: tuple[Grade, int, str] = (SOUND, 0, "")
         for name, grade in shunned.items():
             account = self.accounts.get(name)
-            if account is None or grade == BARRED or not self._fits(account, shape):
+            if account is None or grade == BARRED or not self.fits(account, shape):
                 continue
             rank = (grade, account.load - account.cached_len(shape), name)
             if best is None or rank < least:
                 best, least = account, rank
         return best
 
-    def _fits(self, account: PrefillAccount, shape: RequestShape) -> bool:
+    def fits(self, account: PrefillAccount, shape: RequestShape) -> bool:
         view = account.view
         return not account.report.draining and pages_for(shape.prompt_len, view.page_size) <= view.total_pages
 

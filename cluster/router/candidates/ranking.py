@@ -21,10 +21,15 @@ class Ranking:
         old = self._value_of.get(name)
         if old == value:
             return
-        if old is not None:
-            del self.keys[bisect_left(self.keys, (old, name))]
         self._value_of[name] = value
-        insort(self.keys, (value, name))
+        keys, new = self.keys, (value, name)
+        if old is not None:
+            at = bisect_left(keys, (old, name))
+            if (at == 0 or keys[at - 1] < new) and (at + 1 == len(keys) or new < keys[at + 1]):
+                keys[at] = new  # its place is the same
+                return
+            del keys[at]
+        insort(keys, new)
 
     def drop(self, name: str) -> None:
         """Leave the name out, if it is there."""

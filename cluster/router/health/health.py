@@ -44,11 +44,13 @@ class Health:
     def on_step_age(self, worker: str, age_s: float, most_s: float) -> None:
         if age_s > most_s:
             self._slow[worker] = f"its step has been running for {age_s:.1f} s"
-        else:
+        elif self._slow:
             self._slow.pop(worker, None)
 
     def on_loop_lag(self, worker: str, lag_s: float, peers_lag_s: float, now: float) -> None:
         """`peers_lag_s`: as others of its role have it."""
+        if lag_s <= LATE_LOOP_S and not (self._late or self._late_since):
+            return
         if lag_s > max(LATE_LOOP_S, LATE_TIMES * peers_lag_s):
             why = f"it gets little processor time: its event loop is {lag_s:.1f} s late, its peers' {peers_lag_s:.2f} s"
             if now - self._late_since.setdefault(worker, now) >= LATE_FOR_S:

@@ -50,6 +50,11 @@ class WorkerLinks:
         if link := self._links.get(name):
             link.cancel(wire_id, reason, last_move)
 
+    def set_dead_after(self, dead_after_s: float) -> None:
+        self._dead_after_s = dead_after_s
+        for link in self._links.values():
+            link.dead_after_s = dead_after_s
+
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         wanted = {worker.name: worker for worker in workers}
         for name, link in list(self._links.items()):

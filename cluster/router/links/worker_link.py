@@ -109,13 +109,14 @@ class WorkerLink:
         self.reason = "not connected yet"  # why it is not ready
         self.losses = 0
         self.clock = ClockOffset()
+        self.time_of_day = ClockOffset()
         self._host = host
         self._awake = awake
         self._router_id = router_id
         self._secret = secret
         self._tls = tls
-        self._dead_after_s = dead_after_s
-        self._beat_s = min(beat_s, dead_after_s / 4)
+        self.dead_after_s = dead_after_s
+        self._beat_s = beat_s
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
         self._order_ns = 0  # when it was told to leave, on our clock; 0: it has said since how it stands
@@ -216,7 +217,7 @@ class WorkerLink:
 
     def _tells_of_death(self, error: Exception) -> bool:
         """Not a connection that breaks when we stood still: gRPC's own pings, at either end, know of no sleep."""
-        return isinstance(error, grpc.aio.AioRpcError) and not self._awake.stood_still_within(self._dead_after_s)
+        return isinstance(error, grpc.aio.AioRpcError) and not self._awake.stood_still_within(self.dead_after_s)
 
     async def _serve_once(self) -> None:
         channel = open_channel(self.worker.address, self._tls)
@@ -229,7 +230,7 @@ class WorkerLink:
         """One stream from hello to its end, which is always an exception."""
         self._outbox = asyncio.Queue()
         self._seq = self._order_ns = self._pong_ns = 0
-        self.clock = ClockOffset()
+        self.clock, self.time_of_day = ClockOffset(), ClockOffset()
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Connect(self._outgoing(), metadata=secret_metadata(self._secret))
         try:
@@ -287,14 +288,19 @@ class WorkerLink:
                         self._order_ns = 0  # it has made this one since it knows
                     self._host.on_report(self, message.report)
                 case "pong":
-                    pong = message.pong
-                    self._pong_ns = pong.router_ns
-                    self.clock.add(pong.router_ns, pong.worker_ns, time.monotonic_ns())
+                    self._on_pong(message.pong)
                 case "hello":
                     self._host.on_hello_again(self, message.hello)
                 case other:
                     log.warning("%s sent %s, which is not known here", self.name, other)
         raise WorkerRefused("it closed the stream")
+
+    def _on_pong(self, pong: pb.Pong) -> None:
+        now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+        self._pong_ns = pong.router_ns
+        self.clock.add(pong.router_ns, pong.worker_ns, now_ns)
+        if pong.wall_ns:
+            self.time_of_day.add(wall_ns - (now_ns - pong.router_ns), pong.wall_ns, wall_ns)
 
     async def _beat(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
         """Ping, and end the stream of a worker that says nothing for too long, by seconds in which we could hear it."""
@@ -304,9 +310,9 @@ class WorkerLink:
                 gap_ms = round(self._host.report_gap_s * 1e3)
                 ping = pb.Ping(router_ns=time.monotonic_ns(), has_left=has_left, report_gap_ms=gap_ms)
                 self._outbox.put_nowait(pb.RouterMessage(ping=ping))
-            await asyncio.sleep(self._beat_s)
+            await asyncio.sleep(min(self._beat_s, self.dead_after_s / 4))
             silent_s = self._awake.now_s() - self._heard_s
-            if silent_s < self._dead_after_s:
+            if silent_s < self.dead_after_s:
                 continue
             self._is_silent = True
             if why := self._host.on_silent(self, silent_s):

@@ -25,12 +25,15 @@ class Bundles:
         cpu_s: Callable[[], float] = time.thread_time,
     ) -> None:
         """`share` of a request's TPOT target, or of `tpot_s` where it has none; `cpu_s`: of the thread that asks."""
-        self._share = share
-        self._tpot_s = tpot_s or UNTARGETED_S
+        self.set_targets(share, tpot_s)
         self._clock = clock
         self._cpu_s = cpu_s
         self._looked: tuple[float, float] | None = None
         self._fullness = 0.0  # of the share, by how busy the thread was
+
+    def set_targets(self, share: float, tpot_s: float) -> None:
+        self._share = share
+        self._tpot_s = tpot_s or UNTARGETED_S
 
     def keep_s(self, tpot_s: float) -> float:
         """Seconds; 0: what comes goes at once. `tpot_s`: the request's own target; 0: it has none."""

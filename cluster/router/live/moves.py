@@ -61,14 +61,18 @@ class LiveMoves:
     def _ask(self, live: LiveRequest, move: Move, *, unread: bool) -> None:
         live.last_move += 1
         log.info("%s moves from %s to %s: %s", move.request_id, move.source, move.to, move.reason)
+        live.notes.event(self._clock(), live.attempt, "move", move.source, f"to {move.to}: {move.reason}")
+        what = f"moves a {'prompt' if unread else 'request'} from {move.source} to {move.to}"
+        self._metrics.chronicle.note("router", what, move.reason, self._clock())
         to = self._links[move.to].address
         self._links[move.source].move(move.request_id, to, live.last_move, unread=unread)
 
-    def on_passed(self, live: LiveRequest, to: str, event: pb.RequestEvent) -> Retry | None:
+    def on_passed(self, live: LiveRequest, to: str, event: pb.RequestEvent, at_s: float) -> Retry | None:
         """Likewise of a prompt, which that worker reads on."""
         if live.prefill == to:  # it has said so before
             return None
         self._metrics.counts["moved"] += 1
+        live.notes.hand(at_s, live.prefill, to)
         live.prefill, live.has_passed = to, True
         live.on_moved(event.receipt)
         if event.HasField("receipt"):
@@ -81,28 +85,32 @@ class LiveMoves:
         log.info("%s stays at %s: %s", live.wire_id, source, reason)
         self._policy.on_passing_failed(live.wire_id, self._clock(), cause)
 
-    def on_moved(self, live: LiveRequest, source: str, to: str, receipt: HandoffReceipt) -> Retry | None:
-        """That worker has it, as it says itself or `source` does. Returns what becomes of it if it is lost by now."""
+    def on_moved(self, live: LiveRequest, source: str, to: str, receipt: HandoffReceipt, at_s: float) -> Retry | None:
+        """That worker has it since `at_s`, as it says itself or `source` does. Returns what becomes of it if it is lost
+        by now."""
         if live.decode != source and source != to:  # it has said so before
             self._policy.on_left(live.wire_id, source)
             return None
         self._metrics.counts["moved"] += 1
+        live.notes.hand(at_s, live.decode, to)
         live.decode, live.moving_to = to, ""
         live.has_moved = True
         live.on_moved(receipt)
         return self._policy.on_moved(live.wire_id, to, self._clock(), has_left=source != to)
 
-    def on_failed(self, live: LiveRequest, source: str, target: str, reason: str, cause: Cause) -> None:
+    def on_failed(self, live: LiveRequest, source: str, event: pb.RequestEvent, cause: Cause) -> None:
         """The worker goes on with it."""
+        target, reason = event.peer, event.reason
         if source != live.decode:  # and so does the other one, whose receipt was lost
             self._policy.on_left(live.wire_id, source)
             self._links.cancel(source, live.wire_id, "it runs elsewhere", live.last_move)
             return
         if cause == "peer":
-            self._links.cancel(target, live.wire_id, "it has not moved", live.last_move)
-        if target != live.moving_to:
+            self._links.cancel(target, live.wire_id, "it has not moved", event.move)
+        if target != live.moving_to or event.move != live.last_move:
             return  # of a move that was given up when its target was lost
         live.moving_to = ""
         self._metrics.counts["moves_failed"] += 1
         log.info("%s stays at %s: %s", live.wire_id, source, reason)
+        live.notes.event(self._clock(), live.attempt, "move_failed", source, f"to {target}: {reason}")
         self._policy.on_move_failed(live.wire_id, self._clock(), cause)

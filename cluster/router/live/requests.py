@@ -12,12 +12,13 @@ of a busy router are further apart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from cluster.router.accounts import FRESH, Past
+from cluster.router.explaining.notes import Notes
 from cluster.router.live.bundles import Bundles
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.timeline import PHASES, Timeline
@@ -49,12 +50,15 @@ class NewRequest:
     sampling: Sequence[generate_pb2.SamplingParams]  # all fields set; one for each choice
     arrived_s: float  # router's clock
     owner: str = ""  # the client whose it is; empty: not known
+    weight: float = 1.0  # of the client's turns in line
     cache_salt: str = ""  # only requests with the same share cached prefixes
     slo: tuple[float, float] = (0.0, 0.0)  # seconds that it wants to its first token, and for each after it; 0: any
     priority: int = 0  # lower goes first
+    pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
     deadline_s: float | None = None  # router's clock
     deadline_reason: str = "the request's deadline is over"
     queue_deadline_s: float | None = None  # router's clock; by then it must have been sent to a worker
+    trace: Mapping[str, list[str]] | None = None  # whose part it is: W3C's headers
 
 
 @dataclass(slots=True)
@@ -78,19 +82,28 @@ class LiveRequest:
         hashes: PromptHashes,
         arrived_s: float,
         owner: str = "",
+        weight: float = 1.0,
         slo: tuple[float, float] = (0.0, 0.0),
         priority: int = 0,
+        pair: tuple[str, str] | None = None,
+        num_choices: int = 1,
+        trace: Mapping[str, list[str]] | None = None,
     ) -> None:
         self.id = id
         self.call_id = call_id  # of the submission whose choice it is
         self.choice = choice
+        self.num_choices = num_choices  # of its call
+        self.trace = trace
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.owner = owner  # the client whose it is; empty: not known
+        self.weight = weight  # of its turns in line
         self.slo = slo  # of the NewRequest
         self.priority = priority
+        self.pair = pair
         self.hashes = hashes  # shared with the other choices
         self.timeline = Timeline(arrived_s)
+        self.notes = Notes()
         self.attempt = 1
         self.past = FRESH  # what earlier attempts have met
         self.output_ids: list[int] = []
@@ -120,6 +133,11 @@ class LiveRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def was_read(self) -> bool:
+        """A worker has begun to read its prompt."""
+        return self._computed_len > 0
 
     @property
     def tokens_left(self) -> int:
@@ -166,6 +184,8 @@ class LiveRequest:
         self.timeline.enter("route", now)
 
     def state(self, router_id: str, *, is_held: bool = False) -> pb.RequestState:
+        if self.output_ids:  # they came with the first
+            self.sampling.ClearField("prompt_logprobs")
         return pb.RequestState(
             request_id=self.wire_id,
             router_id=router_id,
@@ -240,8 +260,12 @@ class Submission:
                 hashes=hashes,
                 arrived_s=request.arrived_s,
                 owner=request.owner,
+                weight=request.weight,
                 slo=request.slo,
                 priority=request.priority,
+                pair=request.pair,
+                num_choices=len(request.sampling),
+                trace=request.trace,
             )
             for i, sampling in enumerate(request.sampling)
         ]

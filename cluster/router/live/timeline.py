@@ -12,34 +12,70 @@ phases sum exactly to e2e. A phase that is entered again in a later attempt is c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
 PHASES = ("route", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
 _ORDER = {name: i for i, name in enumerate(PHASES)}
 
 
+class Piece(NamedTuple):
+    """A phase of one attempt, on the router's clock. `worker`: where; empty: in the router."""
+
+    phase: str
+    worker: str
+    attempt: int
+    begin_s: float
+    end_s: float
+
+
+class _Mark(NamedTuple):
+    order: int
+    at_s: float
+    worker: str
+
+
+_Split = tuple[list[float], list[float], dict[str, float]]
+
+
 class Timeline:
-    __slots__ = ("_attempt_begins", "_marks", "_phases", "arrived_s", "finished_s", "first_token_s")
+    __slots__ = ("_attempt_begins", "_marks", "_split", "arrived_s", "finished_s", "first_token_s")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        self._marks: list[tuple[int, float]] = [(0, arrived_s)]  # (phase, when it began)
+        self._marks = [_Mark(0, arrived_s, "")]
         self._attempt_begins = 0  # index of this attempt's route mark
-        self._phases: dict[str, float] = {}  # once they were asked for
+        self._split: _Split | None = None  # seconds in each phase: to the first token, after it, in all
 
-    def enter(self, phase: str, at_s: float) -> None:
+    def state(self) -> tuple[Any, ...]:
+        """All of it, without a name."""
+        return self.arrived_s, self.first_token_s, self.finished_s, [tuple(mark) for mark in self._marks]
+
+    @classmethod
+    def of(cls, state: tuple[Any, ...]) -> Self:
+        """One that has finished."""
+        timeline = cls(state[0])
+        _, timeline.first_token_s, timeline.finished_s, marks = state
+        timeline._marks = [_Mark(*mark) for mark in marks]
+        return timeline
+
+    def enter(self, phase: str, at_s: float, worker: str = "") -> None:
         """The phase began at `at_s`. `route` begins a new attempt; in one attempt a phase's first mark holds."""
+        if self._split:
+            return
         order = _ORDER[phase]
         if order == 0:
             self._attempt_begins = len(self._marks)
-            self._marks.append((0, at_s))
+            self._marks.append(_Mark(0, at_s, worker))
             return
         at = len(self._marks)
-        while at > self._attempt_begins and self._marks[at - 1][0] >= order:
-            if self._marks[at - 1][0] == order:
+        while at > self._attempt_begins and self._marks[at - 1].order >= order:
+            if self._marks[at - 1].order == order:
                 return
             at -= 1
-        self._marks.insert(at, (order, at_s))
+        self._marks.insert(at, _Mark(order, at_s, worker))
 
     def first_token(self, at_s: float) -> None:
         """The first token went out to the client; later calls change nothing."""
@@ -69,18 +105,48 @@ class Timeline:
         return (self.e2e_s - self.ttft_s) / (num_tokens - 1)
 
     def phases(self) -> dict[str, float]:
-        """Seconds in each phase that was entered, in the order of the request's life. Not to be changed; what is
-        entered after they were asked for changes nothing."""
-        if not self._phases:
-            self._phases = self._summed()
-        return self._phases
+        """Seconds in each phase that was entered, in the order of the request's life. Not to be changed."""
+        return (self._split or self._fix())[2]
 
-    def _summed(self) -> dict[str, float]:
+    def halves(self) -> tuple[list[float], list[float]]:
+        """Seconds in each of PHASES up to the first token, and after it; up to the end where there was none. Not to be
+        changed."""
+        return (self._split or self._fix())[:2]
+
+    def pieces(self) -> list[Piece]:
+        """The phases one after another: from arrival to the end, without gap or overlap."""
         assert self.finished_s is not None, "the request has not finished"
-        seconds: dict[str, float] = {}
-        began, current = self.arrived_s, 0
-        for phase, mark_s in [*self._marks[1:], (0, self.finished_s)]:
-            at_s = min(max(mark_s, began), self.finished_s)
-            seconds[PHASES[current]] = seconds.get(PHASES[current], 0.0) + (at_s - began)
-            began, current = at_s, phase
-        return {name: seconds[name] for name in PHASES if name in seconds}
+        if not self._split:
+            self._fix()
+        return self.pieces_until(self.finished_s)
+
+    def _fix(self) -> _Split:
+        """What is entered from now on changes nothing."""
+        assert self.finished_s is not None, "the request has not finished"
+        end_s, cut_s = self.finished_s, self.finished_s if self.first_token_s is None else self.first_token_s
+        before, after, entered = [0.0] * len(PHASES), [0.0] * len(PHASES), set()
+        for order, _, began_s, at_s in self._walk(end_s):
+            if began_s < cut_s:
+                before[order] += min(at_s, cut_s) - began_s
+            if at_s > cut_s:
+                after[order] += at_s - max(began_s, cut_s)
+            entered.add(order)
+        self._split = before, after, {PHASES[i]: before[i] + after[i] for i in sorted(entered)}
+        return self._split
+
+    def pieces_until(self, end_s: float) -> list[Piece]:
+        """Likewise of one that may still run."""
+        pieces: list[Piece] = []
+        attempt = 0
+        for order, worker, began_s, at_s in self._walk(end_s):
+            attempt += order == 0
+            pieces.append(Piece(PHASES[order], worker, attempt, began_s, at_s))
+        return pieces
+
+    def _walk(self, end_s: float) -> Iterator[tuple[int, str, float, float]]:
+        """Each phase's number, its worker, when it began and when it was over: from arrival to the end."""
+        order, began_s, worker = self._marks[0]
+        for next_order, mark_s, next_worker in [*self._marks[1:], _Mark(0, end_s, "")]:
+            at_s = end_s if mark_s > end_s else max(mark_s, began_s)
+            yield order, worker, began_s, at_s
+            order, began_s, worker = next_order, at_s, next_worker

@@ -26,8 +26,8 @@ class _Unread:
 class Unread:
     def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
         self.total_bytes = 0
-        self._max_bytes = max_bytes
-        self._max_total_bytes = max_total_bytes
+        self.max_bytes = max_bytes
+        self.max_total_bytes = max_total_bytes
         self._of: dict[Submission, _Unread] = {}
 
     def put(self, submission: Submission, num_tokens: int) -> tuple[Submission, str] | None:
@@ -38,11 +38,11 @@ class Unread:
         num_bytes = num_tokens * unread.token_bytes
         unread.num_bytes += num_bytes
         self.total_bytes += num_bytes
-        if unread.num_bytes > self._max_bytes:
-            return submission, f"{unread.num_bytes} bytes of its tokens were not read, of {self._max_bytes}"
-        if self.total_bytes > self._max_total_bytes:
+        if unread.num_bytes > self.max_bytes:
+            return submission, f"{unread.num_bytes} bytes of its tokens were not read, of {self.max_bytes}"
+        if self.total_bytes > self.max_total_bytes:
             most = max(self._of, key=lambda each: self._of[each].num_bytes)
-            all_of = f"{self.total_bytes} bytes of all requests' tokens were not read, of {self._max_total_bytes}"
+            all_of = f"{self.total_bytes} bytes of all requests' tokens were not read, of {self.max_total_bytes}"
             return most, f"{all_of}; most of them, {self._of[most].num_bytes}, were its own"
         return None
 

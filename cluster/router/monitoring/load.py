@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.router.live.requests import LiveRequest
+from cluster.router.live.timeline import PHASES
 
 KEPT = 8192  # requests: minutes of a busy cluster
-ROW = struct.Struct("=2d3I3d?2d")  # of an Ended
+MOST_NAMES = 65_535  # of workers; later ones have none
+ROW = struct.Struct(f"=2d3I3d?2d{2 * len(PHASES)}f2H")  # of an Ended; workers by their numbers
+SPLIT = 11  # its fields before those of phases
 
 
 class Ended(NamedTuple):
@@ -27,6 +30,10 @@ class Ended(NamedTuple):
     failed: bool
     slo_ttft_s: float
     slo_tpot_s: float
+    before_first_s: tuple[float, ...]  # in each of PHASES
+    after_first_s: tuple[float, ...]
+    prefill_worker: str
+    decode_worker: str
 
 
 class Load:
@@ -36,6 +43,8 @@ class Load:
     def __init__(self) -> None:
         self._rows = bytearray(ROW.size * KEPT)
         self.count = 0  # of all that were ever noted
+        self._names: list[str] = []  # of workers
+        self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:
         return min(self.count, KEPT)
@@ -48,31 +57,48 @@ class Load:
         """Those that came after so many, as far as they are kept."""
         rows = bytes(self._rows)
         for number in range(max(count, self.count - len(self)), self.count):
-            yield _ended(rows, number)
+            yield self._ended(rows, number)
 
     @property
     def whole_since_s(self) -> float:
         """None is missing that came since: what was dropped had ended when the oldest did that is kept."""
-        return -math.inf if self.count <= KEPT else _ended(self._rows, self.count).ended_s
+        return -math.inf if self.count <= KEPT else self._ended(self._rows, self.count).ended_s
 
     def note(self, live: LiveRequest, *, failed: bool = False) -> None:
         timeline, num_tokens = live.timeline, len(live.output_ids)
-        ended = Ended(
-            arrived_s=timeline.arrived_s,
-            ended_s=timeline.arrived_s + timeline.e2e_s,
-            prompt_tokens=len(live.prompt_ids),
-            cached_tokens=live.cached_tokens,
-            output_tokens=num_tokens,
-            ttft_s=timeline.ttft_s,
-            tpot_s=timeline.tpot_s(num_tokens),
-            handoff_s=timeline.phases().get("handoff", 0.0),
-            failed=failed,
-            slo_ttft_s=live.slo[0],
-            slo_tpot_s=live.slo[1],
+        before, after = timeline.halves()
+        handoff = PHASES.index("handoff")
+        ROW.pack_into(
+            self._rows,
+            self.count % KEPT * ROW.size,
+            timeline.arrived_s,
+            timeline.arrived_s + timeline.e2e_s,
+            len(live.prompt_ids),
+            live.cached_tokens,
+            num_tokens,
+            timeline.ttft_s,
+            timeline.tpot_s(num_tokens),
+            before[handoff] + after[handoff],
+            failed,
+            *live.slo,
+            *before,
+            *after,
+            self._number(live.prefill),
+            self._number(live.decode),
         )
-        ROW.pack_into(self._rows, self.count % KEPT * ROW.size, *ended)
         self.count += 1
 
+    def _number(self, worker: str) -> int:
+        number = self._numbers.get(worker)
+        if number is None:
+            if len(self._names) == MOST_NAMES:
+                return MOST_NAMES
+            number = self._numbers[worker] = len(self._names)
+            self._names.append(worker)
+        return number
 
-def _ended(rows: bytes | bytearray, number: int) -> Ended:
-    return Ended._make(ROW.unpack_from(rows, number % KEPT * ROW.size))
+    def _ended(self, rows: bytes | bytearray, number: int) -> Ended:
+        values = ROW.unpack_from(rows, number % KEPT * ROW.size)
+        middle = SPLIT + len(PHASES)
+        names = [self._names[each] if each < MOST_NAMES else "" for each in values[-2:]]
+        return Ended._make((*values[:SPLIT], values[SPLIT:middle], values[middle:-2], *names))

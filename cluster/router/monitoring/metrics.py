@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from cluster.router.live.requests import LiveRequest
+from cluster.router.monitoring.chronicle import Chronicle
 from cluster.router.monitoring.families import PREFIX, Scrape, families
 from cluster.router.monitoring.histograms import Histogram
 from cluster.router.monitoring.load import Load
+from cluster.router.monitoring.receipts import Receipts
 from cluster.router.monitoring.scraping import ScrapeServer
 from worker.wire.tls import TlsFiles
 
@@ -52,6 +54,9 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that finished.",
     "cached_tokens": "Of those, found in a prefix cache.",
     "generation_tokens": "Tokens delivered to clients.",
+    "slo_choices": "Choices that finished and had a target, their own or the router's.",
+    "slo_ttft_missed": "Of those, with a first token later than that.",
+    "slo_tpot_missed": "Of those, with later ones further apart.",
 }
 
 
@@ -59,6 +64,8 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.load = Load()
+        self.receipts = Receipts()
+        self.chronicle = Chronicle()
         self.codes: Counter[str] = Counter()  # how calls of Generate's ended, by gRPC's code
         self._histograms = {name: Histogram(*made) for name, made in HISTOGRAMS.items()}
         self._gaps = self._histograms["inter_token_latency_seconds"]
@@ -113,9 +120,14 @@ class RouterMetrics:
         """It is on its way to the client, whatever becomes of the request later."""
         self._histograms["time_to_first_token_seconds"].observe(ttft_s)
 
-    def on_finished(self, live: LiveRequest) -> None:
+    def on_finished(self, live: LiveRequest, targets_s: tuple[float, float] = (0.0, 0.0)) -> None:
+        """`targets_s`: TTFT and TPOT of a request that has none of its own; 0: none."""
         self.load.note(live)
         timeline, num_tokens = live.timeline, len(live.output_ids)
+        ttft_s, tpot_s = (own or usual for own, usual in zip(live.slo, targets_s, strict=True))
+        self.counts["slo_choices"] += bool(ttft_s or tpot_s)
+        self.counts["slo_ttft_missed"] += 0 < ttft_s < timeline.ttft_s
+        self.counts["slo_tpot_missed"] += 0 < tpot_s < timeline.tpot_s(num_tokens)
         phases = timeline.phases()
         self._histograms["e2e_request_latency_seconds"].observe(timeline.e2e_s)
         self._histograms["request_queue_time_seconds"].observe(phases["route"] + phases.get("prefill_queue", 0.0))

@@ -25,6 +25,7 @@ TOLD = (  # of an Ended
     *("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "tpot_s", "handoff_s", "failed"),
     *("slo_ttft_s", "slo_tpot_s"),
 )
+PHASED = ("before_first_s", "after_first_s", "prefill_worker", "decode_worker")  # to planners, besides
 
 
 def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
@@ -55,6 +56,8 @@ def _worker_status(
         reason=link.reason,
     )
     _note_health(status, router, link)
+    for peer, counts in router.metrics.receipts.of(link.name):
+        status.receipts.add(peer=peer, **asdict(counts))
     if link.worker.trouble:
         status.reason = "; ".join(filter(None, (status.reason, link.worker.trouble)))
     if link.hello is not None:
@@ -65,6 +68,7 @@ def _worker_status(
     if report.draining and link.state is LinkState.READY:
         status.state = "drained" if report.drained else "draining"
     status.report_age_s = age_s
+    status.round_trip_s, status.clock_ahead_s = link.clock.round_trip_s, link.time_of_day.ahead_s
     status.step_age_s = report.step_age_ms / 1e3
     status.loop_lag_s = report.loop_lag_ms / 1e3
     for key in REPORTED:
@@ -95,7 +99,8 @@ async def load_of(router: Router, window_s: float) -> cluster_pb2.GetLoadRespons
     answer = cluster_pb2.GetLoadResponse(whole_s=whole_s)
     async for ended in a_few_at_a_time(load):
         if now - ended.arrived_s < window_s:
-            answer.requests.add(age_s=now - ended.arrived_s, **told_of(ended))
+            where = {key: getattr(ended, key) for key in PHASED}
+            answer.requests.add(age_s=now - ended.arrived_s, **told_of(ended), **where)
     return answer
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvrelay.cli import completing
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import CliError, JsonOption, note, print_json
 from kvrelay.client import known_clusters
@@ -30,7 +31,10 @@ def register(app: typer.Typer) -> None:
 
 
 def down(
-    name: Annotated[str | None, typer.Argument(help="Which cluster; not needed while there is only one.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which cluster; not needed while there is only one.", autocompletion=completing.clusters),
+    ] = None,
     address: Annotated[str | None, typer.Option(help="The Ray it was put on: auto, or HOST:PORT.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait until it is gone.")] = 60.0,
     as_json: JsonOption = False,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrelay.cli import completing
 from kvrelay.cli.console import FAILURE, CliError, note, print_json
 from kvrelay.cli.progress import progress
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 
-WorkerArgument = Annotated[str, typer.Argument(help="Its name, as `kvrelay status` shows it.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(help="Its name, as `kvrelay status` shows it.", autocompletion=completing.workers)
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Even if it is the only one: new requests wait then.")]
 TimeoutOption = Annotated[float, typer.Option(min=0, help="Seconds to wait until nothing runs there; 0: none.")]
 

@@ -16,7 +16,7 @@ from kvrelay.cli.cluster.state import written_or_told
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import USAGE, CliError, JsonOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
-from kvrelay.cli.targets import Targets
+from kvrelay.cli.planning.targets import Targets
 from kvrelay.replan.options import EVERY_S, MOST_CHANGES, NICE, REFUSED, WINDOW_S, Asked, Policy
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def replan(
     ] = "kvrelay",
     as_json: JsonOption = False,
 ) -> None:
-    from kvrelay.client import known_clusters
     from kvrelay.client.types import KvrelayError
     from kvrelay.replan.replanner import NotYet, OtherCluster, begin
     from placement.catalogs.base import PlanError
@@ -97,11 +96,7 @@ def replan(
             window_s=window,
         )
         with ExitStack() as stack, written_or_told():
-            known = known_clusters.at(router.endpoint)
-            others = (
-                [each for each in known.endpoints if each != known_clusters.noted(router.endpoint)] if known else []
-            )
-            clients = [stack.enter_context(router.client_of(each)) for each in (router.endpoint, *others)]
+            clients = [stack.enter_context(router.client_of(each)) for each in router.endpoints()]
             replanner: Replanner | None = None
             while True:
                 try:
@@ -163,16 +158,9 @@ def _show(entry: dict[str, Any], as_json: bool) -> None:
 
 def lines_of(entry: dict[str, Any]) -> Iterator[str]:
     """For people."""
+    from kvrelay.replan.journal import changes_of
+
     rate = f"{entry['rate']:g}/s  " if entry["requests"] else ""
     yield f"{entry['at']}  {rate}{entry['reason']}"
-    for change in entry["changes"]:
-        verb = "becomes" if entry["mode"] == "act" else "should become"
-        took = change["failure"] or (f"after {change['seconds']:g} s" if change["seconds"] else "")
-        yield f"  {_named(change, verb)}{f': {took}' if took else ''}"
-
-
-def _named(change: dict[str, Any], verb: str) -> str:
-    if pool := change.get("pool"):
-        return f"{pool} {verb} a pool of {change['replicas']}"
-    chunks = change.get("chunk_tokens")
-    return f"{change['worker']} {verb} a {change['role']} worker{'' if chunks is None else f' with chunks of {chunks}'}"
+    for line in changes_of(entry):
+        yield f"  {line}"

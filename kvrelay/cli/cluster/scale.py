@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrelay.cli import completing
 from kvrelay.cli.cluster.leaving import POLL_S, ForceOption
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import FAILURE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
@@ -36,7 +37,9 @@ def register(app: typer.Typer) -> None:
 
 
 def scale(
-    pool: Annotated[str, typer.Argument(help="Its name: its workers' without their number.")],
+    pool: Annotated[
+        str, typer.Argument(help="Its name: its workers' without their number.", autocompletion=completing.pools)
+    ],
     replicas: Annotated[int, typer.Argument(min=0, max=4096, help="Workers that it shall have.")],
     router: Router,
     force: ForceOption = False,

@@ -9,8 +9,11 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cluster.front.options import FrontOptions
+from cluster.router.tracing.asked import asked_exporters
+from cluster.router.tracing.errors import TracingError
 from kvrelay.cli.console import USAGE, CliError
-from kvrelay.client.access import TOKEN_VARIABLE, TOKENS_FILE_VARIABLE
+from kvrelay.client.access import TOKEN_VARIABLE
 from kvrelay.client.known_clusters import ClusterState
 from worker.wire.secrets import Secrets
 from worker.wire.tls import TlsError, is_loopback
@@ -20,18 +23,20 @@ if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec
 
 SECRET_VARIABLE = "KVRELAY_SECRET"
+TELEMETRY = "OTEL_"  # how OpenTelemetry's variables begin
+TELEMETRY_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")  # in which a key may be
 NUM_BYTES = 32
 
 
-def draw(spec: ClusterSpec, *, must_be_here: bool) -> tuple[ClusterSpec, Secrets]:
-    """The spec with its tokens file, and the cluster's secrets. Raises CliError for tokens, a secret or certificates
+def draw(spec: ClusterSpec, *, must_be_here: bool) -> Secrets:
+    """The cluster's secrets. Raises CliError for tokens, a secret or certificates
     that cannot be used; those on other nodes (not `must_be_here`) are for these to tell."""
     try:
-        spec = _with_tokens_file(spec)
         if must_be_here:
-            _check_files(spec)
-        return spec, Secrets(cluster=_given_or_drawn(SECRET_VARIABLE), clients=_clients(spec))
-    except (TokenError, TlsError) as error:
+            check_files(spec)
+        telemetry = {name: value for name, value in os.environ.items() if name.startswith(TELEMETRY)}
+        return Secrets(cluster=_given_or_drawn(SECRET_VARIABLE), clients=_clients(spec), telemetry=telemetry)
+    except (TokenError, TlsError, TracingError) as error:
         raise CliError(str(error), USAGE) from None
 
 
@@ -48,7 +53,7 @@ def why_overheard(spec: ClusterSpec, *, is_joined: bool) -> str:
 
 def keep_from_children() -> None:
     """Ray, and all that it starts, would have them in their environments."""
-    for variable in (SECRET_VARIABLE, TOKEN_VARIABLE):
+    for variable in (SECRET_VARIABLE, TOKEN_VARIABLE, *TELEMETRY_HEADERS):
         os.environ.pop(variable, None)
 
 
@@ -65,16 +70,9 @@ def noted(spec: ClusterSpec, drawn: Secrets, state: ClusterState) -> ClusterStat
     )
 
 
-def _with_tokens_file(spec: ClusterSpec) -> ClusterSpec:
-    path = os.environ.get(TOKENS_FILE_VARIABLE)
-    if not path or not spec.router.auth or spec.router.tokens_file:
-        return spec
-    from cluster.spec.tls import full_path
-
-    return spec.model_copy(update={"router": spec.router.model_copy(update={"tokens_file": full_path(path)})})
-
-
-def _check_files(spec: ClusterSpec) -> None:
+def check_files(spec: ClusterSpec) -> None:
+    """Raises TokenError, TlsError, TracingError."""
+    asked_exporters(spec.router.options(FrontOptions).otlp_traces_endpoint)
     if spec.router.tokens_file:
         _check_operator(spec, read_tokens(spec.router.tokens_file)[0].name)
     if spec.router.tls:

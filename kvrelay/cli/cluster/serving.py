@@ -7,23 +7,26 @@ ignored while that goes on, so that nothing is left behind.
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cli.cluster import state
+from kvrelay.cli.cluster import checking, state
 from kvrelay.cli.cluster.secrets import noted
 from kvrelay.cli.console import FAILURE, INTERRUPTED, USAGE, CliError, note
+from kvrelay.doctor.finding import plain
+from kvrelay.doctor.ports import why_taken
 
 if TYPE_CHECKING:
     from cluster.deploy.deployment import Deployment
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
+    from kvrelay.cli.spec.wanted import Wanted
     from kvrelay.client.known_clusters import Mode
+    from kvrelay.doctor.finding import Finding
     from kvrelay.replan.journal import Entry
     from kvrelay.replan.options import Asked
     from worker.wire.secrets import Secrets
@@ -41,13 +44,23 @@ class Stopped(BaseException):
 _asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
 
 
-def serve(spec: ClusterSpec, *, address: str | None, drawn: Secrets, log_dir: str, mode: Mode, view: View) -> int:
-    """Returns the exit code: see kvrelay/cli/cluster/up.py."""
+def serve(
+    wanted: Wanted,
+    *,
+    address: str | None,
+    drawn: Secrets,
+    log_dir: str,
+    mode: Mode,
+    view: View,
+    checks: bool = False,
+) -> int:
+    """Returns the exit code: see kvrelay/cli/cluster/up.py. `checks`: the doctor looks before and afterwards."""
     began_s = time.monotonic()
     _raise_on_signals()
     try:
-        check_ports(spec, is_local=address is None)
-        return _serve(spec, address, drawn, log_dir, mode, view, began_s)
+        check_ports(wanted.spec, is_local=address is None)
+        found = checking.before(wanted.spec, address) if checks else None
+        return _serve(wanted, address, drawn, log_dir, mode, view, began_s, found)
     except CliError as error:
         return view.failed(error)
     except BaseException as error:
@@ -64,30 +77,29 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
     for flag, first in {"--port": spec.router.port, "--http-port": spec.router.http_port}.items():
         if isinstance(first, int) and first:
             for port in range(first, first + spec.router.replicas):
-                _check_port(host, port, flag)
-
-
-def _check_port(host: str, port: int, flag: str) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT is no obstacle
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise CliError(f"router cannot listen on {host}:{port}: {why}; give another {flag}, or 0") from None
+                if why := why_taken(host, port):
+                    raise CliError(f"router cannot listen on {host}:{port}: {why}; give another {flag}, or 0")
 
 
 def _serve(
-    spec: ClusterSpec, address: str | None, drawn: Secrets, log_dir: str, mode: Mode, view: View, began_s: float
+    wanted: Wanted,
+    address: str | None,
+    drawn: Secrets,
+    log_dir: str,
+    mode: Mode,
+    view: View,
+    began_s: float,
+    found: list[Finding] | None,
 ) -> int:
+    """`found`: by the checks before; None: nothing is checked."""
     from cluster.deploy.deployment import Deployment
     from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
 
     state.make_directory()
+    spec = wanted.spec
     own_state = replace(noted(spec, drawn, state.this_process(spec.name, mode)), address=address or "")
-    deployment = Deployment(spec, address=address, secrets=drawn, log_dir=log_dir)
+    deployment = Deployment(spec, address=address, secrets=drawn, log_dir=log_dir, sources=wanted.sources)
     keep = has_crashed = False
     with quiet_stdout():
         try:
@@ -103,11 +115,14 @@ def _serve(
             own_state = replace(own_state, endpoints=endpoints, http=tuple(told["http"]), pid=own_pid)
             state.write(own_state)
             keep = mode == "joined"
+            if found is not None:
+                told["checks"] = plain([*found, *checking.after(deployment.spec, endpoints[0])])
             view.ready(told | {"detached": keep})
             if keep:
                 return 0
-            with _replanning(deployment.spec, endpoints):
-                _watch(deployment, view)
+            while True:
+                with _replanning(deployment.spec, endpoints):
+                    _watch(deployment, view)
         except SpecError as error:
             raise CliError(str(error), USAGE) from None
         except DeployError as error:
@@ -180,11 +195,16 @@ def asked_of(spec: ClusterSpec) -> Asked:
     )
 
 
-def _watch(deployment: Deployment, view: View) -> NoReturn:
-    """Until a signal. Ray restarts what ends; here it is only told."""
-    while True:
+def _watch(deployment: Deployment, view: View) -> None:
+    """Until a signal, or until another replanner is wanted. Ray restarts what ends; here it is only told."""
+    replanner = _replanner_of(deployment.spec)
+    while _replanner_of(deployment.spec) == replanner:
         _check_signals()
         view.progress(deployment.next_snapshot(WATCH_S))
+
+
+def _replanner_of(spec: ClusterSpec) -> object:
+    return spec.replan != "off" and asked_of(spec)
 
 
 def summary(deployment: Deployment, snapshot: dict[str, Any], ready_s: float) -> dict[str, Any]:

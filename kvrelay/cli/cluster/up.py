@@ -10,7 +10,6 @@ wrong; 130 Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ import typer
 from kvrelay.cli.cluster import secrets
 from kvrelay.cli.console import USAGE, CliError, JsonOption, note
 from kvrelay.cli.groups import grouped
+from kvrelay.cli.spec.wanted import RoleCounts, SpecArgument, build
 from kvrelay.cli.spec_flags import ClusterFlags, PoolFlags, RouterFlags, SpecChanges, TransferFlags
 
 HELP = """Start a cluster and serve until Ctrl-C.
@@ -47,13 +47,17 @@ def up(
     pool: PoolFlags,
     router: RouterFlags,
     transfer: TransferFlags,
-    spec: Annotated[Path | None, typer.Argument(help="A cluster spec, YAML. See configs/.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1; with --mixed: none.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1; with --mixed: none.")] = None,
-    mixed: Annotated[int | None, typer.Option(help="Workers that do both, in the same steps. Default: none.")] = None,
+    counts: RoleCounts,
+    spec: SpecArgument = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray: auto, or HOST:PORT.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; end it with kvrelay down.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="As kvrelay doctor: what is bad here ends it; measures the cluster when it is ready."
+        ),
     ] = False,
     log_dir: Annotated[
         Path | None,
@@ -67,13 +71,13 @@ def up(
 
     changes = SpecChanges(cluster=cluster, router=router, pools=pool, transfer=transfer)
     try:
-        wanted = build_spec(spec, changes, {"prefill": prefill, "decode": decode, "mixed": mixed})
-        if why := why_not_served(wanted) or _why_not_replanned(wanted, is_left=detach and address is not None):
+        built = build(spec, changes, counts.asked)
+        if why := why_not_served(built.spec) or _why_not_replanned(built.spec, is_left=detach and address is not None):
             raise SpecError(why)
     except SpecError as error:
         raise CliError(str(error), USAGE) from None
-    wanted = with_found_model(wanted, must_be_here=address is None)
-    wanted, drawn = secrets.draw(wanted, must_be_here=address is None)
+    built = built.with_found_model(must_be_here=address is None).with_tokens_file()
+    wanted, drawn = built.spec, secrets.draw(built.spec, must_be_here=address is None)
     if why := secrets.why_overheard(wanted, is_joined=address is not None):
         note(f"note: {why}")
     check_name(wanted.name, is_joined=address is not None)
@@ -88,7 +92,15 @@ def up(
     mode = "daemon" if report_fd is not None else "joined" if address and detach else "foreground"
     logs = str(log_dir.absolute()) if log_dir is not None else "" if address else str(state.log_dir(wanted.name))
     raise typer.Exit(
-        serving.serve(wanted, address=address, drawn=drawn, log_dir=logs, mode=mode, view=view)  # type: ignore[arg-type]
+        serving.serve(
+            built,
+            address=address,
+            drawn=drawn,
+            log_dir=logs,
+            mode=mode,  # type: ignore[arg-type]
+            view=view,
+            checks=check,
+        )
     )
 
 
@@ -99,37 +111,6 @@ def _why_not_replanned(spec: Any, *, is_left: bool) -> str:
         f"replan is {spec.replan}, and with --address and --detach no process of kvrelay's stays to do it; leave "
         "--detach out, or run `kvrelay replan` beside the cluster"
     )
-
-
-def build_spec(path: Path | None, changes: SpecChanges, replicas: Mapping[str, int | None]) -> Any:
-    """The spec that file and flags make together: a flag wins over the file. `replicas`: asked for, of each role.
-    Raises SpecError, CliError."""
-    from cluster.spec.load import load_spec, parse_spec
-
-    if path is None and "model" not in changes.cluster:
-        raise CliError("nothing to serve; give a spec file, or --model DIR", USAGE)
-    asked = {role: number for role, number in replicas.items() if number is not None}
-    if path is not None and asked:
-        flags = " and ".join(f"--{role}" for role in asked)
-        raise CliError(f"{flags} and a spec do not go together; change replicas in its pools", USAGE)
-    if path is None:
-        pools = asked if "mixed" in asked else {"prefill": 1, "decode": 1, **asked}
-        data: dict[str, Any] = {"pools": [{"role": role, "replicas": number} for role, number in pools.items()]}
-    else:
-        data = load_spec(path).model_dump(exclude_unset=True)
-    return parse_spec(changes.applied(data))
-
-
-def with_found_model(spec: Any, *, must_be_here: bool) -> Any:
-    """A model directory by its full path, for workers stand elsewhere. That it is not there is better told now than by
-    a worker in some seconds; on other hosts only they can tell."""
-    path = Path(spec.model).expanduser()
-    if path.is_dir():
-        return spec.model_copy(update={"model": str(path.absolute())})
-    looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
-    if looks_like_path and must_be_here:
-        raise CliError(f"model is {spec.model!r}; there is no such directory, give another or a hub id", USAGE)
-    return spec
 
 
 def check_name(name: str, *, is_joined: bool) -> None:

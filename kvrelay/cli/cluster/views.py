@@ -207,6 +207,11 @@ def print_ready(summary: dict[str, Any]) -> None:
     """The endpoint alone on stdout, for scripts; how to go on for a person."""
     for endpoint in summary["endpoints"]:
         _answer(endpoint)
+    if checks := summary.get("checks"):
+        from kvrelay.cli.doctor import show
+        from kvrelay.doctor.finding import from_plain
+
+        show(from_plain(checks), to_stderr=True)
     note(f'{summary["served_model_name"]} is served in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
     for address in summary["http"]:
         note(f"OpenAI's API: {address}/v1; a page to watch: {address}/")

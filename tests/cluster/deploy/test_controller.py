@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 from ray.exceptions import RpcError
 
 from cluster.deploy import controller as controllers
+from cluster.deploy.changes import changes
+from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.controller import Controller
 from cluster.deploy.roster import Roster
+from cluster.router.takers import RouterStanding
 from cluster.spec.load import parse_spec
-from cluster.spec.resolve import resolve
+from cluster.spec.model import ClusterSpec
+from cluster.spec.resolve import WorkerPlan, resolve
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +41,13 @@ class Member:
 
     def __init__(self, name: str) -> None:
         self.told: list[Any] = []
-        self.event = {"name": name, "incarnation": "a", "stage": "ready", "fraction": 1.0, "address": "h:1"}
+        self.event: dict[str, Any] = {
+            "name": name,
+            "incarnation": "a",
+            "stage": "ready",
+            "fraction": 1.0,
+            "address": "h:1",
+        }
         self.event |= {"http": "", "pid": 7, "host": "h", "reason": ""}
         self.describe = remote(lambda: self.event | {"turns": 0, "drained": self.is_drained})
         self.secrets = remote(lambda: None)
@@ -68,7 +79,8 @@ def members(monkeypatch: pytest.MonkeyPatch) -> dict[str, Member]:
 
 ROLES = {"router-0": "router", "decode-0": "decode"}
 POOLS = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1}]
-SPEC = resolve(parse_spec({"model": "m", "pools": POOLS, "router": {"host": "127.0.0.1"}}), None)
+WRITTEN = parse_spec({"model": "m", "pools": POOLS, "router": {"host": "127.0.0.1"}})
+SPEC = resolve(WRITTEN, None)
 
 
 async def run_until(is_done: Callable[[], object]) -> None:
@@ -83,8 +95,8 @@ async def until(is_done: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def running(launch: Callable[[str], None] = print) -> AsyncIterator[Controller]:
-    controller = Controller(SPEC, log_dir="", launch=launch)
+async def running(launch: Callable[[WorkerPlan], None] = print) -> AsyncIterator[Controller]:
+    controller = Controller(RunningSpec.of(WRITTEN, SPEC, {}, None, "127.0.0.1"), log_dir="", launch=launch)
     try:
         yield controller
     finally:
@@ -108,11 +120,11 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
     monkeypatch.setattr("ray.kill", kill)
     created: list[str] = []
 
-    def launch(name: str) -> None:
-        created.append(name)
+    def launch(plan: WorkerPlan) -> None:
+        created.append(plan.name)
         if len(created) == 1:
             raise ValueError("Ray is in trouble")
-        members[name] = Member(name)
+        members[plan.name] = Member(plan.name)
 
     def told() -> list[str]:
         return [entry[0] for entry in members["router-0"].told[-1]] if members["router-0"].told else []
@@ -151,7 +163,7 @@ async def test_of_the_last_two_of_a_phase_one_stays(members: dict[str, Member]) 
     """Though routers that were asked for each have not heard of the other."""
     takers = {"prefill": {"prefill-0": True}, "decode": {"decode-0": True, "decode-1": True}}
     only = "decode-1 is the only worker for decode that takes requests; start another one, or force it"
-    async with running(lambda name: members.update({name: Member(name)})) as controller:
+    async with running(lambda plan: members.update({plan.name: Member(plan.name)})) as controller:
         await until(lambda: members["router-0"].told)
         await controller.scale("decode", 2, takers)
         both = await controller.scale("decode", 0, takers)
@@ -217,9 +229,9 @@ async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
     monkeypatch.setattr("ray.kill", kill)
     created: list[str] = []
 
-    def launch(name: str) -> None:
-        created.append(name)
-        members[name] = Member(name)
+    def launch(plan: WorkerPlan) -> None:
+        created.append(plan.name)
+        members[plan.name] = Member(plan.name)
 
     async with running(launch) as controller:
         await until(lambda: members["router-0"].told)
@@ -234,3 +246,136 @@ async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
         assert len(kills) == 2
         await controller.scale("decode", 2, None)
         await until(lambda: created == ["decode-1", "decode-0"])
+
+
+class RouterMember(Member):
+    """It uses every worker that it was told of, and keeps the specs that it was told."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.specs: list[ClusterSpec] = []
+        self.why = ""
+        self.take_spec = remote(self.specs.append)
+        self.why_not = remote(lambda spec: self.why)
+        self.standing = remote(lambda: RouterStanding({}, {entry[0]: entry[3] for entry in self.told[-1]}))
+
+
+@pytest.fixture
+def served(members: dict[str, Member], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerPlan]]:
+    """Plans of workers that are started, each of them ready at once and drained as soon as it is told."""
+    created: list[WorkerPlan] = []
+
+    def start(name: str) -> None:
+        member = members[name] = Member(name)
+        member.event["incarnation"] = f"{name}-{len(created)}"
+        member.drain = remote(lambda undo: setattr(member, "is_drained", not undo))
+
+    def launch(plan: WorkerPlan) -> None:
+        created.append(plan)
+        start(plan.name)
+
+    def kill(handle: Member, no_restart: bool) -> None:
+        if no_restart:
+            del members[str(handle.event["name"])]
+        else:
+            handle.event["incarnation"] += "-again"
+
+    monkeypatch.setattr("ray.kill", kill)
+    monkeypatch.setattr(changes, "STEP_S", 0.01)
+    monkeypatch.setattr(controllers, "has_room", lambda plan, loopback: True)
+    members["router-0"] = RouterMember("router-0")
+    for name in ("prefill-0", "decode-0"):
+        start(name)
+    launched.append(launch)
+    yield created
+    launched.clear()
+
+
+launched: list[Callable[[WorkerPlan], None]] = []  # of the fixture above
+
+
+def wanted(**decode: Any) -> dict[str, Any]:
+    pools = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1, **decode}]
+    return {"model": "m", "pools": pools, "router": {"host": "127.0.0.1", "max_calls": 7}}
+
+
+async def settled(controller: Controller) -> dict[str, Any]:
+    await until(lambda: not controller._running.is_rolling)
+    return dict((await controller.spec())["rollout"])
+
+
+async def test_another_spec_is_taken_by_routers_and_workers(
+    members: dict[str, Member], served: list[WorkerPlan]
+) -> None:
+    router: Any = members["router-0"]
+    async with running(launched[0]) as controller:
+        await until(lambda: len(router.told[-1:] and router.told[-1]) == 2)
+        looked = await controller.apply_spec(wanted(watermark=0.5), {}, None, True)
+        assert [change["how"] for change in looked["changes"]] == ["now", "rolling"]
+        assert not router.specs, "it was only looked at"
+        done = await controller.apply_spec(wanted(watermark=0.5), {"router.max_calls": "c:3"}, None, False)
+        assert done == looked
+        assert router.specs[-1].router.max_calls == 7
+        assert await settled(controller) == {"running": False, "reason": "", "current": 2, "total": 2}
+        assert [(plan.name, plan.options.policy.watermark) for plan in served] == [("decode-1", 0.5), ("decode-0", 0.5)]
+        assert (await controller.pools())["decode"] == ["decode-0"]
+        assert await controller.apply_spec(wanted(watermark=0.5), {}, None, True) == {"why_not": "", "changes": []}
+        rows = {key: (value, source) for key, value, source in (await controller.spec())["rows"]}
+        assert rows["router.max_calls"] == (7, "c:3")
+        assert await controller.roll(["decode"], 1) == ""
+        await settled(controller)
+        assert [plan.name for plan in served[2:]] == ["decode-1", "decode-0"]
+
+
+async def test_what_one_router_cannot_take_nobody_is_told(members: dict[str, Member], served: list[WorkerPlan]) -> None:
+    router: Any = members["router-0"]
+    async with running(launched[0]) as controller:
+        await until(lambda: router.told)
+        for spec, why in (
+            (wanted(watermark=5), "pools[1].watermark is 5; give a number below 1"),
+            ({**wanted(), "page_size": 8}, "page_size is 16, and 8 cannot replace it while the cluster runs"),
+            ({**wanted(), "replan": "act", "router": {"slo_ttft_ms": 5}}, "replan is act, and no `kvrelay up` stays"),
+        ):
+            assert (await controller.apply_spec(spec, {}, None, False))["why_not"].startswith(why)
+        router.why = "no such file"
+        assert (await controller.apply_spec(wanted(), {}, None, False))["why_not"] == "router-0: no such file"
+        assert await controller.roll(["chat"], None) == "there is no pool 'chat'; there are prefill, decode"
+        assert (router.specs, controller._running.number, controller._running.is_rolling) == ([], 0, False)
+
+
+async def test_the_next_controller_goes_on_with_what_was_begun(
+    members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(launched[0]) as first:
+        await until(lambda: members["router-0"].told)
+        await until(lambda: all(first._roster.member(name).is_ready for name in members))
+        monkeypatch.setattr(first, "let_go", lambda name: asyncio.sleep(3600))  # it dies here
+        await first.apply_spec(wanted(watermark=0.5), {}, None, False)
+        await until(lambda: served)
+        saved = first._roster.saved | {"spec": first._running.saved}
+    monkeypatch.setattr(controllers, "_restored", lambda: (Checkpoint(), json.loads(json.dumps(saved))))
+    async with running(launched[0]) as following:
+        assert following._running.is_rolling
+        assert (await settled(following))["reason"] == ""
+        assert [plan.name for plan in served] == ["decode-1", "decode-0"]
+        assert (await following.pools())["decode"] == ["decode-0"]
+        router: Any = members["router-0"]
+        assert router.specs[-1].router.max_calls == 7
+
+
+async def test_a_stand_in_that_does_not_become_ready_ends_it(
+    members: dict[str, Member], served: list[WorkerPlan]
+) -> None:
+    def launch(plan: WorkerPlan) -> None:
+        launched[0](plan)
+        members[plan.name].event |= {"stage": "failed", "reason": "no memory"}
+
+    async with running(launch) as controller:
+        await until(lambda: len(members["router-0"].told[-1:] and members["router-0"].told[-1]) == 2)
+        await controller.apply_spec(wanted(watermark=0.5), {}, None, False)
+        why = (await settled(controller))["reason"]
+        assert why.startswith("decode-1 does not become ready: ")
+        assert "no memory" in why
+        await until(lambda: "decode-1" not in controller._roster)
+        assert (await controller.pools())["decode"] == ["decode-0"]
+        assert controller._roster.member("decode-0").is_ready

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.front import limits
+from cluster.front.bounds import limits
 from cluster.front.generation import Generation
 from cluster.front.grpc import GenerateService
 from cluster.front.health import Health

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import grpc
 import pytest
 
-from cluster.front.operate import ClusterService
+from cluster.front.operating.operate import ClusterService
 from cluster.router.live.requests import RequestFailed
 from cluster.router.takers import Takers, why_alone, without
+from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2
 from tests.cluster.harness import serving
 
@@ -17,6 +21,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.leaving: list[str] = []
+        self.asked: list[object] = []  # of the spec
 
     async def pools(self) -> dict[str, list[str]]:
         return {"decode": [name for name in ("decode-0", "decode-1") if name not in self.leaving]}
@@ -34,6 +39,21 @@ class Kept:
         why = "" if takers is None else why_alone(names, without(takers, self.leaving))
         self.leaving += [] if why else names
         return why
+
+    async def spec(self) -> dict[str, Any]:
+        rollout = {"running": True, "reason": "decode-0 is at weights", "current": 1, "total": 2}
+        return {"rows": [("pools[1].replicas", 2, "cluster.yaml:4")], "rollout": rollout}
+
+    async def apply_spec(
+        self, data: object, sources: Mapping[str, str], max_surge: int | None, *, dry_run: bool
+    ) -> dict[str, Any]:
+        self.asked.append((data, dict(sources), max_surge, dry_run))
+        change = {"key": "page_size", "before": 16, "after": 8, "how": "fixed", "why": "KV is"}
+        return {"why_not": "" if dry_run else "KV is", "changes": [change]}
+
+    async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
+        self.asked.append((list(pools), max_surge))
+        return ""
 
     async def take_back(self, worker: str) -> bool:
         self.leaving.remove(worker)
@@ -60,3 +80,39 @@ async def test_the_last_of_a_phase_is_removed_by_force_alone() -> None:
         none.force = True
         pending = (await service.scale(none)).pending
         assert sorted(each.name for each in pending) == ["decode-0", "decode-1"]
+
+
+async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> None:
+    async with serving(1, 2) as h:
+        kept = Kept()
+        service = ClusterService(h.router, kept)
+        known = await service.get_spec(cluster_pb2.GetSpecRequest())
+        assert (known.values[0].key, known.values[0].value) == ("pools[1].replicas", "2")
+        assert (known.rollout.current, known.rollout.reason) == (1, "decode-0 is at weights")
+        asked = cluster_pb2.ApplySpecRequest(spec='{"model": "m"}', sources={"model": "--model"}, dry_run=True)
+        answer = await service.apply_spec(asked)
+        assert [(change.key, change.after, change.how) for change in answer.changes] == [("page_size", "8", "fixed")]
+        asked.dry_run = False
+        with pytest.raises(RequestFailed, match="KV is") as refused:
+            await service.apply_spec(asked)
+        assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        await service.roll_pools(cluster_pb2.RollPoolsRequest(pools=["decode"], max_surge=0))
+        data = {"model": "m"}
+        assert kept.asked == [
+            (data, {"model": "--model"}, None, True),
+            (data, {"model": "--model"}, None, False),
+            (["decode"], 0),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (cluster_pb2.ApplySpecRequest(spec="{"), "spec is no JSON"),
+        (cluster_pb2.ApplySpecRequest(spec="{}", max_surge=2), "max_surge is 2; give 0 or 1"),
+    ],
+)
+async def test_what_is_no_spec_is_refused_in_a_sentence(asked: cluster_pb2.ApplySpecRequest, sentence: str) -> None:
+    async with serving(1, 1) as h:
+        with pytest.raises(InvalidRequest, match=sentence):
+            await ClusterService(h.router, Kept()).apply_spec(asked)

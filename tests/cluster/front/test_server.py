@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cluster.front import requests
 from cluster.front.server import RouterServer, server_options
 from cluster.front.tokenizer import TextCodec
 from cluster.router.accounts import RequestShape
@@ -160,6 +161,19 @@ async def test_tokenize_and_model_info() -> None:
 
 # what clients get wrong
 
+
+async def test_log_probabilities_of_one_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_SCORES", 9)
+    async with serving() as h:
+        told = await h.generate.GenerateOnce(request([5, 6, 7], prompt_logprobs=2))
+        assert len(told.prompt_logprobs) == 2
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await h.generate.GenerateOnce(request([5, 6, 7, 8], prompt_logprobs=2))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    why = "prompt_logprobs is 2 for a prompt of 4 tokens, which is 12 entries; ask for at most 9 in all"
+    assert caught.value.details() == why
+
+
 LONG = "w" * 4_000_000
 BAD: dict[str, tuple[Callable[[], generate_pb2.GenerateRequest], str]] = {
     "no prompt": (generate_pb2.GenerateRequest, "the prompt is missing; give text or token_ids"),
@@ -188,7 +202,7 @@ BAD: dict[str, tuple[Callable[[], generate_pb2.GenerateRequest], str]] = {
     "max_tokens -3": (lambda: request(max_tokens=-3), "max_tokens is -3; give a whole number of 1 or more"),
     "n 65": (lambda: request(n=65), "n is 65; give a whole number of 1 to 64"),
     "negative seed": (lambda: request(seed=-1), "seed is -1; give a whole number of 0 to 9223372036854775807"),
-    "a million stop strings": (lambda: said("w5", stop=[""] * 1_000_000), "stop has 1000000 strings; give at most 16"),
+    "a million stop strings": (lambda: said("w5", stop=[""] * 1_000_000), "stop has 1000000 entries; give at most 16"),
     "id with a newline": (
         lambda: generate_pb2.GenerateRequest(request_id="a\nb", text="w5"),
         "request_id is 'a\\nb'; give printable ASCII characters only",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.front.stalls import Stalls
+from cluster.front.bounds.stalls import Stalls
 
 pytestmark = pytest.mark.unit
 

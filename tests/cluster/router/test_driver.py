@@ -667,3 +667,13 @@ async def test_under_loss_preemption_and_cancels_every_answer_is_whole_and_nothi
         documented = {"CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "FAILED_PRECONDITION"}
         assert set(outcomes) <= {"whole", "cancelled"} | documented
         assert h.count("retries") > 0
+
+
+async def test_targets_that_are_missed_are_counted_by_the_requests_own_or_the_routers() -> None:
+    async with serving(options=server_options(port=0, slo_ttft_ms=1e-6)) as h:
+        await h.generate.GenerateOnce(request(max_tokens=4))
+        own = request(max_tokens=4)
+        own.slo_ttft_ms, own.slo_tpot_ms = 60_000.0, 1e-6
+        await h.generate.GenerateOnce(own)
+        counted = [h.count(f"slo_{name}") for name in ("choices", "ttft_missed", "tpot_missed")]
+        assert counted == [2, 1, 1]

@@ -16,10 +16,17 @@ from cluster.router.monitoring.status import AT_ONCE, load_of
 
 def note(load: Load, arrived_s: float, *, lasted_s: float = 2.0) -> None:
     timeline = Timeline(arrived_s)
+    timeline.enter("prefill_queue", arrived_s + 0.125)
     timeline.first_token(arrived_s + 0.5)
     timeline.finish(arrived_s + lasted_s)
     live: Any = SimpleNamespace(
-        timeline=timeline, output_ids=[1, 2, 3], prompt_ids=[1] * 7, cached_tokens=4, slo=(0.3, 0.0)
+        timeline=timeline,
+        output_ids=[1, 2, 3],
+        prompt_ids=[1] * 7,
+        cached_tokens=4,
+        slo=(0.3, 0.0),
+        prefill="prefill-0",
+        decode="decode-1",
     )
     load.note(live)
 
@@ -37,6 +44,9 @@ async def test_what_ended_is_told_with_its_age_and_all_that_a_plan_goes_by() -> 
     assert (told.ttft_s, told.tpot_s, told.failed) == (0.5, 0.75, False)
     assert (told.slo_ttft_s, told.slo_tpot_s) == (0.3, 0.0), "what it has asked for itself"
     assert answer.whole_s == 100.0  # since it was started
+    assert list(told.before_first_s) == [0.125, 0.375, 0, 0, 0, 0], "route, and waiting for prefill"
+    assert list(told.after_first_s) == [0, 1.5, 0, 0, 0, 0]
+    assert (told.prefill_worker, told.decode_worker) == ("prefill-0", "decode-1")
 
 
 async def test_a_window_holds_what_came_in_it() -> None:

@@ -79,7 +79,7 @@ def _fail_step(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
 
 async def test_a_pair_that_cannot_hand_over_is_avoided_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1, 2) as h:
-        monkeypatch.setattr(h.prefill(), "compute", partial(_fail_to_reach, h.prefill(), "decode-0"))
+        monkeypatch.setattr(h.prefill(), "compute", partial(fail_to_reach, h.prefill(), "decode-0"))
         attempts, began_s = [], time.monotonic()
         for i in range(8):
             answer = await h.generate.GenerateOnce(request([5, 6, i], max_tokens=4))
@@ -92,7 +92,7 @@ async def test_a_pair_that_cannot_hand_over_is_avoided_and_shown(monkeypatch: py
         assert (pair.peer, pair.reason) == ("decode-0", "prefill-0: no route")
 
 
-def _fail_to_reach(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> None:
+def fail_to_reach(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> None:
     if submit.decode.name != peer:
         FakePrefillWorker.compute(prefill, submit)
         return
@@ -136,7 +136,7 @@ async def test_what_prefill_says_of_a_dead_peer_is_no_failure_of_the_requests(mo
     """However late the router hears of that death: it may be the request's doing, and costs it no attempt."""
     monkeypatch.setattr(driver, "SETTLE_S", 3600.0)
     async with serving(1, 2, options=server_options(port=0, max_attempts=1)) as h:
-        monkeypatch.setattr(h.prefill(), "compute", partial(_fail_to_reach, h.prefill(), "decode-0"))
+        monkeypatch.setattr(h.prefill(), "compute", partial(fail_to_reach, h.prefill(), "decode-0"))
         call = asyncio.ensure_future(h.generate.GenerateOnce(request(max_tokens=4)))
         await h.until(lambda: any(live.has_first_token for live in h.router._dispatcher._live.values()))
         await h.decode(0).kill()

@@ -14,6 +14,8 @@ from cluster.deploy import gpus
 from cluster.spec.errors import SpecError
 from cluster.spec.load import load_spec, parse_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
+from cluster.usage.options import UsageOptions, UsageUrl
+from worker.wire.private_files import state_folder
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +33,15 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
     [
         ({"pools": pools()}, "model is missing; give it a value"),
         ({"modle": "m", "pools": pools()}, "modle is not a known key; did you mean model?"),
+        (
+            spec_data(router={"accounts": {"chat": {"request_per_minute": 3}}}),
+            "router.accounts.chat.request_per_minute is not a known key; "
+            "did you mean router.accounts.chat.requests_per_minute?",
+        ),
+        (
+            spec_data(router={"accounts": {"chat": {"weight": 0}}}),
+            "router.accounts.chat.weight is 0; give a number of 0.01 or more",
+        ),
         (
             spec_data(replan="act"),
             "replan is act, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both",
@@ -475,3 +486,33 @@ def test_replan_is_off_as_yaml_says_it(tmp_path: Path, written: str, meant: str)
     )
     spec = load_spec(path)
     assert (spec.replan, spec.targets_s) == (meant, {"ttft_s": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        (
+            {"usage_db": "mysql://me:hush@host/usage"},
+            r"mysql://me:\*\*\*@host/usage'; .*the scheme mysql; give postgresql:",
+        ),
+        ({"prices": {"currency": "EUR", "prompt": 1, "cached": 1}}, "generated"),
+        ({"prices": {"currency": "EUR", "prompt": -1, "cached": 1, "generated": 1}}, "prompt"),
+    ],
+)
+def test_where_usage_is_kept_and_its_prices_are_checked(router: dict[str, object], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        parse_spec({"model": "m", "pools": [{"role": "mixed"}], "router": router})
+
+
+def test_usage_can_be_off_as_yaml_reads_it_and_is_on_by_default() -> None:
+    def place(**router: object) -> Path | UsageUrl | None:
+        spec = parse_spec({"model": "m", "pools": [{"role": "mixed"}], "router": router})
+        return spec.router.options(UsageOptions).place(spec.name)
+
+    folder = state_folder() / "usage" / "kvrelay"
+    assert place(usage_db=False) is place(usage_db="off") is None
+    assert place(usage_db="/var/u.db") == Path("/var/u.db")
+    assert place() == folder / "usage.db"
+    url = place(usage_db="postgresql://me:hush@host/usage")
+    assert url == UsageUrl("postgresql://me:hush@host/usage", folder / "postgresql")
+    assert "hush" not in repr(url)

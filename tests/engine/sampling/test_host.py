@@ -213,10 +213,29 @@ def test_a_banned_id_is_not_drawn_and_makes_room_in_top_k() -> None:
     assert support(logits, banned=(0,), top_p=0.5) == {1}  # 0.3 of the 0.5 that is left
 
 
+def test_bias_is_added_before_the_penalties() -> None:
+    logits = torch.tensor([[1.0, 1.2]])
+    assert greedy(logits, logit_bias=((0, 0.3),)) == 0
+    assert greedy(logits, logit_bias=((0, 3.0),), repetition_penalty=4.0, output=(0,)) == 1  # (1 + 3) / 4 = 1
+
+
+def test_none_but_allowed_ids_are_drawn_whatever_their_bias() -> None:
+    logits = logits_of(*THREE)
+    assert support(logits, allowed_token_ids=(1, 2)) == {1, 2}
+    assert greedy(logits, allowed_token_ids=(1, 2), logit_bias=((0, 100.0), (2, 5.0))) == 2
+    assert greedy(logits, allowed_token_ids=(1, 2), banned=(1,)) == 2
+
+
+def test_bans_that_leave_nothing_do_not_hold() -> None:
+    assert support(logits_of(*THREE), allowed_token_ids=(1, 2), banned=(1, 2)) == {1, 2}
+    assert support(logits_of(*THREE), banned=(0, 1, 2)) == {0, 1, 2}
+
+
 def test_the_callers_logits_are_not_changed() -> None:
     logits = torch.randn(2, 50)
     before = logits.clone()
-    sample(logits, [spec(repetition_penalty=2.0, prompt=(1, 2), banned=(3,), top_p=0.9), spec(frequency_penalty=1.0)])
+    edits: dict[str, Any] = {"logit_bias": ((4, 9.0),), "allowed_token_ids": (3, 4, 5)}
+    sample(logits, [spec(repetition_penalty=2.0, prompt=(1, 2), banned=(3,), top_p=0.9), spec(**edits)])
     assert torch.equal(logits, before)
 
 
@@ -293,8 +312,3 @@ def test_rows_that_are_not_finite_are_named(params: dict[str, Any], value: float
     with pytest.raises(NonFiniteLogits, match="row 1 hold NaN") as error:
         sample(logits, [spec(**params)] * 3)
     assert error.value.rows == (1,)
-
-
-def test_a_row_with_every_id_banned_is_an_error_not_a_banned_token() -> None:
-    with pytest.raises(NonFiniteLogits):
-        sample(torch.zeros(1, 2), [spec(banned=(0, 1))])

@@ -15,14 +15,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from kvrelay.cli import bench as command
+from kvrelay.cli.measuring import bench as command
 from tests.kvrelay.client.scripted import EOS, HEED_INTERRUPTS, VOCAB_SIZE, ScriptedServer
 
 DEADLINE_S = 30.0
 GRPC_LOG = re.compile(rb"[IWE]\d{4} ")  # gRPC's own lines, of a machine that forks beside it
 AZURE = Path(__file__).parents[3] / "configs/workloads/azure-conv-2023.csv"
 APP = (
-    "import typer; from kvrelay.cli.bench import register; app = typer.Typer(); "
+    "import typer; from kvrelay.cli.measuring.bench import register; app = typer.Typer(); "
     "app.callback()(lambda: None); register(app); app()"
 )
 SMALL = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3")

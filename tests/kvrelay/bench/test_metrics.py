@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.bench import metrics
 from kvrelay.bench.metrics import MetricsError, Outcome
+from kvrelay.bench.report import tables
 from kvrelay.client.types import Receipt, Timeline, Usage
 
 pytestmark = pytest.mark.unit
@@ -179,3 +180,9 @@ def test_percentiles_that_mean_nothing_are_refused(text: str) -> None:
 
 def test_no_values_have_no_percentile() -> None:
     assert math.isnan(metrics.percentile([], 50))
+
+
+def test_a_server_without_handoffs_gets_no_table_of_them() -> None:
+    served = Outcome(index=0, due_s=0.0, input_len=4, token_times_s=[0.5, 1.0], output_len=2)
+    shown = metrics.summarise([served], 1.0, {}, ["ttft"], [50.0])
+    assert [table.title for table in tables(shown)] == ["Serving benchmark", "Latency as the client saw it (ms)"]

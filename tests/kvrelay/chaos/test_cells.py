@@ -7,8 +7,8 @@ import pytest
 from kvrelay.chaos.bounds import bound_of, seconds
 from kvrelay.chaos.cells.cell import PHASES
 from kvrelay.chaos.cells.table import CELLS
-from kvrelay.cli.chaos import chosen
 from kvrelay.cli.console import CliError
+from kvrelay.cli.measuring.chaos import chosen
 
 pytestmark = pytest.mark.unit
 

@@ -47,7 +47,8 @@ def test_every_flag_reaches_the_server(server: ScriptedServer) -> None:
     flags = (
         "--token-ids 5,6 --max-tokens 4 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed 9 --stop END "
         "--stop STOP --stop-token-ids 7,8 --ignore-eos --min-tokens 1 --logprobs 2 --repetition-penalty 1.5 "
-        "--presence-penalty -1 --frequency-penalty 0.5 -n 2 --model m --timeout 60"
+        "--presence-penalty -1 --frequency-penalty 0.5 -n 2 --model m --timeout 60 --logit-bias 7:-100,8:2.5 "
+        "--allowed-token-ids 3,4 --bad-words x --bad-words y"
     )
     assert run(server, *flags.split()).exit_code == 0
     (seen,) = server.requests
@@ -58,6 +59,8 @@ def test_every_flag_reaches_the_server(server: ScriptedServer) -> None:
     assert (list(sampling.stop_token_ids), sampling.ignore_eos, sampling.min_tokens) == ([7, 8], True, 1)
     assert (sampling.logprobs, sampling.repetition_penalty, sampling.n) == (2, 1.5, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1.0, 0.5)
+    assert dict(sampling.logit_bias) == {7: -100.0, 8: 2.5}
+    assert (list(sampling.allowed_token_ids), list(sampling.bad_words)) == ([3, 4], ["x", "y"])
     assert 0 < (server.deadlines_s[0] or 0) <= 61
 
 

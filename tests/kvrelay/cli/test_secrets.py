@@ -10,10 +10,10 @@ import pytest
 import trustme
 
 from cluster.spec.errors import SpecError
-from kvrelay.cli.cluster.secrets import draw, noted, why_overheard
+from kvrelay.cli.cluster.secrets import draw, keep_from_children, noted, why_overheard
 from kvrelay.cli.cluster.state import this_process
-from kvrelay.cli.cluster.up import build_spec
 from kvrelay.cli.console import CliError
+from kvrelay.cli.spec.wanted import build
 from kvrelay.cli.spec_flags import SpecChanges
 from tests.certificates import write_tls
 from worker.wire.tls import MEMBER_NAME
@@ -26,23 +26,43 @@ TOKEN = "a-token-of-ours-0123"
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in [name for name in os.environ if name.startswith(("KVRELAY_T", "KVRELAY_S"))]:
+    for variable in [name for name in os.environ if name.startswith(("KVRELAY_T", "KVRELAY_S", "OTEL_"))]:
         monkeypatch.delenv(variable)
 
 
 def spec_of(cluster: dict[str, Any] | None = None, **router: Any) -> Any:
-    return build_spec(None, SpecChanges(cluster={"model": "m", **(cluster or {})}, router=router), {})
+    return build(None, SpecChanges(cluster={"model": "m", **(cluster or {})}, router=router), {}).spec
 
 
 def test_tokens_are_asked_for_unless_one_says_otherwise() -> None:
-    _, first = draw(spec_of(), must_be_here=True)
-    _, second = draw(spec_of(), must_be_here=True)
+    first = draw(spec_of(), must_be_here=True)
+    second = draw(spec_of(), must_be_here=True)
     state = noted(spec_of(), first, this_process("chat", "foreground"))
     assert Keyring(text=first.clients).name_of(state.token.encode()) == "default"
     assert len({first.cluster, second.cluster, first.clients, second.clients}) == 4
     assert first.cluster not in repr(first) + repr(state)
     assert state.token not in repr(first) + repr(state)
-    assert draw(spec_of(auth=False), must_be_here=True)[1].clients == ""
+    assert draw(spec_of(auth=False), must_be_here=True).clients == ""
+
+
+def test_what_opentelemetry_reads_goes_with_the_secrets_and_its_headers_to_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_HEADERS": "api-key=of-ours"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    drawn = draw(spec_of(), must_be_here=True)
+    keep_from_children()
+    assert given.items() <= drawn.telemetry.items()
+    assert "of-ours" not in repr(drawn)
+    assert [name for name in given if name in os.environ] == ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+
+
+def test_traces_that_nothing_here_can_send_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(CliError, match="OTEL_TRACES_EXPORTER is 'zipkin', which no installed package has"):
+        draw(spec_of(), must_be_here=True)
+    assert draw(spec_of(), must_be_here=False).telemetry["OTEL_TRACES_EXPORTER"] == "zipkin"
 
 
 def test_a_token_or_a_file_that_is_given_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +70,10 @@ def test_a_token_or_a_file_that_is_given_is_taken(tmp_path: Path, monkeypatch: p
     path.write_text(TOKEN)
     path.chmod(0o600)
     monkeypatch.setenv("KVRELAY_TOKEN", TOKEN)
-    assert draw(spec_of(), must_be_here=True)[1].clients == f"default:{TOKEN}"
+    assert draw(spec_of(), must_be_here=True).clients == f"default:{TOKEN}"
     monkeypatch.setenv("KVRELAY_TOKENS_FILE", str(path))
-    spec, drawn = draw(spec_of(), must_be_here=True)
+    spec = build(None, SpecChanges(cluster={"model": "m"}), {}).with_tokens_file().spec
+    drawn = draw(spec, must_be_here=True)
     assert (spec.router.tokens_file, drawn.clients) == (str(path), "")  # what is taken out of it is out
     assert noted(spec, drawn, this_process("chat", "foreground")).tokens_file == str(path)
 

@@ -6,6 +6,7 @@ import errno
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 
 from cluster.deploy import deployment
 from cluster.deploy.ray import DeployError
-from kvrelay.cli.cluster import serving, state
-from kvrelay.cli.cluster.up import build_spec
+from cluster.spec.model import ClusterSpec
+from kvrelay.cli.cluster import checking, serving, state
 from kvrelay.cli.cluster.views import LineView
-from kvrelay.cli.console import FAILURE, INTERRUPTED
+from kvrelay.cli.console import FAILURE, INTERRUPTED, CliError
+from kvrelay.cli.spec.wanted import Wanted, build
 from kvrelay.cli.spec_flags import SpecChanges
 from kvrelay.client.known_clusters import Mode, read
+from kvrelay.doctor.finding import Finding
 from placement.plan import Slo
 from worker.wire.secrets import Secrets
 
@@ -63,7 +66,15 @@ class Gone:
     flush = isatty = lambda _: False
 
 
-SPEC = build_spec(None, SpecChanges(cluster={"model": "m", "name": "chat"}, router={"port": 0}), {})
+SPEC = build(None, SpecChanges(cluster={"model": "m", "name": "chat"}, router={"port": 0}), {}).spec
+
+
+REPLANNED: list[dict[str, Any]] = [
+    {"model": "m"},
+    {"model": "m", "replan": "act"},
+    {"model": "m", "replan": "act", "ready_timeout_s": 7.0},
+    {"model": "m", "replan": "act", "replan_attainment": 0.8},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +90,29 @@ def own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 def serve(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, address: str | None = None, mode: Mode = "daemon") -> int:
     monkeypatch.setattr(deployment, "Deployment", lambda *_, **__: cluster)
-    return serving.serve(SPEC, address=address, drawn=SECRETS, log_dir="", mode=mode, view=LineView())
+    return serving.serve(
+        Wanted(spec=SPEC, sources={}), address=address, drawn=SECRETS, log_dir="", mode=mode, view=LineView()
+    )
 
 
 def fail() -> None:
     raise DeployError("the controller is gone")
+
+
+def bad(*_: object) -> list[Finding]:
+    raise CliError("memory: 9 GiB wanted, 1 free; lower kv_memory")
+
+
+def test_what_is_bad_before_the_start_ends_it_with_nothing_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(fail)
+    monkeypatch.setattr(deployment, "Deployment", lambda *_, **__: cluster)
+    monkeypatch.setattr(checking, "before", bad)
+    asked: dict[str, Any] = {"drawn": SECRETS, "log_dir": "", "mode": "daemon", "view": LineView(), "checks": True}
+    assert serving.serve(Wanted(spec=SPEC, sources={}), address=None, **asked) == FAILURE
+    assert "lower kv_memory" in capsys.readouterr().err
+    assert (cluster.num_watched, cluster.is_stopped) == (0, False)
 
 
 def test_all_is_ended_though_nobody_is_there_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +133,26 @@ def test_a_signal_ends_it_in_good_order(monkeypatch: pytest.MonkeyPatch, signum:
     cluster = Cluster(hear)
     assert serve(monkeypatch, cluster) == code
     assert cluster.is_stopped
+
+
+def test_a_spec_that_is_applied_has_another_replanner_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [build(None, SpecChanges(cluster=keys, router={"slo_ttft_ms": 5}), {}).spec for keys in REPLANNED]
+    left, seen = specs.copy(), list[str]()
+
+    def then() -> None:
+        if not left:
+            fail()
+        cluster.spec = left.pop(0)
+
+    @contextmanager
+    def replanning(spec: ClusterSpec, _: object) -> Iterator[None]:
+        seen.append(f"{spec.replan} {spec.replan_attainment}")
+        yield
+
+    monkeypatch.setattr(serving, "_replanning", replanning)
+    cluster = Cluster(then)
+    assert serve(monkeypatch, cluster) == FAILURE
+    assert seen == ["off 0.9", "act 0.9", "act 0.8"]
 
 
 def test_a_terminal_that_is_closed_ends_nothing_but_us(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +225,8 @@ def test_what_is_left_in_a_ray_is_announced_and_kept(
 def test_the_spec_says_how_roles_follow_the_load() -> None:
     router = {"slo_ttft_ms": 500.0}
     cluster = {"model": "m", "replan": "act", "replan_attainment": 0.75, "replan_policy": "distserve"}
-    asked = serving.asked_of(build_spec(None, SpecChanges(cluster=cluster, router=router), {}))
+    asked = serving.asked_of(build(None, SpecChanges(cluster=cluster, router=router), {}).spec)
     assert (asked.slo, asked.acts, asked.policy) == (Slo(ttft_s=0.5, attainment=0.75), True, "distserve")
     grows = {"model": "m", "replan": "advise", "replan_most_devices": 8}
-    asked = serving.asked_of(build_spec(None, SpecChanges(cluster=grows, router=router), {}))
+    asked = serving.asked_of(build(None, SpecChanges(cluster=grows, router=router), {}).spec)
     assert (asked.slo.attainment, asked.acts, asked.policy, asked.most_devices) == (0.9, False, "kvrelay", 8)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from cluster.spec.errors import SpecError
-from kvrelay.cli.cluster.up import build_spec
 from kvrelay.cli.groups import sentence_of
+from kvrelay.cli.spec.wanted import build
 from kvrelay.cli.spec_flags import SpecChanges
 
 pytestmark = pytest.mark.unit
 
 
 def changed(**parts: dict[str, Any]) -> Any:
-    return build_spec(None, SpecChanges(**{"cluster": {"model": "m"}, **parts}), {"decode": 2})
+    return build(None, SpecChanges(**{"cluster": {"model": "m"}, **parts}), {"decode": 2}).spec
 
 
 def test_a_pools_flag_goes_to_the_pools_whose_role_has_it() -> None:
@@ -27,7 +27,7 @@ def test_a_pools_flag_goes_to_the_pools_whose_role_has_it() -> None:
 
 def test_workers_that_do_both_need_no_others() -> None:
     changes = SpecChanges(cluster={"model": "m"}, pools={"watermark": 0.5, "chunk_tokens": 7})
-    pools = [build_spec(None, changes, replicas).pools for replicas in ({"mixed": 2}, {"mixed": 1, "prefill": 1})]
+    pools = [build(None, changes, replicas).spec.pools for replicas in ({"mixed": 2}, {"mixed": 1, "prefill": 1})]
     assert [[(pool.role, pool.replicas) for pool in each] for each in pools] == [
         [("mixed", 2)],
         [("mixed", 1), ("prefill", 1)],
@@ -50,7 +50,7 @@ def test_a_flag_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
     path.write_text(
         "model: m\nrouter: {port: 1234, overcommit: 0.5}\npools: [{role: prefill}, {role: decode, watermark: 0.1}]\n"
     )
-    spec = build_spec(path, SpecChanges(router={"overcommit": 0.0}), {})
+    spec: Any = build(path, SpecChanges(router={"overcommit": 0.0}), {}).spec
     assert (spec.router.port, spec.router.overcommit, spec.pools[1].policy.watermark) == (1234, 0.0, 0.1)
 
 

@@ -59,6 +59,17 @@ def test_a_machine_that_has_become_slower_is_known_soon() -> None:
     assert is_like(times.costs(), slower, within=0.1), times.costs()
 
 
+def test_how_much_steps_differ_is_told_of_them_and_of_no_other_time() -> None:
+    rng = random.Random(2)
+    for share in (0.0, 0.05, 0.2):
+        times = StepTimes()
+        for size in [rng.randrange(1, 100) for _ in range(3000)]:
+            times.note(0, size, 500 * size, TRUE.step_s(0, size, 500 * size, 0) * rng.uniform(1 - share, 1 + share))
+        costs = times.costs()
+        assert costs is not None
+        assert costs.spread == pytest.approx(share / 3**0.5, rel=0.15, abs=1e-4)  # of what is even between two ends
+
+
 def test_what_prompts_take_is_known_after_long_decoding() -> None:
     rng, times = random.Random(1), StepTimes()
     for prompts in (True, False):

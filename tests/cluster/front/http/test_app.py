@@ -99,6 +99,43 @@ async def test_the_prompt_is_echoed() -> None:
         assert body["choices"][0]["text"] == "w5 w6 w7" + text_of(scripted_tokens(PROMPT, 2))
 
 
+async def test_an_echo_has_the_prompts_log_probabilities_first() -> None:
+    async with http(codec=words()) as h:
+        ids = scripted_tokens(PROMPT, 2)
+        _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=2, echo=True, logprobs=1)
+        told = body["choices"][0]["logprobs"]
+        assert told["tokens"] == ["w5", "w6", "w7", *(f"w{i}" for i in ids)]
+        assert told["token_logprobs"] == [None, -1.5, -1.75, -0.5, -0.5]
+        assert told["top_logprobs"][:3] == [None, {"w9": -0.125, "w6": -1.5}, {"w9": -0.125, "w7": -1.75}]
+        assert told["text_offset"][:4] == [0, 2, 4, 6]
+        events = await h.events("/v1/completions", prompt=PROMPT, max_tokens=2, echo=True, logprobs=1)
+        logprobs = [choice["logprobs"] for event in events for choice in event["choices"] if choice["logprobs"]]
+        assert [token for each in logprobs for token in each["tokens"]] == told["tokens"]
+        _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)
+        [choice] = body["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("w5 w6 w7", "length")
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.75]
+        assert body["usage"]["completion_tokens"] == 0
+
+
+async def test_prompt_logprobs_are_told_as_vllm_tells_them() -> None:
+    async with http(codec=words()) as h:
+        _, body = await h.post("/v1/completions", prompt=[[5, 6, 9], [7]], max_tokens=1, prompt_logprobs=1, n=2)
+        scores = [choice.get("prompt_logprobs") for choice in body["choices"]]
+        assert scores[:2] == [
+            [
+                None,
+                {
+                    "6": {"logprob": -1.5, "rank": None, "decoded_token": "w6"},
+                    "9": {"logprob": -0.125, "rank": 1, "decoded_token": "w9"},
+                },
+                {"9": {"logprob": -0.125, "rank": 1, "decoded_token": "w9"}},
+            ],
+            None,
+        ]
+        assert scores[2:] == [None, None]
+
+
 async def test_token_ids_alone_are_served_without_a_tokenizer() -> None:
     async with http() as h:
         _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=3, return_token_ids=True)
@@ -214,8 +251,8 @@ async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
         ({"prompt": []}, "prompt has 0 prompts; give 1 to 128"),
         ({"prompt": "w5", "best_of": 3}, "best_of is 3; this server returns all that it draws, so give n alone"),
         (
-            {"prompt": "w5", "logit_bias": {"5": 1}},
-            "logit_bias is {'5': 1}; this server has no logit_bias, so leave it out",
+            {"prompt": "w5", "logit_bias": {"5": 101}},
+            "logit_bias of 5 is 101; give a number from -100 to 100",
         ),
         ({"prompt": [VOCAB]}, f"the prompt has token id {VOCAB}; the model's ids go from 0 to {VOCAB - 1}"),
         ({"prompt": "w5 " * 600}, "the prompt is 600 tokens; the model takes 512 with the output, so give at most 511"),

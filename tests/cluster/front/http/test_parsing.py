@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from cluster.front.answers import ChoiceAnswer
 from cluster.front.http.chat import Marks
-from cluster.front.http.parsing import AnswerParser, Part
+from cluster.front.http.parsing import AnswerParser, Part, texts_of
+from engine.types import FinishReason, SamplingParams
+from kvrelay.v1 import worker_pb2
+from tests.cluster.front.http.harness import words
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +22,7 @@ LLAMA = Marks(("", ""), ("<|python_tag|>", ""))
 
 
 def told(
-    marks: Marks, text: str, *, sizes: tuple[int, int] = (1, 1), seed: int = 0, **how: bool
+    marks: Marks, text: str, *, sizes: tuple[int, int] = (1, 1), seed: int = 0, **how: Any
 ) -> list[tuple[str, str]]:
     """Its parts, joined where one follows its like, fed in pieces of random size."""
     rng, parser, parts = random.Random(seed), AnswerParser(marks, **{"finds_calls": True, **how}), []
@@ -104,3 +109,26 @@ def test_a_model_that_repeats_itself_is_text_soon() -> None:
     for piece in ("[", "\n", "<function=", '{"a":'):
         text = "<tool_call>" + piece * 3000 + "</tool_call>"
         assert told(HERMES, text, sizes=(1000, 1000)) == [("said", text)]
+
+
+def test_a_parameter_that_is_a_text_by_its_schema_stays_one() -> None:
+    properties = {"zip": {"type": "string"}, "count": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    assert texts_of([{"function": "no schema"}, {}]) == frozenset()
+    given = "".join(f"<parameter={name}>\n10\n</parameter>\n" for name in ("zip", "count", "other"))
+    for name, wanted in (
+        ("f", '{"zip": "10", "count": 10, "other": 10}'),
+        ("g", '{"zip": 10, "count": 10, "other": 10}'),
+    ):
+        text = f"<tool_call><function={name}>\n{given}</function></tool_call>"
+        assert told(HERMES, text, texts=texts_of(tools)) == [("called", f"{name}({wanted})")]
+
+
+def test_an_answer_reads_no_tokenizer_for_its_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = words()
+    assert codec.special_ids
+    monkeypatch.setattr("cluster.front.detokenizer.special_ids", lambda _: pytest.fail("read anew"))
+    tokens = [worker_pb2.TokenOutput(token_id=token_id) for token_id in (5, 40, 6)]
+    for shown, text in ((frozenset[int](), "w5 w6"), (frozenset({40}), "w5 [TOOL_CALLS] w6")):
+        answer = ChoiceAnswer("r", 0, SamplingParams(), codec, shown).response(tokens, FinishReason.LENGTH)
+        assert answer.text == text

@@ -1,0 +1,120 @@
+"""Changes of a running cluster: another spec is looked at, refused whole or taken whole; then workers are brought to it
+one after another (rolling.py). The controller tells routers and workers of what changes at once, whenever it sees one
+that does not know yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from cluster.deploy.changes.rolling import Rolling, RollingHost
+from cluster.deploy.changes.running_spec import Planned, RunningSpec
+from cluster.deploy.ray import within
+from cluster.deploy.roster import Roster
+from cluster.router.takers import RouterStanding
+from cluster.spec.errors import SpecError
+from cluster.spec.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+STEP_S = 0.25  # of a change; a step asks each router
+
+
+class ChangesHost(RollingHost, Protocol):
+    """The controller."""
+
+    @property
+    def is_watched(self) -> bool:
+        """A `kvrelay up` stays with the cluster."""
+
+    @property
+    def ready_routers(self) -> Mapping[str, Any]:
+        """By name: actors, None for a router that is not ready."""
+
+    async def on_spec_taken(self) -> None: ...
+
+
+class Changes:
+    def __init__(self, host: ChangesHost, roster: Roster, running: RunningSpec) -> None:
+        self._host = host
+        self._running = running
+        self._rolling = Rolling(host, roster, running)
+        self._lock = asyncio.Lock()  # a spec is compared with what the cluster runs with when it is taken
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What the cluster runs with: rows of key, value and source; and how far a change of it is."""
+        current, total = self._rolling.progress
+        rollout = {"running": self._running.is_rolling, "reason": self._running.reason}
+        return {"rows": self._running.rows, "rollout": rollout | {"current": current, "total": total}}
+
+    async def apply(self, data: object, sources: Sources, max_surge: int | None, *, dry_run: bool) -> dict[str, Any]:
+        """Returns what changes, and why it is not done, if so: then nothing is."""
+        async with self._lock:
+            return await self._apply(data, sources, max_surge, dry_run=dry_run)
+
+    async def _apply(self, data: object, sources: Sources, max_surge: int | None, *, dry_run: bool) -> dict[str, Any]:
+        try:
+            planned = self._running.plan_for(data, sources)
+        except SpecError as error:
+            return {"why_not": str(error), "changes": []}
+        why = self._why_not_watched(planned) or ("" if dry_run else planned.why_not)
+        why = why or await self._why_not_at_routers(planned)
+        if not why and not dry_run:
+            self._running.take(planned, max_surge)
+            await self._host.on_spec_taken()
+        return {
+            "why_not": why,
+            "changes": [change.shown(planned.sources_before, sources) for change in planned.changes],
+        }
+
+    def _why_not_watched(self, planned: Planned) -> str:
+        replan = planned.written.replan
+        if replan == "off" or self._host.is_watched:
+            return ""
+        return (
+            f"replan is {replan}, and no `kvrelay up` stays with this cluster to do it; run `kvrelay replan` beside it"
+        )
+
+    async def _why_not_at_routers(self, planned: Planned) -> str:
+        for name, router in self._host.ready_routers.items():
+            with contextlib.suppress(RayError, TimeoutError):  # it is told when it is there again
+                why = await within(router.why_not.remote(planned.resolved), CALL_TIMEOUT_S) if router else ""
+                if why:
+                    return f"{name}: {why}"
+        return ""
+
+    async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
+        """Have the workers of these pools replaced; none: of all. Returns why not."""
+        if unknown := [pool for pool in pools if pool not in self._running.sizes]:
+            return f"there is no pool {unknown[0]!r}; there are {', '.join(self._running.sizes)}"
+        self._running.roll(pools or list(self._running.sizes), max_surge)
+        await self._host.save()
+        return ""
+
+    async def run(self) -> None:
+        """For ever: whenever workers are to be brought to a spec, step by step."""
+        while True:
+            try:
+                if self._running.is_rolling:
+                    await self._rolling.step(await self._routers_standing())
+            except (TimeoutError, RayError) as error:
+                logger.warning("workers are replaced later: %s", " ".join(str(error).split()))
+            except Exception:
+                logger.exception("workers are replaced later")
+            await asyncio.sleep(STEP_S)
+
+    async def _routers_standing(self) -> dict[str, RouterStanding | None]:
+        return {name: await self._standing_of(router) for name, router in self._host.ready_routers.items()}
+
+    async def _standing_of(self, router: Any) -> RouterStanding | None:
+        with contextlib.suppress(RayError, TimeoutError):
+            return await within(router.standing.remote(), CALL_TIMEOUT_S) if router is not None else None
+        return None

@@ -1,0 +1,78 @@
+"""Where the time of requests went, as it is told to who asks over gRPC or HTTP: operators of all, others of their own.
+
+What is known is the router's (cluster/router/explaining/); here it is found and made into messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import grpc
+
+from cluster.router.driver import Router
+from cluster.router.explaining.kept import Record
+from cluster.router.explaining.spans import Span
+from cluster.router.live.requests import RequestFailed
+from kvrelay.v1 import cluster_pb2
+from worker.wire.door import CALLER
+from worker.wire.tokens import OPERATORS
+
+
+def explain(router: Router, request_id: str) -> cluster_pb2.ExplainResponse:
+    """Raises RequestFailed where the caller may know of none."""
+    records = [record for record in router.records(request_id) if _may_see(record)]
+    if not records:
+        kept = router.kept
+        why = f"request_id is {request_id[:200]!r}, of which nothing is known here"
+        most = f"a router keeps the last {kept.most} requests and as many slow ones (explained_requests)"
+        raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"{why}; {most}, and has {len(kept)} now")
+    return cluster_pb2.ExplainResponse(choices=[_explained(router, record, is_whole=True) for record in records])
+
+
+def list_slow(router: Router, last: int) -> cluster_pb2.ListSlowResponse:
+    """`last` 0: all."""
+    records = islice((record for record in router.kept.slow() if _may_see(record)), last or None)
+    return cluster_pb2.ListSlowResponse(requests=[_explained(router, record) for record in records])
+
+
+def _may_see(record: Record) -> bool:
+    caller = CALLER.get()
+    return caller in OPERATORS or record.owner == caller
+
+
+def _explained(router: Router, record: Record, *, is_whole: bool = False) -> cluster_pb2.ExplainedRequest:
+    names_others = CALLER.get() in OPERATORS
+    return cluster_pb2.ExplainedRequest(
+        request_id=record.request_id,
+        choice=record.choice,
+        state=record.state,
+        reason=record.reason,
+        age_s=router.now - record.timeline.arrived_s,
+        ttft_s=record.ttft_s,
+        tpot_s=record.tpot_s,
+        e2e_s=record.e2e_s,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        output_tokens=record.output_tokens,
+        attempts=record.attempts,
+        moves=record.moves,
+        slow=record.is_slow,
+        why=record.why(),
+        spans=_told(record.spans(names_others=names_others)) if is_whole else (),
+    )
+
+
+def _told(spans: Sequence[Span]) -> list[cluster_pb2.Span]:
+    return [
+        cluster_pb2.Span(
+            name=span.name,
+            begin_s=span.begin_s,
+            end_s=span.end_s,
+            worker=span.worker,
+            attempt=span.attempt,
+            words=span.words,
+            details=_told(span.details),
+        )
+        for span in spans
+    ]

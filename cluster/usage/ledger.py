@@ -1,0 +1,111 @@
+"""Ledger counts what clients of one router use, in a file that is mapped into memory: what was counted outlives the
+process, however that ends, but not the machine. layout.py says what the bytes mean; one process holds the file at a
+time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import operator
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from cluster.usage.layout import SLOT_BYTES, Counts, Row, count_in, free_slot, open_slot, read_slot
+
+FIRST_SLOTS = 1024
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Of an hour and key: what it is found by."""
+
+    begin: int  # in the file
+    id: bytes
+    bank: int  # that counts
+    version: int
+    counts: tuple[int, ...]
+
+
+class Ledger:
+    def __init__(self, opened: int, memory: mmap.mmap) -> None:
+        """Of a file that is locked. Raises ValueError for one that is no ledger."""
+        self._opened = opened
+        self._memory = memory
+        self._slots: dict[tuple[int, str], _Slot] = {}  # by hour and key
+        self._free: list[int] = []  # where they begin
+        self._unsettled: set[tuple[int, str]] = set()
+        self._learn(0)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises OSError when it cannot be had, another process has it, or it is no ledger."""
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(opened, 0, max(os.fstat(opened).st_size, FIRST_SLOTS * SLOT_BYTES))
+            return cls(opened, mmap.mmap(opened, 0))
+        except (OSError, ValueError) as error:
+            os.close(opened)
+            raise error if isinstance(error, OSError) else OSError(f"{path} is no ledger: {error}") from None
+
+    def count(self, key: str, hour: int, added: Counts) -> None:
+        """Raises OSError where the file must grow and cannot."""
+        where = hour, key
+        slot = self._slots.get(where) or self._open_slot(Row(secrets.token_bytes(16), hour, key, 0, Counts()))
+        slot.version += 1
+        slot.counts = tuple(map(operator.add, slot.counts, added))
+        slot.bank = 3 - slot.bank
+        count_in(self._memory, slot.begin, slot.bank, slot.version, slot.counts)
+        self._unsettled.add(where)
+
+    def unsettled(self) -> list[Row]:
+        """What the database has not, or not in this version."""
+        slots = [(*where, self._slots[where]) for where in self._unsettled]
+        return [Row(slot.id, hour, key, slot.version, Counts(*slot.counts)) for hour, key, slot in slots]
+
+    def settle(self, rows: Sequence[Row], hour: int) -> None:
+        """The database has these. Those of other hours than this one are let go, but where more was counted since."""
+        for row in rows:
+            if self._slots[row.hour, row.key].version == row.version:
+                self._unsettled.discard((row.hour, row.key))
+        for where in [where for where in self._slots if where[0] != hour and where not in self._unsettled]:
+            slot = self._slots.pop(where)
+            free_slot(self._memory, slot.begin)
+            self._free.append(slot.begin)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._opened)
+
+    def _open_slot(self, row: Row) -> _Slot:
+        if not self._free:
+            self._grow()
+        begin = self._free.pop()
+        open_slot(self._memory, begin, row)
+        return self._hold(begin, row, 1)
+
+    def _hold(self, begin: int, row: Row, bank: int) -> _Slot:
+        slot = self._slots[row.hour, row.key] = _Slot(begin, row.id, bank, row.version, row.counts)
+        return slot
+
+    def _grow(self) -> None:
+        """Its blocks are had before it is mapped: a full disk would end the process where it writes to them."""
+        size = len(self._memory)
+        os.posix_fallocate(self._opened, size, size)
+        self._memory.resize(2 * size)
+        self._learn(size)
+
+    def _learn(self, since: int) -> None:
+        for begin in reversed(range(since, len(self._memory), SLOT_BYTES)):
+            known = read_slot(self._memory[begin : begin + SLOT_BYTES])
+            if known is None:
+                self._free.append(begin)
+                continue
+            row, bank = known
+            self._hold(begin, row, bank)
+            self._unsettled.add((row.hour, row.key))

@@ -1,0 +1,55 @@
+"""Meter says what one call used, as it is delivered and when it ends. It counts nothing itself: it calls `count`.
+
+Tokens count when they are handed to the transport. The prompt counts once, whatever `n` is, with the first of them, or
+at the end if a worker had begun to read it. What a cache had of it counts at the end: another choice's first token may
+come before that is known. So does what workers did, of all choices and attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cluster.router.live.requests import Submission
+from cluster.usage.layout import Counts
+
+Count = Callable[[str, Counts], None]
+ONE = Counts(generated_tokens=1)
+
+
+class Meter:
+    def __init__(self, submission: Submission, count: Count) -> None:
+        self._submission = submission
+        self._key = submission.choices[0].owner
+        self._count = count
+        self._has_prompt = False
+
+    def deliver(self, num_tokens: int) -> None:
+        """So many are about to be handed over."""
+        if num_tokens:
+            used = ONE if num_tokens == 1 else Counts(generated_tokens=num_tokens)
+            self._count(self._key, self._with_prompt(used))
+
+    def end(self) -> None:
+        """It is over, however it ended."""
+        choices = self._submission.choices
+        if not self._has_prompt and not any(live.was_read for live in choices):
+            return
+        phases = [live.timeline.phases() for live in choices]
+        worked = Counts(
+            cached_tokens=choices[0].cached_tokens,
+            prefill_us=_us(phases, "prefill"),
+            handoff_us=_us(phases, "handoff"),
+            decode_us=_us(phases, "decode"),
+        )
+        self._count(self._key, self._with_prompt(worked))
+
+    def _with_prompt(self, used: Counts) -> Counts:
+        """It goes with the first that is counted."""
+        if self._has_prompt:
+            return used
+        self._has_prompt = True
+        return used.plus(Counts(requests=1, prompt_tokens=len(self._submission.choices[0].prompt_ids)))
+
+
+def _us(phases: Sequence[dict[str, float]], name: str) -> int:
+    return sum(round(each.get(name, 0.0) * 1e6) for each in phases)

@@ -1,0 +1,54 @@
+"""Which files a model directory must have, and what it is told to lack. It looks at names and sizes, reads an index of
+shards, and never a weight: what is in the files is for the loader to find out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", "*.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+TOKENIZERS = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+)
+POINTER = b"version https://git-lfs"
+
+
+def why_incomplete(directory: Path) -> str:
+    """What a worker or a router would miss there, such as "has no config.json"; nothing where all is there."""
+    if not (directory / CONFIG).exists():
+        return f"has no {CONFIG}"
+    weights = [path for pattern in WEIGHTS for path in sorted(directory.glob(pattern))]
+    if not weights:
+        return f"has no weights ({', '.join(WEIGHTS)})"
+    if missing := [name for name in _shards(directory) if not (directory / name).exists()]:
+        return f"lacks {len(missing)} of the files that its index names, first {missing[0]}"
+    if barred := [path.name for path in weights if not os.access(path, os.R_OK)]:
+        return f"has {barred[0]}, which this user may not read"
+    if pointers := [path.name for path in weights if _is_pointer(path)]:
+        return f"has a Git LFS pointer in place of {pointers[0]} (`git lfs pull` fetches it)"
+    return "" if has_tokenizer(directory) else f"has no tokenizer ({TOKENIZERS[1]} or {TOKENIZERS[0]})"
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in TOKENIZERS)
+
+
+def _shards(directory: Path) -> Iterator[str]:
+    """Of the index that is loaded by: there may be one for each format. One that cannot be read is the loader's to
+    tell."""
+    for path in (directory / name for name in INDEXES):
+        if path.exists():
+            try:
+                yield from sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError):
+                return
+            return
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER

@@ -1,0 +1,41 @@
+"""What the shell offers for names that only running clusters know. It asks those that were started from here, briefly,
+and offers nothing where one does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvrelay.client.types import WorkerState
+
+TIMEOUT_S = 1.0
+
+
+def clusters(incomplete: str) -> list[str]:
+    from kvrelay.client import known_clusters
+
+    return _beginning(incomplete, {cluster.name for cluster in known_clusters.alive()})
+
+
+def workers(incomplete: str) -> list[str]:
+    return _beginning(incomplete, {worker.name for worker in _workers()})
+
+
+def pools(incomplete: str) -> list[str]:
+    return _beginning(incomplete, {worker.name.rpartition("-")[0] for worker in _workers()})
+
+
+def _workers() -> Iterator[WorkerState]:
+    from kvrelay.client import known_clusters
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import KvrelayError
+
+    for endpoint in (cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints):
+        with suppress(KvrelayError), Client(endpoint) as client:
+            yield from client.status(timeout_s=TIMEOUT_S).workers
+
+
+def _beginning(incomplete: str, names: set[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith(incomplete))

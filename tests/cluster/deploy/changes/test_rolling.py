@@ -1,0 +1,90 @@
+"""What is waited for, and for how long, where Ray has no room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.deploy.changes.rolling import MOST_REFUSALS, MOST_STALLED, Rolling
+from cluster.deploy.changes.running_spec import RunningSpec
+from cluster.deploy.roster import Member, Roster, roles_of
+from cluster.router.takers import RouterStanding
+from cluster.spec.load import parse_spec
+from cluster.spec.resolve import WorkerPlan, resolve
+
+pytestmark = pytest.mark.unit
+
+SPEC = parse_spec({"model": "m", "pools": [{"role": "prefill"}, {"role": "decode"}]})
+
+
+class Host:
+    def __init__(self) -> None:
+        self.has = False
+        self.asked = 0
+        self.left: list[str] = []
+        self.started: list[tuple[str, bool]] = []
+
+    async def has_room(self, plan: WorkerPlan) -> bool:
+        self.asked += 1
+        return self.has
+
+    async def start_worker(self, pool: str, role: str, *, is_stand_in: bool) -> None:
+        self.started.append((pool, is_stand_in))
+
+    async def let_go(self, name: str) -> None:
+        self.left.append(name)
+
+    async def save(self) -> None: ...
+
+
+def made() -> tuple[Host, Roster, RunningSpec, Rolling]:
+    running = RunningSpec.of(SPEC, resolve(SPEC, None), {}, None, "127.0.0.1")
+    roster = Roster(roles_of([("prefill-0", "prefill"), ("decode-0", "decode")], 1))
+    for member in roster.workers_now():
+        be_ready(member, running)
+    host = Host()
+    return host, roster, running, Rolling(host, roster, running)
+
+
+def be_ready(member: Member, running: RunningSpec) -> None:
+    member.stage, member.incarnation, member.made_by = "ready", member.name, running.made_by(member.pool)
+    member.served_as = ("h:1", member.name)
+
+
+def routers(roster: Roster) -> Any:
+    return {"router-0": RouterStanding({}, {each.name: each.incarnation for each in roster.workers_now()})}
+
+
+async def test_room_that_comes_back_only_some_time_later_is_waited_for() -> None:
+    host, roster, running, rolling = made()
+    running.roll(["decode"], None)
+    for _ in range(MOST_REFUSALS - 1):
+        await rolling.step(routers(roster))
+        assert running.reason == "looking for room for one more in decode"
+    host.has = True
+    await rolling.step(routers(roster))
+    assert host.started == [("decode", True)]
+
+
+async def test_without_room_the_only_one_is_not_touched_and_it_stops() -> None:
+    host, roster, running, rolling = made()
+    running.roll(["decode"], None)
+    while running.is_rolling:
+        await rolling.step(routers(roster))
+    assert host.asked == MOST_REFUSALS
+    assert running.reason.startswith("decode-0 is the only worker for decode")
+    assert (host.left, host.started) == ([], [])
+
+
+async def test_a_stand_in_makes_room_for_one_that_waits_for_it() -> None:
+    host, roster, running, rolling = made()
+    running.sizes["decode"] = 2
+    running.begin(None)
+    be_ready(roster.member(roster.add("decode", "decode", is_stand_in=True)), running)
+    roster.member(roster.add("decode", "decode")).made_by = running.made_by("decode")
+    for _ in range(MOST_STALLED + 1):
+        assert host.left == []
+        await rolling.step(routers(roster))
+        assert running.reason in ("decode-2 is at waiting", "")
+    assert host.left == ["decode-1"]

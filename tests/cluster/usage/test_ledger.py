@@ -1,0 +1,135 @@
+"""What a router has counted is in its ledger once, wherever it was killed: between any two bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.usage.layout import MAX_KEY_BYTES, SLOT_BYTES, Counts, Row, count_in, open_slot, read_slot
+from cluster.usage.ledger import FIRST_SLOTS, Ledger
+from cluster.usage.sqlite import SqliteDatabase
+from tests.cluster.usage.harness import drain, totals
+
+pytestmark = pytest.mark.unit
+KEY = "k" * MAX_KEY_BYTES
+ROW = Row(bytes(range(16)), 491_520, KEY, 0, Counts())
+BIG = Counts(*(0x0102030405060708 + i for i in range(7)))  # no byte of it is another's
+
+
+Store = tuple[int, bytes]
+
+
+class Stores(list[Store]):
+    """What was stored where, in order."""
+
+    def __setitem__(self, at: Any, data: Any) -> None:
+        assert at.stop - at.start == len(data)
+        self.append((at.start, data))
+
+
+def plus(row: Row, added: Counts) -> Row:
+    return row._replace(version=row.version + 1, counts=row.counts.plus(added))
+
+
+def opening(row: Row) -> Stores:
+    stores = Stores()
+    open_slot(stores, 0, row)
+    return stores
+
+
+def counting(row: Row, bank: int) -> Stores:
+    stores = Stores()
+    count_in(stores, 0, bank, row.version, row.counts)
+    return stores
+
+
+def cut(slot: bytes, stores: Sequence[Store], num_bytes: int) -> bytes:
+    """The slot when the process was killed after so many bytes."""
+    torn = bytearray(slot)
+    for at, data in stores:
+        part = data[: max(0, num_bytes)]
+        torn[at : at + len(part)] = part
+        num_bytes -= len(data)
+    return bytes(torn)
+
+
+def states(slot: bytes, stores: Sequence[Store]) -> list[tuple[Row, int] | None]:
+    return [read_slot(cut(slot, stores, n)) for n in range(sum(len(data) for _, data in stores) + 1)]
+
+
+def test_a_change_that_was_cut_at_any_byte_is_not_there_and_one_that_was_not_is() -> None:
+    for first in (bytes(SLOT_BYTES), bytes([0]) + bytes([255]) * (SLOT_BYTES - 1)):  # what another row left there
+        *before, after = states(first, opening(ROW))
+        assert before == [None] * len(before)
+        assert after == (ROW, 1)
+        slot, row = cut(first, opening(ROW), 10_000), ROW
+        for bank in (2, 1, 2):
+            stores = counting(plus(row, BIG), bank)
+            *before, after = states(slot, stores)
+            assert before == [(row, 3 - bank)] * len(before)
+            assert after == (plus(row, BIG), bank)
+            slot, row = cut(slot, stores, 10_000), plus(row, BIG)
+
+
+def test_one_that_was_drained_long_ago_is_let_go_and_its_place_taken_again(tmp_path: Path) -> None:
+    ledger, told = Ledger.open(tmp_path / "l"), set()
+    for hour in range(3 * FIRST_SLOTS):
+        ledger.count("anna", hour, Counts(requests=1))
+        rows = ledger.unsettled()
+        told |= {(row.id, row.hour) for row in rows}
+        ledger.settle(rows, hour)
+    assert (tmp_path / "l").stat().st_size == FIRST_SLOTS * SLOT_BYTES
+    assert sorted(hour for _, hour in told) == [*range(3 * FIRST_SLOTS)]
+
+
+def test_it_grows_while_the_database_cannot_be_had_and_loses_nothing_then(tmp_path: Path) -> None:
+    ledger, database = Ledger.open(tmp_path / "l"), SqliteDatabase(tmp_path / "usage.db")
+    for i in range(2 * FIRST_SLOTS + 5):
+        ledger.count(f"key-{i}", 7, Counts(generated_tokens=i))
+    ledger.close()
+    ledger = Ledger.open(tmp_path / "l")
+    assert (tmp_path / "l").stat().st_size == 4 * FIRST_SLOTS * SLOT_BYTES
+    drain(ledger, database, 7)
+    assert totals(database) == {(7, f"key-{i}"): Counts(generated_tokens=i) for i in range(2 * FIRST_SLOTS + 5)}
+
+
+def test_a_ledger_has_one_process_and_must_be_one(tmp_path: Path) -> None:
+    held = Ledger.open(tmp_path / "l")
+    with pytest.raises(BlockingIOError):
+        Ledger.open(tmp_path / "l")
+    held.close()
+    (tmp_path / "other").write_bytes(b"something else " * 100)
+    with pytest.raises(OSError, match="other is no ledger: a slot has the state 104"):
+        Ledger.open(tmp_path / "other")
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from cluster.usage.layout import Counts
+from cluster.usage.ledger import Ledger
+
+ledger = Ledger.open(Path(sys.argv[1]))
+for i in range(10**9):
+    ledger.count(f"key-{i % 3}", i // 1000, Counts(requests=1, generated_tokens=2))
+    print(i + 1, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_all_that_it_had_counted(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COUNT, str(tmp_path / "l")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3], text=True) as child:
+        assert child.stdout is not None
+        said = [next(child.stdout) for _ in range(2500)]
+        child.kill()
+        said += list(child.stdout)
+    last = max(int(line) for line in said if line.endswith("\n"))
+    rows = Ledger.open(tmp_path / "l").unsettled()
+    counted = sum(row.counts.requests for row in rows)
+    assert last <= counted <= last + 1
+    assert sum(row.counts.generated_tokens for row in rows) == 2 * counted
