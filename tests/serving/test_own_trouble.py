@@ -25,6 +25,7 @@ from tests.serving.harness import ENGINE, ROUTER, WAIT_S, WORKER, Gate, random_p
 from worker.driver import Worker
 
 PROMPT = random_prompt(40, seed=1)
+FOUR_TOKENS: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "timeout_s": WAIT_S}
 
 
 def _cluster(model_dir: ModelDir, prefill: int = 1, decode: int = 1, **worker: object) -> LocalCluster:
@@ -63,7 +64,7 @@ async def test_a_worker_that_fails_every_step_is_given_up_and_no_request_fails(m
         [bad, _] = cluster.prefill if role == "prefill" else cluster.decode
         _fail_steps(bad.engine, lambda step: True)
         keeping = asyncio.create_task(_replaced(bad))
-        answers = await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
+        answers = await asyncio.gather(*(client.generate(PROMPT, **FOUR_TOKENS) for _ in range(8)))
         assert [len(answer.token_ids) for answer in answers] == [4] * 8
         assert await keeping == "3 steps in a row failed, the last one by RuntimeError: no such kernel"
 
@@ -78,9 +79,9 @@ async def test_a_request_that_no_worker_can_compute_breaks_none_and_fails_no_oth
         for worker in cluster.prefill:
             _fail_steps(worker.engine, is_poison)
         for _ in range(4):
-            bystander = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+            bystander = asyncio.create_task(client.generate(PROMPT, **FOUR_TOKENS))
             with pytest.raises(KvrelayError, match="no such kernel"):
-                await client.generate(poison, max_tokens=4, timeout_s=WAIT_S)
+                await client.generate(poison, **FOUR_TOKENS)
             assert len((await bystander).token_ids) == 4
         assert sum(worker.counters["chunks_failed"] for worker in cluster.prefill) >= 8
         keeping = asyncio.gather(*(worker.wait_broken() for worker in cluster.prefill))
@@ -94,7 +95,7 @@ async def test_a_step_that_hangs_is_told_while_it_hangs_and_ends_its_worker(mode
         [hung, _] = cluster.prefill
         gate = Gate(hung.engine)
         keeping = asyncio.create_task(_replaced(hung))
-        asking = [asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)) for _ in range(8)]
+        asking = [asyncio.create_task(client.generate(PROMPT, **FOUR_TOKENS)) for _ in range(8)]
         await gate.reached()
         assert cluster.server is not None
         router = cluster.server.router
@@ -118,7 +119,7 @@ async def test_what_a_failed_chunk_left_in_its_pages_is_never_cached(model_dir: 
         _fail_steps(prefill.engine, lambda step: bool(step.chunks[0].request_id))  # a probe is nobody's
         gate = Gate(prefill.engine)
         client = AsyncClient(cluster.endpoint)
-        asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+        asking = asyncio.create_task(client.generate(PROMPT, **FOUR_TOKENS))
         await gate.reached()
         asking.cancel()
         await until(lambda: prefill.counters["cancelled"], "the cancel has come")
@@ -138,7 +139,7 @@ async def test_a_pair_that_breaks_while_it_is_opened_fails_the_request(
     async with _cluster(model_dir) as cluster:
         client = AsyncClient(cluster.endpoint)
         with pytest.raises(KvrelayError, match="not expected by anybody"):
-            await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
+            await client.generate(PROMPT, **FOUR_TOKENS)
         assert not cluster.prefill[0].report().request_ids
         await client.close()
 
@@ -155,7 +156,7 @@ async def test_a_handoff_that_got_its_pages_stays_where_it_is(model_dir: ModelDi
         str(model_dir("llama")), decode=2, engine=ENGINE, worker=WORKER, router=ROUTER, faults=Faults(before_send=hold)
     ) as cluster:
         client, prefill = AsyncClient(cluster.endpoint), cluster.prefill[0]
-        asking = asyncio.create_task(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S))
+        asking = asyncio.create_task(client.generate(PROMPT, **FOUR_TOKENS))
         assert await asyncio.to_thread(writing.wait, WAIT_S)
         request = next(iter(prefill.role.requests.values()))
         request.is_stalled = True  # as it was before the grant
@@ -179,11 +180,11 @@ async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir, monkeypatc
     monkeypatch.setattr("worker.peers.peers.WANTED_S", 0.2)
     async with _cluster(model_dir, decode=2) as cluster:
         client = AsyncClient(cluster.endpoint)
-        await asyncio.gather(*(client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S) for _ in range(8)))
+        await asyncio.gather(*(client.generate(PROMPT, **FOUR_TOKENS) for _ in range(8)))
         prefill = cluster.prefill[0]
         assert {name for name, _ in prefill.role.handoffs.peers._connections} == {"decode-0", "decode-1"}
         await cluster.decode[0].stop()
         await until(lambda: len(prefill.role.handoffs.peers._connections) == 1, "the lost peer is forgotten")
-        completion = await client.generate(PROMPT, max_tokens=4, timeout_s=WAIT_S)
+        completion = await client.generate(PROMPT, **FOUR_TOKENS)
         assert len(completion.token_ids) == 4
         await client.close()
