@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc
 
@@ -21,7 +21,7 @@ from cluster.router.accounts import RequestShape
 from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Retry, Unavailable
 from cluster.router.explaining.kept import Kept
 from cluster.router.explaining.notes import Wait
-from cluster.router.explaining.weighing import routed
+from cluster.router.explaining.weighing import NAMED, routed
 from cluster.router.links.links import WorkerLinks
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
@@ -170,7 +170,8 @@ class Dispatcher:
             case Assigned():
                 self._send(live, decision)
             case Queued():  # pump sends it
-                live.notes.wait(Wait(now, live.attempt, ahead, tokens_ahead, decision.reason))
+                behind = self._named(self._policy.queued_before(live.wire_id, NAMED))
+                live.notes.wait(Wait(now, live.attempt, ahead, tokens_ahead, decision.reason, behind))
                 if self._policy.missing_phase:
                     self._give_up_later(live.wire_id)
             case Unavailable(reason=reason):
@@ -178,6 +179,11 @@ class Dispatcher:
                 self.fail(self.submission_of(live), error)
             case Rejected():
                 self._refuse(live, decision)
+
+    def _named(self, wire_ids: Iterable[str]) -> list[tuple[str, str]]:
+        """By the ids of their clients, with these."""
+        known = [live for live in map(self._live.get, wire_ids) if live is not None]
+        return [(live.call_id, live.owner) for live in known]
 
     def _shape(self, live: LiveRequest) -> RequestShape:
         return RequestShape(

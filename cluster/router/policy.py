@@ -78,6 +78,10 @@ class RouterPolicy:
     def queued_tokens(self) -> int:
         return self._queue.tokens
 
+    def queued_before(self, request_id: str, most: int) -> list[str]:
+        """Of the requests that go before one that has just been queued so many."""
+        return self._queue.before(request_id, most)
+
     @property
     def most_free_pages(self) -> int:
         """Of any decode worker that takes new requests: who asks for more cannot be reassigned now."""

@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from cluster.router.accounts import RequestShape
@@ -102,6 +103,13 @@ class WaitingQueue:
         if not self._first and self._lines:
             self._first = self._first_of(self._lines.values())
         return self._first
+
+    def before(self, request_id: str, most: int) -> list[str]:
+        """Of those that go before one that has just come so many: the first in line, the last of its own client's."""
+        waiting = self._waiting[request_id]
+        stands_last = not (waiting.is_tried or waiting.is_resent)
+        own = list(islice(reversed(self._lines[waiting.line]), 1, most)) if stands_last else []
+        return [each for each in dict.fromkeys([self.first, *reversed(own)]) if each not in ("", request_id)]
 
     def is_behind(self, priority: int, *, is_resent: bool) -> bool:
         """Whether all in line go after a new one of this priority, or one of it that is sent again."""

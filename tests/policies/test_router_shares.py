@@ -61,6 +61,19 @@ def test_clients_take_turns_in_the_line() -> None:
     assert in_line(queue)[:6] == ["other-9", "flood-0", "other-0", "flood-1", "other-1", "flood-2"]
 
 
+def test_who_comes_stands_behind_the_first_and_the_last_of_its_own() -> None:
+    queue = WaitingQueue(1000, 100_000)
+    found = {}
+    for owner, number in [("flood", 0), ("other", 0), ("flood", 1), ("flood", 2), ("other", 1), ("flood", 3)]:
+        queue.add(shape(owner, number), is_resent=False)
+        found[f"{owner}-{number}"] = queue.before(f"{owner}-{number}", 3)
+    assert found["flood-0"] == []
+    assert found["other-1"] == ["flood-0", "other-0"]
+    assert found["flood-3"] == ["flood-0", "flood-1", "flood-2"]
+    queue.add(shape("other", 9), is_resent=True)
+    assert queue.before("other-9", 3) == []
+
+
 def test_a_line_of_a_thousand_clients_is_looked_through_only_when_it_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = WaitingQueue(10_000, 10**9)
     looks = Counter[str]()

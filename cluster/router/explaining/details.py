@@ -85,7 +85,9 @@ def _of(span: Span, notes: Notes, names_others: bool, owner: str, handoff: str) 
         case "route" if routed is not None:
             return _choice(routed)
         case "router_queue" if waited is not None:
-            behind = f"behind {_many(waited.ahead, 'request')} of {waited.tokens_ahead} tokens: {waited.reason}"
+            named = _named(waited.behind, waited.ahead, names_others, owner)
+            many = f"{_many(waited.ahead, 'request')}{named} of {waited.tokens_ahead} tokens"
+            behind = f"behind {many}: {waited.reason}"
             return f"{behind}; then {_choice(routed)}" if routed is not None else behind
         case "retry":
             return next((e.words for e in notes.events if (e.name, e.attempt) == ("retry", span.attempt)), "")
@@ -116,9 +118,13 @@ def _weighed(each: Weighed) -> str:
 def _behind(routed: Routed, names_others: bool, owner: str) -> str:
     if not routed.num_behind and not routed.behind_tokens:
         return "behind nobody"
-    shown = [name for name, of in routed.behind if names_others or of == owner]
-    named = f" ({', '.join(shown)}{', ...' if len(shown) < routed.num_behind else ''})" if shown else ""
+    named = _named(routed.behind, routed.num_behind, names_others, owner)
     return f"behind {_many(routed.num_behind, 'request')}{named} and {routed.behind_tokens} prompt tokens in all"
+
+
+def _named(behind: Sequence[tuple[str, str]], of_all: int, names_others: bool, owner: str) -> str:
+    shown = [name for name, of in behind if names_others or of == owner]
+    return f" ({', '.join(shown)}{', ...' if len(shown) < of_all else ''})" if shown else ""
 
 
 def _computed(notes: Notes, span: Span) -> str:

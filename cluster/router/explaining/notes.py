@@ -38,13 +38,14 @@ class Routed(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """In the router, for a worker. `ahead`: requests that waited already; of them `own` of the same client."""
+    """In the router, for a worker. `ahead`: requests that waited already. `behind`: some that go first: ids, owners."""
 
     at_s: float
     attempt: int
     ahead: int
     tokens_ahead: int
     reason: str
+    behind: Sequence[tuple[str, str]] = ()
 
 
 class Handed(NamedTuple):
@@ -105,9 +106,9 @@ class Notes:
 
     def state(self) -> tuple[Any, ...]:
         """All of it, without a name."""
-        routed = [(*each[:5], [tuple(other) for other in each.others], *each[6:]) for each in self.routed]
-        lists = [[tuple(each) for each in kind] for kind in (self.waits, self.handed, self.events, self.told)]
-        return self.submitted_s, routed, lists
+        routed = [(*each[:5], [*map(tuple, each.others)], *each[6:]) for each in self.routed]
+        kinds = (self.waits, self.handed, self.events, self.told)
+        return self.submitted_s, routed, [[*map(tuple, kind)] if kind else () for kind in kinds]
 
     @classmethod
     def of(cls, state: tuple[Any, ...]) -> Self:

@@ -84,7 +84,7 @@ async def test_one_that_runs_is_explained_up_to_now_and_one_that_waits_says_behi
         assert running.state == "running"
         assert sum(s.end_s - s.begin_s for s in running.spans) == pytest.approx(running.e2e_s)
         assert running.spans[-1].name == "router_queue"
-        assert running.spans[-1].words == "behind 1 request of 3 tokens: 1 requests wait before it"
+        assert running.spans[-1].words == "behind 1 request (b) of 3 tokens: 1 requests wait before it"
         h.prefill().release()
         await asyncio.gather(*calls)
 

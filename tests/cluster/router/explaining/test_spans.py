@@ -69,7 +69,7 @@ def test_a_second_attempt_begins_with_the_wait_for_it_and_says_why() -> None:
     timeline, notes = lived(finished_s=20.0)
     timeline.enter("route", 10.0)
     notes.event(10.0, 2, "retry", words="decode-0 is lost")
-    notes.wait(Wait(11.0, 2, 3, 300, "prefill-0: 900 prompt tokens queued"))
+    notes.wait(Wait(11.0, 2, 3, 300, "prefill-0: 900 prompt tokens queued", [("a", "anna"), ("b", "bert")]))
     timeline.enter("prefill_queue", 12.0, "prefill-1")
     timeline = again(timeline, 20.0)
     spans = worded(tiles(timeline, notes, 20.0), notes, names_others=True, owner="", handoff="")
@@ -79,7 +79,7 @@ def test_a_second_attempt_begins_with_the_wait_for_it_and_says_why() -> None:
         ("prefill_queue", "prefill-1", 12.0, 20.0),
     ]
     assert spans[-3].words == "decode-0 is lost"
-    assert spans[-2].words == "behind 3 requests of 300 tokens: prefill-0: 900 prompt tokens queued"
+    assert spans[-2].words == "behind 3 requests (a, b, ...) of 300 tokens: prefill-0: 900 prompt tokens queued"
 
 
 def again(timeline: Timeline, finished_s: float) -> Timeline:
