@@ -81,9 +81,10 @@ def merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutp
 def conclude(response: generate_pb2.GenerateResponse, submission: Submission, num_tokens: int) -> None:
     """Put usage, timeline and receipts into the last message of the call."""
     first: LiveRequest = submission.choices[0]
-    response.usage.prompt_tokens = len(first.prompt_ids)
-    response.usage.completion_tokens = num_tokens
-    response.usage.cached_tokens = first.cached_tokens
+    prompt_tokens, cached_tokens = len(first.prompt_ids), first.cached_tokens
+    response.usage.CopyFrom(
+        generate_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=num_tokens, cached_tokens=cached_tokens)
+    )
     response.timeline.CopyFrom(first.timeline_to_proto())
     if (receipt := first.receipt_to_proto()) is not None:
         response.receipt.CopyFrom(receipt)

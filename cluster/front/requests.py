@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import grpc
 
@@ -28,14 +29,12 @@ MAX_BAD_WORD_CHARS = 256
 MAX_SCORES = 32_768  # log-probabilities of one prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
+class CheckedRequest(NamedTuple):
     new: NewRequest
     params: SamplingParams  # as asked for, defaults filled in, max_tokens clipped to what fits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLimits:
+class TimeLimits(NamedTuple):
     """On the router's clock."""
 
     arrived_s: float
@@ -61,12 +60,14 @@ async def check_request(
     """
     check_model(request.model, served_name)
     request_id = checked_id(request.request_id)
-    cache_salt = _cache_salt(request.cache_salt, CALLER.get())
+    caller = CALLER.get()
+    cache_salt = _cache_salt(request.cache_salt, caller)
     slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
-    priority = _priority(request.priority, CALLER.get(), account.least_priority)
-    pair = _pair(request.prefill_worker, request.decode_worker, CALLER.get())
+    priority = _priority(request.priority, caller, account.least_priority)
+    pair = _pair(request.prefill_worker, request.decode_worker, caller)
     check_counts((field.name, value) for field, value in request.sampling.ListFields())
-    params = sampling_from_proto(request.sampling, seed=secrets.randbits(SEED_BITS))
+    seed = 0 if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS)
+    params = sampling_from_proto(request.sampling, seed=seed)
     if request.sampling.bad_words:
         params = replace(params, bad_token_ids=params.bad_token_ids + _bad_words(request.sampling.bad_words, codec))
     params.validate(model.vocab_size)
@@ -81,7 +82,7 @@ async def check_request(
     new = NewRequest(
         id=request_id,
         prompt_ids=prompt_ids,
-        owner=CALLER.get(),
+        owner=caller,
         weight=account.weight,
         cache_salt=cache_salt,
         slo=slo,

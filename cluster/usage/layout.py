@@ -9,7 +9,6 @@ bank, and the state byte last: a byte is written or it is not, so that a slot is
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -33,9 +32,6 @@ class Counts(NamedTuple):
     prefill_us: int = 0
     handoff_us: int = 0
     decode_us: int = 0
-
-    def plus(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, self, other))
 
 
 class Row(NamedTuple):

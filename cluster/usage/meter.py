@@ -7,13 +7,15 @@ come before that is known. So does what workers did, of all choices and attempts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cluster.router.live.requests import Submission
+from cluster.router.live.timeline import PHASES
 from cluster.usage.layout import Counts
 
 Count = Callable[[str, Counts], None]
 ONE = Counts(generated_tokens=1)
+WORK = [PHASES.index(name) for name in ("prefill", "handoff", "decode")]  # of workers
 
 
 class Meter:
@@ -25,31 +27,25 @@ class Meter:
 
     def deliver(self, num_tokens: int) -> None:
         """So many are about to be handed over."""
-        if num_tokens:
-            used = ONE if num_tokens == 1 else Counts(generated_tokens=num_tokens)
-            self._count(self._key, self._with_prompt(used))
+        if not self._has_prompt and num_tokens:
+            self._count(self._key, self._with_prompt(Counts(generated_tokens=num_tokens)))
+        elif num_tokens:
+            self._count(self._key, ONE if num_tokens == 1 else Counts(generated_tokens=num_tokens))
 
     def end(self) -> None:
         """It is over, however it ended."""
         choices = self._submission.choices
         if not self._has_prompt and not any(live.was_read for live in choices):
             return
-        phases = [live.timeline.phases() for live in choices]
-        worked = Counts(
-            cached_tokens=choices[0].cached_tokens,
-            prefill_us=_us(phases, "prefill"),
-            handoff_us=_us(phases, "handoff"),
-            decode_us=_us(phases, "decode"),
-        )
-        self._count(self._key, self._with_prompt(worked))
+        worked = [0, 0, 0]
+        for live in choices:
+            before, after = live.timeline.halves()
+            for i, phase in enumerate(WORK):
+                worked[i] += round((before[phase] + after[phase]) * 1e6)
+        used = Counts(0, 0, choices[0].cached_tokens, 0, *worked)
+        self._count(self._key, used if self._has_prompt else self._with_prompt(used))
 
     def _with_prompt(self, used: Counts) -> Counts:
         """It goes with the first that is counted."""
-        if self._has_prompt:
-            return used
         self._has_prompt = True
-        return used.plus(Counts(requests=1, prompt_tokens=len(self._submission.choices[0].prompt_ids)))
-
-
-def _us(phases: Sequence[dict[str, float]], name: str) -> int:
-    return sum(round(each.get(name, 0.0) * 1e6) for each in phases)
+        return used._replace(requests=1, prompt_tokens=len(self._submission.choices[0].prompt_ids))

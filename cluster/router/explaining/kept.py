@@ -12,7 +12,7 @@ from __future__ import annotations
 import marshal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cluster.router.explaining.details import details_of, worded
@@ -102,6 +102,9 @@ class Record(NamedTuple):
         return f"{name.replace('_', ' ')}{place}: {most_s * 1e3:.0f} of {whole_s * 1e3:.0f} ms {of}"
 
 
+TIMELINE, NOTES = Record._fields.index("timeline"), Record._fields.index("notes")
+
+
 def record_of(
     live: LiveRequest, end_s: float, state: State, reason: str = "", *, code: str = "", is_slow: bool = False
 ) -> Record:
@@ -136,13 +139,13 @@ class _Filed:
     wire_id: str
     arrived_s: float
     data: bytes
-    told: list[Told] = field(default_factory=list)  # since it ended
+    told: tuple[Told, ...] = ()  # since it ended
 
     @classmethod
     def of(cls, record: Record) -> _Filed:
-        values = record._asdict() | {"timeline": record.timeline.state(), "notes": record.notes.state()}
-        data = marshal.dumps(list(values.values()), PLAIN)
-        return cls(record.request_id, record.wire_id, record.timeline.arrived_s, data)
+        values = [*record]
+        values[TIMELINE], values[NOTES] = record.timeline.state(), record.notes.state()
+        return cls(record.request_id, record.wire_id, record.timeline.arrived_s, marshal.dumps(values, PLAIN))
 
     def record(self) -> Record:
         values = dict(zip(Record._fields, marshal.loads(self.data), strict=True))
@@ -166,7 +169,6 @@ class Kept:
         self._ttft_s, self._tpot_s = target_s
         self._last: deque[_Filed] = deque()
         self._slow: deque[_Filed] = deque()
-        self._of: dict[str, list[_Filed]] = {}  # by the client's id: the choices of the newest call
         self._by_wire: dict[str, _Filed] = {}
         self._late = Recent(LATE), Recent(LATE)  # TTFT and TPOT
 
@@ -206,30 +208,24 @@ class Kept:
     def _file(self, filed: _Filed, line: deque[_Filed]) -> None:
         line.append(filed)
         self._by_wire[filed.wire_id] = filed
-        choices = self._of.setdefault(filed.request_id, [])
-        if choices and choices[0].arrived_s != filed.arrived_s:
-            choices.clear()  # the client has used its id again
-        choices.append(filed)
         if len(line) > self.most:
             self._forget(line.popleft())
 
     def _forget(self, filed: _Filed) -> None:
         del self._by_wire[filed.wire_id]
-        choices = self._of.get(filed.request_id, [])
-        if filed in choices:
-            choices.remove(filed)
-            if not choices:
-                del self._of[filed.request_id]
 
     def tell(self, wire_id: str, told: Told) -> None:
         """A worker tells of a request that has ended."""
         filed = self._by_wire.get(wire_id)
         if filed is not None and len(filed.told) < MOST:
-            filed.told.append(told)
+            filed.told += (told,)
 
     def choices(self, request_id: str) -> list[Record]:
         """Of the newest call of that id; none: it is not kept."""
-        return sorted((filed.record() for filed in self._of.get(request_id, [])), key=lambda record: record.choice)
+        found = [filed for filed in self._by_wire.values() if filed.request_id == request_id]
+        newest_s = max([filed.arrived_s for filed in found], default=0.0)
+        records = [filed.record() for filed in found if filed.arrived_s == newest_s]
+        return sorted(records, key=lambda record: record.choice)
 
     def slow(self) -> Iterator[Record]:
         """The newest first."""

@@ -23,9 +23,13 @@ def routed(
     account = workers.prefill.accounts[live.prefill]
     request, before = account.waiting[live.wire_id], islice(reversed(account.waiting), 1, 1 + NAMED)
     known = [other for other in map(get, before) if other is not None]
-    prefills = [each for each in workers.prefill.least(OTHERS + 1) if each is not account][:OTHERS]
-    decodes = [each for each in workers.decode.least(OTHERS + 1) if each.view.name != live.decode][:OTHERS]
-    others = [_prefill(each, request.shape) for each in prefills] + [_decode(each) for each in decodes]
+    others: list[Weighed] = []
+    if len(workers.prefill.accounts) > 1:
+        prefills = [each for each in workers.prefill.least(OTHERS + 1) if each is not account]
+        others += [_prefill(each, request.shape) for each in prefills[:OTHERS]]
+    if len(workers.decode.accounts) > 1:
+        decodes = [each for each in workers.decode.least(OTHERS + 1) if each.view.name != live.decode]
+        others += [_decode(each) for each in decodes[:OTHERS]]
     behind = [(other.call_id, other.owner) for other in known]
     tokens = max(0, account.queued_tokens - request.work)
     return Routed(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 
@@ -21,7 +22,7 @@ from cluster.router.accounts import FRESH, Past
 from cluster.router.explaining.notes import Notes
 from cluster.router.live.bundles import Bundles
 from cluster.router.live.prompt_hashes import PromptHashes
-from cluster.router.live.timeline import PHASES, Timeline
+from cluster.router.live.timeline import Timeline
 from cluster.router.live.turns import Turns
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
@@ -41,8 +42,7 @@ class RequestFailed(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequest:
+class NewRequest(NamedTuple):
     """A checked request: what the front hands to the router."""
 
     id: str  # the client's, or made by the front
@@ -199,9 +199,8 @@ class LiveRequest:
         )
 
     def timeline_to_proto(self) -> generate_pb2.Timeline:
-        phases = self.timeline.phases()
         return generate_pb2.Timeline(
-            phases=[generate_pb2.Phase(name=name, seconds=phases[name]) for name in PHASES if name in phases],
+            phases=[{"name": name, "seconds": seconds} for name, seconds in self.timeline.phases().items()],
             ttft_s=self.timeline.ttft_s,
             tpot_s=self.timeline.tpot_s(len(self.output_ids)),
             e2e_s=self.timeline.e2e_s,

@@ -35,11 +35,11 @@ class _Mark(NamedTuple):
     worker: str
 
 
-_Split = tuple[list[float], list[float], dict[str, float]]
+Halves = tuple[list[float], list[float]]
 
 
 class Timeline:
-    __slots__ = ("_attempt_begins", "_marks", "_split", "arrived_s", "finished_s", "first_token_s")
+    __slots__ = ("_attempt_begins", "_halves", "_marks", "_phases", "arrived_s", "finished_s", "first_token_s")
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
@@ -47,7 +47,8 @@ class Timeline:
         self.finished_s: float | None = None
         self._marks = [_Mark(0, arrived_s, "")]
         self._attempt_begins = 0  # index of this attempt's route mark
-        self._split: _Split | None = None  # seconds in each phase: to the first token, after it, in all
+        self._halves: Halves | None = None  # seconds in each phase: to the first token, after it
+        self._phases: dict[str, float] = {}  # in all, once they were asked for
 
     def state(self) -> tuple[Any, ...]:
         """All of it, without a name."""
@@ -63,7 +64,7 @@ class Timeline:
 
     def enter(self, phase: str, at_s: float, worker: str = "") -> None:
         """The phase began at `at_s`. `route` begins a new attempt; in one attempt a phase's first mark holds."""
-        if self._split:
+        if self._halves:
             return
         order = _ORDER[phase]
         if order == 0:
@@ -106,33 +107,34 @@ class Timeline:
 
     def phases(self) -> dict[str, float]:
         """Seconds in each phase that was entered, in the order of the request's life. Not to be changed."""
-        return (self._split or self._fix())[2]
+        if not self._phases:
+            before, after = self.halves()
+            entered = {mark.order for mark in self._marks}
+            self._phases = {name: before[i] + after[i] for i, name in enumerate(PHASES) if i in entered}
+        return self._phases
 
-    def halves(self) -> tuple[list[float], list[float]]:
+    def halves(self) -> Halves:
         """Seconds in each of PHASES up to the first token, and after it; up to the end where there was none. Not to be
-        changed."""
-        return (self._split or self._fix())[:2]
+        changed, and what is entered from now on changes nothing."""
+        if self._halves is None:
+            assert self.finished_s is not None, "the request has not finished"
+            end_s, cut_s = self.finished_s, self.finished_s if self.first_token_s is None else self.first_token_s
+            before, after = self._halves = [0.0] * len(PHASES), [0.0] * len(PHASES)
+            for order, _, began_s, at_s in self._walk(end_s):
+                if at_s <= cut_s:
+                    before[order] += at_s - began_s
+                elif began_s >= cut_s:
+                    after[order] += at_s - began_s
+                else:
+                    before[order] += cut_s - began_s
+                    after[order] += at_s - cut_s
+        return self._halves
 
     def pieces(self) -> list[Piece]:
         """The phases one after another: from arrival to the end, without gap or overlap."""
         assert self.finished_s is not None, "the request has not finished"
-        if not self._split:
-            self._fix()
+        self.halves()
         return self.pieces_until(self.finished_s)
-
-    def _fix(self) -> _Split:
-        """What is entered from now on changes nothing."""
-        assert self.finished_s is not None, "the request has not finished"
-        end_s, cut_s = self.finished_s, self.finished_s if self.first_token_s is None else self.first_token_s
-        before, after, entered = [0.0] * len(PHASES), [0.0] * len(PHASES), set()
-        for order, _, began_s, at_s in self._walk(end_s):
-            if began_s < cut_s:
-                before[order] += min(at_s, cut_s) - began_s
-            if at_s > cut_s:
-                after[order] += at_s - max(began_s, cut_s)
-            entered.add(order)
-        self._split = before, after, {PHASES[i]: before[i] + after[i] for i in sorted(entered)}
-        return self._split
 
     def pieces_until(self, end_s: float) -> list[Piece]:
         """Likewise of one that may still run."""

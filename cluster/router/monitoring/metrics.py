@@ -29,6 +29,7 @@ LATENCY_BUCKETS = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+QUEUES = 2  # of PHASES, the first
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival at the router to first token.", LATENCY_BUCKETS),
     "inter_token_latency_seconds": ("Gap between two tokens of a request.", TOKEN_BUCKETS),
@@ -124,15 +125,17 @@ class RouterMetrics:
         """`targets_s`: TTFT and TPOT of a request that has none of its own; 0: none."""
         self.load.note(live)
         timeline, num_tokens = live.timeline, len(live.output_ids)
-        ttft_s, tpot_s = (own or usual for own, usual in zip(live.slo, targets_s, strict=True))
-        self.counts["slo_choices"] += bool(ttft_s or tpot_s)
-        self.counts["slo_ttft_missed"] += 0 < ttft_s < timeline.ttft_s
-        self.counts["slo_tpot_missed"] += 0 < tpot_s < timeline.tpot_s(num_tokens)
-        phases = timeline.phases()
+        tpot_s = timeline.tpot_s(num_tokens)
+        ttft_target_s, tpot_target_s = live.slo[0] or targets_s[0], live.slo[1] or targets_s[1]
+        if ttft_target_s or tpot_target_s:
+            self.counts["slo_choices"] += 1
+            self.counts["slo_ttft_missed"] += 0 < ttft_target_s < timeline.ttft_s
+            self.counts["slo_tpot_missed"] += 0 < tpot_target_s < tpot_s
+        before, after = timeline.halves()
         self._histograms["e2e_request_latency_seconds"].observe(timeline.e2e_s)
-        self._histograms["request_queue_time_seconds"].observe(phases["route"] + phases.get("prefill_queue", 0.0))
+        self._histograms["request_queue_time_seconds"].observe(sum(before[:QUEUES]) + sum(after[:QUEUES]))
         if num_tokens > 1:
-            self._histograms["request_time_per_output_token_seconds"].observe(timeline.tpot_s(num_tokens))
+            self._histograms["request_time_per_output_token_seconds"].observe(tpot_s)
 
     def on_ended(self, code: str) -> None:
         """A call of Generate's is over, as its client was told or would have been."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class Stores(list[Store]):
 
 
 def plus(row: Row, added: Counts) -> Row:
-    return row._replace(version=row.version + 1, counts=row.counts.plus(added))
+    return row._replace(version=row.version + 1, counts=Counts(*map(operator.add, row.counts, added)))
 
 
 def opening(row: Row) -> Stores:

@@ -93,7 +93,7 @@ def test_none_are_kept_where_none_shall_be() -> None:
 
 def test_the_phrase_names_what_took_most() -> None:
     live = ended("a")
-    live.timeline._split = None
+    live.timeline._halves = None
     live.timeline.enter("prefill_queue", 0.2, "prefill-1")
     kept = Kept(1)
     kept.end(live, "finished")

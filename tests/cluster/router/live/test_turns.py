@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -48,7 +47,7 @@ async def test_who_asks_for_little_is_next_though_others_asked_for_much() -> Non
 
 async def test_a_reader_takes_a_turn_for_what_has_waited_for_it_too() -> None:
     turns, read = Turns(), []
-    calls = [Submission.of(replace(NEW, id=f"c{i}"), "router", i, turns) for i in range(3 * AT_ONCE)]
+    calls = [Submission.of(NEW._replace(id=f"c{i}"), "router", i, turns) for i in range(3 * AT_ONCE)]
 
     async def read_one(call: Submission) -> None:
         read.append(await call.updates())
@@ -64,7 +63,7 @@ async def test_a_reader_takes_a_turn_for_what_has_waited_for_it_too() -> None:
 @pytest.mark.parametrize(("logprobs", "at_once"), [(0, MAX_AT_ONCE), (20, MAX_AT_ONCE // 21), (10**6, 1)])
 async def test_in_one_turn_a_reader_takes_less_of_what_is_larger(logprobs: int, at_once: int) -> None:
     sampling = generate_pb2.SamplingParams(max_tokens=4, logprobs=logprobs)
-    call = Submission.of(replace(NEW, sampling=[sampling]), "router", 1, Turns())
+    call = Submission.of(NEW._replace(sampling=[sampling]), "router", 1, Turns())
     for _ in range(2 * MAX_AT_ONCE):
         call.put(ChoiceUpdate(0, []))
     assert len(await call.updates()) == at_once
