@@ -24,6 +24,7 @@ DATA = ("configs", "proto")
 COMMAND_TIMEOUT_S = 800.0  # the first plan compiles the simulator
 PLAN = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--num-gpus", "2", "--random-input-len", "200")
 TARGETS = ("--random-output-len", "20", "--ttft", "1s", "--tpot", "50ms", "--no-colocated", "--out", "plan")
+FOUR_TOKENS = ("--max-tokens", "4", "--ignore-eos")  # whatever is sampled
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -74,7 +75,7 @@ def test_every_command_works_where_nothing_but_the_wheel_is(installed: Path, tmp
     run(state, folder, kvrelay, "make-model", "model")
     run(state, folder, kvrelay, "up", "--model", "model", "--prefill", "1", "--decode", "1", "--port", "0", "--detach")
     try:
-        answer = json.loads(run(state, folder, kvrelay, "generate", "Once", "--max-tokens", "4", "--json"))
+        answer = json.loads(run(state, folder, kvrelay, "generate", "Once", *FOUR_TOKENS, "--json"))
         assert answer["usage"]["completion_tokens"] == 4
     finally:
         run(state, folder, kvrelay, "down")
