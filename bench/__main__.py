@@ -26,6 +26,7 @@ NAMES = (
     "e2e",
     "arrangements",
     "startup",
+    "newcomer",
     "simulator",
     "roofline",
     "closed_loops",

@@ -4,7 +4,8 @@
 
 The README's commands, in a clone of this checkout's last commit in an empty folder: each is timed by itself, as it is
 typed once the one before has ended. What is asked for by pip comes from where pip's settings say. The page is opened in
-the system's Chromium, where there is one, and given the token, until the cluster is drawn. Writes bench/results/newcomer.json.
+the system's Chromium, where there is one, and given the token, until the cluster is drawn. Writes
+bench/results/newcomer.json.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ for event in client.chat.completions.create(
         print(event.choices[0].delta.content, flush=True)
 """
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "stream": True}
+UP = ("--prefill", "1", "--decode", "1", "--port", "0", "--http-port", "0", "--json")
 ASKED = "document.activeElement?.id === 'token'"
 DRAWN = "!!document.querySelector('#picture path')"
 
@@ -51,7 +53,7 @@ def bench(folder: Path, *, is_quick: bool) -> dict[str, float]:
     took["kvrelay make-model"] = _timed([kvrelay, "make-model", model], folder, state)
     began_s = time.monotonic()
     up = subprocess.Popen(
-        [kvrelay, "up", "--model", model, "--prefill", "1", "--decode", "1", "--port", "0", "--http-port", "0", "--json"],
+        [kvrelay, "up", "--model", model, *UP],
         cwd=folder,
         env=state,
         stdout=subprocess.PIPE,

@@ -755,6 +755,15 @@ def startup(result: Mapping[str, Any]) -> str:
     return f"{times}\n\n{table(['process', 'memory MB', 'idle, % of a core'], rows)}"
 
 
+def newcomer(result: Mapping[str, Any]) -> str:
+    steps = list(result["steps_s"].items())
+    last = next(i for i, (name, _) in enumerate(steps) if name.startswith("kvrelay up"))
+    ready_s = sum(seconds for _, seconds in steps[: last + 1])
+    rows = [[name, seconds, sum(s for _, s in steps[: i + 1])] for i, (name, seconds) in enumerate(steps[: last + 1])]
+    rows += [[name, seconds, ready_s + seconds] for name, seconds in steps[last + 1 :]]
+    return table(["step", "seconds", "from nothing"], [[name, f"{s:.1f}", f"{whole:.0f}"] for name, s, whole in rows])
+
+
 def guards(result: Mapping[str, Any]) -> str:
     columns = ["", "a request P50/P99 ms", "connect P50 ms", "CPU us a request", "a token"]
     rows = [
@@ -1125,6 +1134,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "clients": clients,
     "simulator": simulator,
     "startup": startup,
+    "newcomer": newcomer,
     "static_batches": static_batches,
     "two_hosts": two_hosts,
     "versions": two_versions,
