@@ -48,7 +48,7 @@ from placement.latency.profile_latency import ProfileLatency
 from placement.plan import Slo, to_json
 from placement.workload.requests import Workload
 
-EFFORT = Effort(repeats=3, minutes=6.0, at_most_s=90.0)
+EFFORT = Effort(repeats=3, minutes=6.75, at_most_s=90.0)
 TRACE = REPO / "configs" / "workloads" / "azure-conv-2023.csv"
 LENGTHS: dict[str, dict[str, Any]] = {
     "even": {"random_input_len": 128, "random_output_len": 48, "random_range_ratio": 0.8},

@@ -1,7 +1,7 @@
 """fit_under_load says how much longer a profile's steps took while a live load was served: least squares over them.
 
-    ServedRuns -> steps (served_steps.py) -> a factor alone and one beside the other phase, what differs between runs,
-                  what differs between steps
+    ServedRuns -> steps (served_steps.py) -> a factor alone and one beside the other phase, what each step takes more,
+                  what differs between runs, what differs between steps
 
 It asks nobody: kvrelay/calibrate/loading.py serves the load.
 """
@@ -21,6 +21,7 @@ from placement.workload.requests import Floats
 LEAST_OF_A_RUN = 5  # answers, and prefill steps
 QUANTILES = 100
 LEAST_FACTOR = 0.05
+SLOWDOWNS = np.geomspace(1.0, 8.0, 417)  # half a hundredth from one to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,8 @@ class _Factors:
     """`sign` 1: of a time for steps; -1: of steps in a time, which are the fewer the longer each takes."""
 
     alone: float
-    beside: float
+    more_s: float
+    slowdown: float
     sign: int
 
     def of(self, rows: Floats) -> Floats:
@@ -73,15 +75,15 @@ class _Factors:
 
     def noise(self, rows: Floats, whole: float) -> Floats:
         """Of one step: what those of a row took together differs by the root of their number less."""
-        steps = rows[:, 0] if self.sign < 0 else np.ones(len(rows))
-        noise: Floats = (self.of(rows) / whole) ** np.sqrt(steps)
+        noise: Floats = (self.of(rows) / whole) ** np.sqrt(_steps(rows, self.sign))
         return noise
 
     def whole(self, rows: Floats) -> float:
         return float((rows[:, 0].sum() / self._fitted(rows).sum()) ** self.sign)
 
     def _fitted(self, rows: Floats) -> Floats:
-        fitted: Floats = self.alone * rows[:, 1] + (self.beside - self.alone) * rows[:, 2]
+        times = (self.alone + self.more_s / rows[:, 3]) * _slowed(rows, self.slowdown, self.sign)
+        fitted: Floats = rows[:, 1] * times**self.sign
         return fitted
 
 
@@ -96,14 +98,15 @@ class _OfRun:
 def _fitted(runs: Sequence[Floats], beside: float, sign: int) -> tuple[PhaseUnderLoad, list[_OfRun]]:
     """Rows of (measured, by the tables, of that beside the other phase). Runs took as long as the fit on their
     (geometric) mean. `beside`: as probes found it."""
-    factors = _least_squares(np.concatenate(runs), beside**sign, sign)
+    factors = _least_squares(np.concatenate(runs), beside, sign)
     of_runs = np.array([factors.whole(rows) for rows in runs])
     centre = float(np.exp(np.log(of_runs).mean()))
     noises = [factors.noise(rows, whole) for rows, whole in zip(runs, of_runs.tolist(), strict=True)]
     swing = float(np.std(np.log(of_runs), ddof=1)) if len(runs) > 1 else 0.0
     phase = PhaseUnderLoad(
-        alone=centre * factors.alone**sign,
-        beside=centre * factors.beside**sign,
+        alone=centre * factors.alone,
+        beside=centre * factors.alone * factors.slowdown,
+        more_s=centre * factors.more_s,
         bias=swing / math.sqrt(len(runs)),
         swing=swing,
         noise=float(np.std(np.log(np.concatenate(noises)))),
@@ -118,13 +121,36 @@ def _mean(noise: Floats, sign: int) -> float:
 
 
 def _least_squares(rows: Floats, beside: float, sign: int) -> _Factors:
-    """One more row says what probes found, for a load that never had a worker alone. The other phase speeds nothing
-    up."""
-    shares = np.concatenate([rows[:, 1:] / rows[:, 1:2], [[0.0, 1.0]]])
-    measured = np.concatenate([rows[:, 0] / rows[:, 1], [beside - 1]])
-    alone, more = (float(each) for each in np.linalg.lstsq(shares, measured, rcond=None)[0])
-    alone = max(LEAST_FACTOR, alone)
-    return _Factors(alone, max(LEAST_FACTOR, alone + sign * max(0.0, sign * more)), sign)
+    """Of what a step took of the tables: a factor and a time more, both so many times as long beside the other phase,
+    which speeds nothing up. One more row says what probes found of that, for a load that never had a worker alone."""
+    taken = (rows[:, 0] / rows[:, 1]) ** sign
+    weights = np.sqrt(_steps(rows, sign))
+    found = [(_fit(rows, taken, weights, slowdown, sign), slowdown) for slowdown in SLOWDOWNS.tolist()]
+    (_, alone, more_s), slowdown = min(found, key=lambda fit: fit[0][0] + (fit[1] - beside) ** 2)
+    return _Factors(max(LEAST_FACTOR, alone), more_s, slowdown, sign)
+
+
+def _fit(rows: Floats, taken: Floats, weights: Floats, slowdown: float, sign: int) -> tuple[float, float, float]:
+    """Squares left over, the factor, and the time more, for a slowdown that is known."""
+    slowed = _slowed(rows, slowdown, sign) * weights
+    mean_s = float(rows[:, 3].mean())
+    columns = np.column_stack([slowed, slowed * mean_s / rows[:, 3]])
+    nothing_more = np.diag([0.0, 1.0])  # one more row, for steps that are all alike
+    alone, more = np.linalg.solve(columns.T @ columns + nothing_more, columns.T @ (taken * weights))
+    if more < 0:
+        alone, more = slowed @ (taken * weights) / (slowed @ slowed), 0.0
+    left = taken * weights - columns @ (alone, more)
+    return float(left @ left), float(alone), float(more * mean_s)
+
+
+def _slowed(rows: Floats, slowdown: float, sign: int) -> Floats:
+    """How many times as long each row took for a part of it that was beside the other phase."""
+    slowed: Floats = (1 + (slowdown**sign - 1) * rows[:, 2] / rows[:, 1]) ** sign
+    return slowed
+
+
+def _steps(rows: Floats, sign: int) -> Floats:
+    return rows[:, 0] if sign < 0 else np.ones(len(rows))
 
 
 def _quantiles(values: Floats) -> tuple[float, ...]:

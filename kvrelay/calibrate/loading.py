@@ -2,8 +2,9 @@
 each: what kvrelay/calibrate/contention.py fits.
 
 The rates are those at which prefill computes so large a share of the time; the first is guessed from the tables, the
-others follow what was seen. Prompts and answers are of all lengths; by turns prompts are twice as long as answers, and
-answers twice as long as prompts, so that it shows what each of them costs cores, router and clients.
+others follow what was seen. Prompts and answers are of all lengths; by turns prompts are twice as long as answers,
+answers twice as long as prompts, and prompts ten times as long as answers, so that it shows what each of them costs
+cores, router and clients: a few long prompts leave them more than many short ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvrelay.client.types import KvrelayError, ServedModel
 from placement.latency.profile import Profile
 from placement.latency.profile_latency import ProfileLatency
 
-BUSY = (0.25, 0.5, 0.75)  # of the time that prefill computes; with both lengths KINDS of runs
+BUSY = (0.25, 0.5, 0.75)  # of the time that prefill computes; with all lengths KINDS of runs
+SHORTER = ((8, 16), (16, 8), (3, 32))  # than the longest sequence: so many times, prompts and answers
 RUN_S = 15.0  # of arrivals, at most
 LEAST_REQUESTS, MOST_REQUESTS = 12, 400
 WAIT_S = 120.0  # for an answer
@@ -87,11 +89,10 @@ def _tokens_per_s(profile: Profile, latency: ProfileLatency, context: int) -> fl
     return max(size / latency.decode_line(size, size * context).step_s for size in sizes)
 
 
-def _lengths(profile: Profile) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of prompts and answers, on average: each has its turn to be the longer."""
+def _lengths(profile: Profile) -> list[tuple[int, int]]:
+    """Of prompts and answers, on average: each has its turn to be the longer, and prompts one to be all there is."""
     longest = int(profile.model["max_model_len"])
-    long, short = max(8, longest // 8), max(8, longest // 16)
-    return (long, short), (short, long)
+    return [(max(8, longest // prompt), max(8, longest // output)) for prompt, output in SHORTER]
 
 
 def _workload(rates: Rates, busy: float, seconds: float, seed: int) -> WorkloadOptions:

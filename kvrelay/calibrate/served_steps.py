@@ -91,7 +91,8 @@ def _computing(courses: Iterable[Course]) -> dict[str, list[Span]]:
 
 
 def prefill_steps(courses: Sequence[Course], tables: Tables, others: Sequence[Course] = ()) -> Floats:
-    """Rows of (seconds, seconds by the tables, of those beside decode). `others` were there, too, and have no rows."""
+    """Rows of (seconds, seconds by the tables, of those beside decode, seconds by the tables): see decode_steps. `others`
+    were there, too, and have no rows."""
     every, own = [*courses, *others], set(courses)
     decoding = _union([course.decode for course in every])
     rows = []
@@ -101,8 +102,8 @@ def prefill_steps(courses: Sequence[Course], tables: Tables, others: Sequence[Co
         begin_s, end_s = group[0].prefill
         tables_s = _tables_s(group, tables)
         if tables_s and end_s > begin_s:
-            rows.append((end_s - begin_s, tables_s, tables_s * _share((begin_s, end_s), decoding)))
-    return np.array(rows).reshape(-1, 3)
+            rows.append((end_s - begin_s, tables_s, tables_s * _share((begin_s, end_s), decoding), tables_s))
+    return np.array(rows).reshape(-1, 4)
 
 
 def _apart(courses: Sequence[Course]) -> list[list[Course]]:
@@ -173,8 +174,8 @@ def gaps_s(courses: Sequence[Course]) -> list[float]:
 
 
 def decode_steps(courses: Sequence[Course], tables: Tables, others: Sequence[Course] = ()) -> Floats:
-    """Rows of (steps, steps by the tables in its time, of those while prefill computed), for each answer. `others` ran,
-    too, and have no rows."""
+    """Rows of (steps, steps by the tables in its time, of those while prefill computed, seconds of one by the tables),
+    for each answer. `others` ran, too, and have no rows."""
     own = set(courses)
     reading: dict[str, list[Span]] = defaultdict(list)
     by_worker: dict[str, list[Course]] = defaultdict(list)
@@ -183,7 +184,7 @@ def decode_steps(courses: Sequence[Course], tables: Tables, others: Sequence[Cou
         if course.output > 1:
             by_worker[course.decode_worker].append(course)
     unions = [_union(spans) for spans in reading.values()]
-    return np.concatenate([_steps_of(row, own, unions, tables) for row in by_worker.values()] or [np.zeros((0, 3))])
+    return np.concatenate([_steps_of(row, own, unions, tables) for row in by_worker.values()] or [np.zeros((0, 4))])
 
 
 def _steps_of(row: Sequence[Course], own: Set[Course], reading: Sequence[Sequence[Span]], tables: Tables) -> Floats:
@@ -203,8 +204,10 @@ def _steps_of(row: Sequence[Course], own: Set[Course], reading: Sequence[Sequenc
     for course in row:
         if course in own and course.output - 1 >= LEAST_STEPS:
             begin, end = (bisect_left(at, edge) for edge in course.decode)
-            rows.append((course.output - 1, steps[end] - steps[begin], beside[end] - beside[begin]))
-    return np.array(rows, dtype=np.float64).reshape(-1, 3)
+            fit = steps[end] - steps[begin]
+            each_s = (course.decode[1] - course.decode[0]) / fit
+            rows.append((course.output - 1, fit, beside[end] - beside[begin], each_s))
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
 def _context(course: Course, at_s: float) -> float:

@@ -58,11 +58,11 @@ def _wrong(error: Fault) -> str:
 
 def _load_table(load: UnderLoad) -> Table:
     title = f"All at work, {len(load.runs)} runs at {_rates(load)} requests/s: times as long as above"
-    columns = ("alone", "beside the other phase", "bias", "swing between runs", "noise between steps")
+    columns = ("alone", "beside the other phase", "and more (ms)", "bias", "swing between runs", "noise between steps")
     table = _table(title, "", *columns)
     for name, phase in (("prefill", load.prefill), ("decode", load.decode)):
         errors = (f"{share:.1%}" for share in (phase.bias, phase.swing, phase.noise))
-        table.add_row(name, f"{phase.alone:.2f}", f"{phase.beside:.2f}", *errors)
+        table.add_row(name, f"{phase.alone:.2f}", f"{phase.beside:.2f}", _ms(phase.more_s), *errors)
     return table
 
 

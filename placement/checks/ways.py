@@ -17,8 +17,10 @@ import numpy as np
 from placement.goodput.stationary import t_90
 from placement.latency.base import LatencyModel
 from placement.latency.scaled import ScaledLatency
-from placement.latency.under_load import KINDS, NINE_IN_TEN, UnderLoad, Work
+from placement.latency.under_load import NINE_IN_TEN, UnderLoad, Work
 from placement.workload.requests import Floats
+
+RUNS_FOR_LINES = 12  # four for each figure of one in two directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def _of_another_run(load: UnderLoad, work: Work) -> tuple[Floats, Floats]:
     logs = np.log([(run.prefill, run.decode) for run in load.runs])
     done = np.array([run.work.logs for run in load.runs])
     asked = np.clip(work.logs, done.min(axis=0), done.max(axis=0))
-    columns = 2 if len(load.runs) >= 2 * KINDS else 0
+    columns = 2 if len(load.runs) >= RUNS_FOR_LINES else 0
     rows = np.column_stack([np.ones(len(done)), (done - done.mean(axis=0))[:, :columns]])
     row = np.array([1.0, *(asked - done.mean(axis=0))[:columns]])
     inverse = np.linalg.pinv(rows.T @ rows)

@@ -170,7 +170,8 @@ def _phase(row: Any, key: str) -> PhaseUnderLoad:
     phase, where = _get(row, key, "load")
     factors = {name: _above_0(phase, name, where) for name in ("alone", "beside")}
     errors = {name: _number(phase, name, where) for name in ("bias", "swing", "noise")}
-    return PhaseUnderLoad(**factors, **errors)
+    more_s = _number(phase, "more_s", where) if "more_s" in phase else 0.0  # not in files of before
+    return PhaseUnderLoad(more_s=more_s, **factors, **errors)
 
 
 def _load_run(row: Any, where: str) -> LoadRun:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.latency.base import DecodeLine
 from placement.latency.profile import MixedPoint, PrefillPoint, Profile
+from placement.latency.under_load import PhaseUnderLoad
 
 
 class Lines:
@@ -79,14 +80,14 @@ class ProfileLatency:
     def __init__(self, profile: Profile, prompt_share: float | None = None) -> None:
         self.profile = profile
         load = profile.load
-        self._prefill_factor, self._decode_factor = (load.prefill.alone, load.decode.alone) if load else (1.0, 1.0)
+        self._prefill, self._decode = (load.prefill, load.decode) if load else (PhaseUnderLoad(), PhaseUnderLoad())
         self._overhead_s = load.gap_s if load else profile.prefill_overhead_s
         fit = [point for point in profile.prefill if not point.held_out]
         alone = [point for point in fit if len(point.chunks) == 1] or fit
-        self._prefill = Lines([(point.tokens, point.attended, point.seconds) for point in alone])
+        self._prefill_lines = Lines([(point.tokens, point.attended, point.seconds) for point in alone])
         self._chunk_s = self._for_each_more([point for point in fit if len(point.chunks) > 1])
         fit_decode = [point for point in profile.decode if not point.held_out]
-        self._decode = Lines([(p.batch_size, p.context_tokens / p.batch_size, p.seconds) for p in fit_decode])
+        self._decode_lines = Lines([(p.batch_size, p.context_tokens / p.batch_size, p.seconds) for p in fit_decode])
         self._least_s = min([*(p.seconds for p in fit), *(p.seconds for p in fit_decode)]) / 2
         self.prompt_share = self._measured_share() if prompt_share is None else prompt_share
         self._transfer = _line([(p.tokens, p.seconds) for p in profile.transfer if not p.held_out])
@@ -123,7 +124,7 @@ class ProfileLatency:
         return self.prefill_s(chunks) - self.prefill_s([(1, 0)])
 
     def _step_s(self, tokens: int, attended: float) -> float:
-        base_s, slope_s = self._prefill.at(tokens)
+        base_s, slope_s = self._prefill_lines.at(tokens)
         return base_s + slope_s * attended
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
@@ -135,13 +136,13 @@ class ProfileLatency:
         if not tokens:
             return 0.0
         step_s = self._step_s(tokens, pairs / tokens) + (len(chunks) - 1) * self._chunk_s
-        return self._prefill_factor * max(self._least_s, step_s) + self._overhead_s
+        return self._prefill.alone * max(self._least_s, step_s) + self._prefill.more_s + self._overhead_s
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        base_s, slope_s = self._decode.at(batch_size)
+        base_s, slope_s = self._decode_lines.at(batch_size)
         per_token_s = slope_s / batch_size
         step_s = max(self._least_s, base_s + per_token_s * context_tokens)
-        return DecodeLine(self._decode_factor * step_s, self._decode_factor * per_token_s)
+        return DecodeLine(self._decode.alone * step_s + self._decode.more_s, self._decode.alone * per_token_s)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
         if not batch_size:

@@ -15,18 +15,20 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-KINDS = 6  # of runs that a load has, by turns: rates and lengths
+KINDS = 9  # of runs that a load has, by turns: rates and lengths
 LEAST = 1e-3  # of a share or a rate, that its logarithm is taken of
 NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations, either way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseUnderLoad:
-    """A step takes `alone` times what the tables say while no worker of the other phase computes beside it, `beside`
-    times while they do. `noise`: of one step, its standard deviation."""
+    """A step takes `alone` times what the tables say, and `more_s`, while no worker of the other phase computes beside
+    it; while they do, all of that is longer as `beside` is than `alone`. `noise`: of one step, its standard
+    deviation."""
 
     alone: float = 1.0
     beside: float = 1.0
+    more_s: float = 0.0
     bias: float = 0.0
     swing: float = 0.0
     noise: float = 0.0
