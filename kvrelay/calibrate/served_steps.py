@@ -91,8 +91,8 @@ def _computing(courses: Iterable[Course]) -> dict[str, list[Span]]:
 
 
 def prefill_steps(courses: Sequence[Course], tables: Tables, others: Sequence[Course] = ()) -> Floats:
-    """Rows of (seconds, seconds by the tables, of those beside decode, seconds by the tables): see decode_steps. `others`
-    were there, too, and have no rows."""
+    """Rows of (seconds, seconds by the tables, of those beside decode, seconds of one by the tables). `others` were
+    there, too, and have no rows."""
     every, own = [*courses, *others], set(courses)
     decoding = _union([course.decode for course in every])
     rows = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from kvrelay.calibrate.loading import Rates, busy_share
 from kvrelay.calibrate.served_steps import courses_of
 from kvrelay.client.types import EndedRequest
 from placement.build.from_profile import sim_cluster
+from placement.latency.base import DecodeLine
 from placement.latency.profile import MixedPoint, Profile, SlowdownPoint
 from placement.latency.scaled import ScaledLatency
 from placement.latency.under_load import UnderLoad
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.unit
 
 PROBED = (SlowdownPoint(batch_size=1, prefill=1.1, decode=1.05),)  # what twelve probes found of it
 CLIENT_S = 0.02
+FAIR = (1.0, 1.0, (1.0, 1.0))  # the tables are right
 
 
 def profile() -> Profile:
@@ -39,8 +41,24 @@ def profile() -> Profile:
     )
 
 
-def served(rate: float, prefill: float, decode: float, beside: tuple[float, float], seed: int) -> ServedRun:
-    outcome = played(rate, prefill, decode, beside, seed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class More(ScaledLatency):
+    """Each step takes a time more, whatever is in it."""
+
+    more_s: float
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        return super(More, self).prefill_s(chunks) + self.more_s
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        line = super(More, self).decode_line(batch_size, context_tokens)
+        return replace(line, step_s=line.step_s + self.more_s)
+
+
+def served(
+    rate: float, prefill: float, decode: float, beside: tuple[float, float], seed: int, more_s: float = 0.0
+) -> ServedRun:
+    outcome = played(rate, prefill, decode, beside, seed, more_s)
     return ServedRun(
         at_s=60.0 * seed,
         rate=rate,
@@ -51,13 +69,13 @@ def served(rate: float, prefill: float, decode: float, beside: tuple[float, floa
     )
 
 
-def played(rate: float, prefill: float, decode: float, beside: tuple[float, float], seed: int) -> Outcome:
+def played(
+    rate: float, prefill: float, decode: float, beside: tuple[float, float], seed: int, more_s: float = 0.0
+) -> Outcome:
     """What a cluster serves whose steps take so many times what the tables say, `beside` more where both compute."""
     rng, cluster = np.random.default_rng(seed), sim_cluster(profile())
-    workers = tuple(
-        replace(w, latency=ScaledLatency(model=w.latency, prefill=prefill, decode=decode, transfer=1.0, how="in truth"))
-        for w in cluster.workers
-    )
+    truth = {"prefill": prefill, "decode": decode, "transfer": 1.0, "how": "in truth", "more_s": more_s}
+    workers = tuple(replace(w, latency=More(model=w.latency, **truth)) for w in cluster.workers)
     hosts = (SharedHost(workers=tuple(w.name for w in workers), by_batch=((1, *beside),)),)
     requests = Workload(
         arrival_s=np.cumsum(rng.exponential(1 / rate, 150)),
@@ -108,6 +126,20 @@ def test_interference_is_found_apart_from_what_is_slower_anyway() -> None:
     assert {run.rate for run in load.runs} == {3.0, 6.0, 9.0}
     assert np.median(load.runs[0].client_s) == pytest.approx(CLIENT_S - 2 * profile().message_s, abs=0.001)
     assert (min(load.runs[0].client_rest_s), max(load.runs[0].client_rest_s)) == (0.0, 0.003)
+
+
+def test_what_each_step_takes_more_is_found_apart_from_how_much_longer_it_takes() -> None:
+    load = fitted([served(rate, 1.2, 1.1, (1.3, 1.25), seed, more_s=0.01) for seed, rate in enumerate((3.0, 5.0, 7.0))])
+    for phase, times, beside in ((load.prefill, 1.2, 1.3), (load.decode, 1.1, 1.25)):
+        assert phase.alone == pytest.approx(times, rel=0.03)
+        assert phase.more_s == pytest.approx(0.01, rel=0.1)
+        assert phase.beside / phase.alone == pytest.approx(beside, rel=0.03)
+
+
+def test_steps_that_are_all_alike_take_longer_and_nothing_more() -> None:
+    alike = [replace(c, prompt=200, prefill=(c.prefill[0], c.prefill[0] + 0.1)) for c in served(1.0, *FAIR, 1).courses]
+    load = fitted([replace(served(1.0, *FAIR, 1), courses=alike)])
+    assert load.prefill.more_s == pytest.approx(0.0, abs=1e-6)
 
 
 def test_what_differs_between_runs_is_the_swing_and_not_the_bias() -> None:

@@ -196,7 +196,7 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path, made: Profile) -
 
 
 def test_what_a_load_showed_comes_back_and_is_in_the_times() -> None:
-    phase = PhaseUnderLoad(alone=1.2, beside=1.5, bias=0.01, swing=0.03, noise=0.2)
+    phase = PhaseUnderLoad(alone=1.2, beside=1.5, more_s=0.004, bias=0.01, swing=0.03, noise=0.2)
     run = LoadRun(
         at_s=1.0,
         rate=2.0,
@@ -213,10 +213,16 @@ def test_what_a_load_showed_comes_back_and_is_in_the_times() -> None:
     load = UnderLoad(prefill=phase, decode=replace(phase, alone=1.1), gap_s=0.002, handoff_s=0.003, runs=(run,))
     slowdown = (SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)
     made = profile(load=load, slowdown=slowdown)
-    assert profile_from(json.loads(json.dumps(profile_object(made)))) == replace(made, name="profile")
+    written = json.loads(json.dumps(profile_object(made)))
+    assert profile_from(written) == replace(made, name="profile")
+    for name in ("prefill", "decode"):
+        del written["load"][name]["more_s"]  # a file of before
+    earlier = profile_from(written).load
+    assert earlier is not None
+    assert earlier.prefill == replace(phase, more_s=0.0)
     loaded, bare = ProfileLatency(made), ProfileLatency(replace(made, load=None))
-    assert loaded.prefill_s([(100, 0)]) == pytest.approx(1.2 * bare.prefill_s([(100, 0)]) + 0.002)
-    assert loaded.decode_line(8, 400).step_s == pytest.approx(1.1 * bare.decode_line(8, 400).step_s)
+    assert loaded.prefill_s([(100, 0)]) == pytest.approx(1.2 * bare.prefill_s([(100, 0)]) + 0.004 + 0.002)
+    assert loaded.decode_line(8, 400).step_s == pytest.approx(1.1 * bare.decode_line(8, 400).step_s + 0.004)
     assert loaded.decode_line(8, 400).per_token_s == pytest.approx(1.1 * bare.decode_line(8, 400).per_token_s)
     assert made.by_batch[0] == pytest.approx((1, 1.25, 1.5 / 1.1))
     assert sim_cluster(made).handoff_s == 0.003
