@@ -1,6 +1,6 @@
 """Whether a stated 90% interval is one: over forty live cases, each predicted before it is served.
 
-    python -m bench.coverage [--quick] [--size tiny] [--seconds 26] [--again]
+    python -m bench.coverage [--quick] [--size tiny] [--seconds 26] [--again | --predict-again]
 
 One prefill and one decode worker, a core each, serve a small model. They are calibrated, with all of them at work for
 some minutes; then each case (requests of some lengths at some rate, with targets) is simulated and, after that, served.
@@ -9,7 +9,8 @@ P50, P90 and P99 of TTFT and TPOT? Wanted: 85 to 95%. Beside it the median width
 value (of attainment: in points), since an interval from nothing to everything covers all.
 
 Each case is kept as it ends; a run that was cut off goes on where it was, of the same commit (--again: anew). At most
-forty minutes on two cores; --quick takes two and writes no file. Exit code 1 when a request failed.
+forty minutes on two cores; --quick takes two and writes no file. --predict-again serves nothing: of the same profile
+and cases, and what was measured, it makes the predictions of this version. Exit code 1 when a request failed.
 """
 
 from __future__ import annotations
@@ -128,6 +129,17 @@ def serve(served: Cluster, case: Case, profile: Profile, seconds: float) -> Row:
     return row_of(case, compare(prediction, measured, slo)) | {"predicted_in_s": round(predicted_s, 2)}
 
 
+def predicted_again(row: Row, case: Case, profile: Profile, seconds: float) -> Row:
+    """The row of a case that was served before, with what is predicted now."""
+    workload = timed_workload(workload_of(case, profile, seconds))
+    prediction = predict(sim_cluster(profile), workload, doubt_of(profile), seed=case.seed)
+    now = row_of(case, compare(prediction, prediction.expected, slo_of(case, profile, workload)))
+    for name, figures in now["quantities"].items():
+        measured = row["quantities"][name]["measured"]
+        figures |= {"measured": measured, "is_inside": figures["low"] <= measured <= figures["high"]}
+    return row | {"quantities": now["quantities"]}
+
+
 def row_of(case: Case, verified: Verification) -> Row:
     found: dict[str, tuple[Any, float]] = {"attainment": (verified.attainment, verified.measured_attainment)}
     for metric in ("ttft", "tpot"):
@@ -202,13 +214,28 @@ def kept(head: Mapping[str, Any], size: str) -> dict[str, Any] | None:
     return data if is_same and len(data["cases"]) < len(cases()) else None
 
 
+def predict_all_again() -> int:
+    kept = json.loads((RESULTS / "coverage.json").read_text())
+    profile = profile_from(kept["profile"])
+    rows = [
+        predicted_again(row, case, profile, kept["seconds"]) for row, case in zip(kept["cases"], cases(), strict=True)
+    ]
+    again = {"predicted_again": about() | {"earlier": kept["coverage"]}, "coverage": coverage_of(rows), "cases": rows}
+    save("coverage", kept | again)
+    console.print(table_of(rows))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.coverage", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="three cases after a quick calibration; writes no file")
     parser.add_argument("--size", default="tiny", choices=("tiny", "125m"), help="of the model; default tiny")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of arrivals of a case; default {SECONDS:g}")
     parser.add_argument("--again", action="store_true", help="begin anew, whatever was kept")
+    parser.add_argument("--predict-again", action="store_true", help="of what was served before, and serve nothing")
     args = parser.parse_args()
+    if args.predict_again:
+        return predict_all_again()
     head, seconds = about(), 8.0 if args.quick else args.seconds
     earlier = None if args.quick or args.again else kept(head, args.size)
     rows: list[Row] = earlier["cases"] if earlier else []
@@ -223,8 +250,8 @@ def main() -> int:
             rows.append(serve(served, case, profile, seconds) | noise)
             console.print(f"{len(rows)} of {len(rows) + len(todo) - number - 1}: {line_of(rows[-1])}")
             if not args.quick:
-                result = {"size": args.size, "coverage": coverage_of(rows), "profile": profile_object(profile)}
-                saved = save("coverage", {**head, **result, "cases": rows})
+                result = {"size": args.size, "seconds": seconds, "coverage": coverage_of(rows)}
+                saved = save("coverage", {**head, **result, "profile": profile_object(profile), "cases": rows})
     console.print(table_of(rows))
     if not args.quick:
         console.print(f"written to {os.path.relpath(saved)}")

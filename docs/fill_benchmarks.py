@@ -488,12 +488,15 @@ def coverage(result: Mapping[str, Any]) -> str:
     ]
     times = "; ".join(
         f"{name} {load[name]['alone']:.2f} times the probes' alone, {load[name]['beside']:.2f} beside the other phase, "
-        f"bias {load[name]['bias']:.1%}, swing {load[name]['swing']:.1%}"
+        f"{load[name].get('more_s', 0.0) * 1e3:.2f} ms more, bias {load[name]['bias']:.1%}, swing {load[name]['swing']:.1%}"
         for name in ("prefill", "decode")
     )
     cases = result["cases"]
     failed = sum(case["failed"] for case in cases)
     inside = f"{len(cases)} cases, {covered['all']['inside']:.0%} of all figures inside; {failed} requests failed."
+    if again := result.get("predicted_again"):
+        earlier = again["earlier"]["all"]["inside"]
+        inside += f" Predicted again by commit {again['commit']}; before they were served, {earlier:.0%} was inside."
     return "\n\n".join(
         [
             f"{inside} Under load, in {len(load['runs'])} runs: {times}.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -18,9 +18,12 @@ from placement.goodput.stationary import t_90
 from placement.latency.base import LatencyModel
 from placement.latency.scaled import ScaledLatency
 from placement.latency.under_load import NINE_IN_TEN, UnderLoad, Work
-from placement.workload.requests import Floats
+from placement.workload.requests import Floats, Ints
 
 RUNS_FOR_LINES = 12  # four for each figure of one in two directions
+# Of a phase's time, a standard deviation, from one quarter of an hour to the next, and how much of it both phases have
+# in common: what the same loads of bench.coverage were off by beyond what a run's steps explain.
+DRIFT, TOGETHER = 0.1, 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +56,36 @@ def _of_another_run(load: UnderLoad, work: Work) -> tuple[Floats, Floats]:
     """Where the logarithms of its factors lie, and by which matrix to multiply two normal deviates for what they differ
     by: what both phases have in common stays.
 
-    A line through all runs in how much there was to do, which the fit of all does not meet alike; no further than they
-    went. Of few runs the spread itself is not known well: the normal's quantile becomes Student's."""
+    A line through all runs in how much there was to do, which the fit of all does not meet alike. What another run is
+    off by is what each run was off a line through those that were not like it, since what is asked need not be like any
+    of them; and machines drift. Of few runs the spread itself is not known well: the normal's quantile becomes
+    Student's."""
     logs = np.log([(run.prefill, run.decode) for run in load.runs])
     done = np.array([run.work.logs for run in load.runs])
-    asked = np.clip(work.logs, done.min(axis=0), done.max(axis=0))
-    columns = 2 if len(load.runs) >= RUNS_FOR_LINES else 0
-    rows = np.column_stack([np.ones(len(done)), (done - done.mean(axis=0))[:, :columns]])
-    row = np.array([1.0, *(asked - done.mean(axis=0))[:columns]])
-    inverse = np.linalg.pinv(rows.T @ rows)
-    factors = inverse @ rows.T @ logs
-    left, free = logs - rows @ factors, len(logs) - 1 - columns
-    if not free:
-        return row @ factors, np.zeros((2, 2))
-    student = t_90(free) / NINE_IN_TEN
-    covariance = left.T @ left / free * (1 + float(row @ inverse @ row)) * student * student
-    return row @ factors, np.linalg.cholesky(covariance + 1e-12 * np.eye(2))
+    columns = 2 if len(logs) >= RUNS_FOR_LINES else 0
+    centre, free = _on_a_line(done, logs, np.array(work.logs), columns), len(logs) - 1 - columns
+    covariance = DRIFT * DRIFT * np.array([[1.0, TOGETHER], [TOGETHER, 1.0]])
+    if free:
+        left = np.array([logs[i] - _on_a_line(done[far], logs[far], done[i], columns) for i, far in _unlike(done)])
+        student = t_90(free) / NINE_IN_TEN
+        covariance += left.T @ left / len(left) * student * student
+    spread: Floats = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
+    return centre, spread
+
+
+def _on_a_line(done: Floats, logs: Floats, asked: Floats, columns: int) -> Floats:
+    """Least squares in so many columns of what there was to do; no further than the runs went."""
+    centre = done.mean(axis=0)
+    rows = np.column_stack([np.ones(len(done)), (done - centre)[:, :columns]])
+    asked = np.clip(asked, done.min(axis=0), done.max(axis=0)) - centre
+    there: Floats = np.array([1.0, *asked[:columns]]) @ np.linalg.pinv(rows) @ logs
+    return there
+
+
+def _unlike(done: Floats) -> Iterator[tuple[int, Ints]]:
+    """Each run, and those but the third that were most like it, itself among them."""
+    for i in range(len(done)):
+        yield i, np.argsort(np.linalg.norm(done - done[i], axis=1))[max(1, len(done) // 3) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

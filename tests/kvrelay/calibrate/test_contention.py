@@ -16,7 +16,7 @@ from kvrelay.calibrate.loading import Rates, busy_share
 from kvrelay.calibrate.served_steps import courses_of
 from kvrelay.client.types import EndedRequest
 from placement.build.from_profile import sim_cluster
-from placement.latency.base import DecodeLine
+from placement.latency.base import DecodeLine, LatencyModel
 from placement.latency.profile import MixedPoint, Profile, SlowdownPoint
 from placement.latency.scaled import ScaledLatency
 from placement.latency.under_load import UnderLoad
@@ -74,8 +74,11 @@ def played(
 ) -> Outcome:
     """What a cluster serves whose steps take so many times what the tables say, `beside` more where both compute."""
     rng, cluster = np.random.default_rng(seed), sim_cluster(profile())
-    truth = {"prefill": prefill, "decode": decode, "transfer": 1.0, "how": "in truth", "more_s": more_s}
-    workers = tuple(replace(w, latency=More(model=w.latency, **truth)) for w in cluster.workers)
+
+    def in_truth(model: LatencyModel) -> LatencyModel:
+        return More(model=model, prefill=prefill, decode=decode, transfer=1.0, how="in truth", more_s=more_s)
+
+    workers = tuple(replace(worker, latency=in_truth(worker.latency)) for worker in cluster.workers)
     hosts = (SharedHost(workers=tuple(w.name for w in workers), by_batch=((1, *beside),)),)
     requests = Workload(
         arrival_s=np.cumsum(rng.exponential(1 / rate, 150)),
