@@ -220,7 +220,8 @@ def predict_all_again() -> int:
     rows = [
         predicted_again(row, case, profile, kept["seconds"]) for row, case in zip(kept["cases"], cases(), strict=True)
     ]
-    again = {"predicted_again": about() | {"earlier": kept["coverage"]}, "coverage": coverage_of(rows), "cases": rows}
+    first = kept.get("predicted_again", {}).get("earlier", kept["coverage"])
+    again = {"predicted_again": about() | {"earlier": first}, "coverage": coverage_of(rows), "cases": rows}
     save("coverage", kept | again)
     console.print(table_of(rows))
     return 0
