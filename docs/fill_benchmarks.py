@@ -488,7 +488,8 @@ def coverage(result: Mapping[str, Any]) -> str:
     ]
     times = "; ".join(
         f"{name} {load[name]['alone']:.2f} times the probes' alone, {load[name]['beside']:.2f} beside the other phase, "
-        f"{load[name].get('more_s', 0.0) * 1e3:.2f} ms more, bias {load[name]['bias']:.1%}, swing {load[name]['swing']:.1%}"
+        f"{load[name].get('more_s', 0.0) * 1e3:.2f} ms more, "
+        f"bias {load[name]['bias']:.1%}, swing {load[name]['swing']:.1%}"
         for name in ("prefill", "decode")
     )
     cases = result["cases"]
