@@ -202,11 +202,11 @@ def _steps_of(row: Sequence[Course], own: Set[Course], reading: Sequence[Sequenc
     steps, beside = np.cumsum(steps), np.cumsum(beside)
     rows = []
     for course in row:
-        if course in own and course.output - 1 >= LEAST_STEPS:
+        lasted_s = course.decode[1] - course.decode[0]
+        if course in own and course.output - 1 >= LEAST_STEPS and lasted_s > 0:
             begin, end = (bisect_left(at, edge) for edge in course.decode)
             fit = steps[end] - steps[begin]
-            each_s = (course.decode[1] - course.decode[0]) / fit
-            rows.append((course.output - 1, fit, beside[end] - beside[begin], each_s))
+            rows.append((course.output - 1, fit, beside[end] - beside[begin], lasted_s / fit))
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
