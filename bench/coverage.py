@@ -134,10 +134,8 @@ def predicted_again(row: Row, case: Case, profile: Profile, seconds: float) -> R
     workload = timed_workload(workload_of(case, profile, seconds))
     prediction = predict(sim_cluster(profile), workload, doubt_of(profile), seed=case.seed)
     now = row_of(case, compare(prediction, prediction.expected, slo_of(case, profile, workload)))
-    for name, figures in now["quantities"].items():
-        measured = row["quantities"][name]["measured"]
-        figures |= {"measured": measured, "is_inside": figures["low"] <= measured <= figures["high"]}
-    return row | {"quantities": now["quantities"]}
+    measured = {name: figures["measured"] for name, figures in row["quantities"].items()}
+    return row | {"quantities": {name: held(now["quantities"][name], measured[name]) for name in QUANTITIES}}
 
 
 def row_of(case: Case, verified: Verification) -> Row:
@@ -152,11 +150,13 @@ def row_of(case: Case, verified: Verification) -> Row:
         "requests": verified.num_requests,
         "failed": verified.failed,
         "slo": to_json(verified.slo),
-        "quantities": {
-            name: {**to_json(predicted), "measured": measured, "is_inside": predicted.low <= measured <= predicted.high}
-            for name, (predicted, measured) in found.items()
-        },
+        "quantities": {name: held(to_json(predicted), measured) for name, (predicted, measured) in found.items()},
     }
+
+
+def held(predicted: Mapping[str, Any], measured: float) -> Row:
+    """What came, against an interval."""
+    return {**predicted, "measured": measured, "is_inside": predicted["low"] <= measured <= predicted["high"]}
 
 
 def coverage_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -215,14 +215,13 @@ def kept(head: Mapping[str, Any], size: str) -> dict[str, Any] | None:
 
 
 def predict_all_again() -> int:
-    kept = json.loads((RESULTS / "coverage.json").read_text())
-    profile = profile_from(kept["profile"])
-    rows = [
-        predicted_again(row, case, profile, kept["seconds"]) for row, case in zip(kept["cases"], cases(), strict=True)
-    ]
-    first = kept.get("predicted_again", {}).get("earlier", kept["coverage"])
+    """Of the file, which keeps what its first predictions were worth."""
+    served = json.loads((RESULTS / "coverage.json").read_text())
+    profile, pairs = profile_from(served["profile"]), zip(served["cases"], cases(), strict=True)
+    rows = [predicted_again(row, case, profile, served["seconds"]) for row, case in pairs]
+    first = served.get("predicted_again", {}).get("earlier", served["coverage"])
     again = {"predicted_again": about() | {"earlier": first}, "coverage": coverage_of(rows), "cases": rows}
-    save("coverage", kept | again)
+    save("coverage", served | again)
     console.print(table_of(rows))
     return 0
 

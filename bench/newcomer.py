@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from bench.common import REPO, about, save
 from tests.cluster.front.http.chromium import PROGRAM, chromium
@@ -52,12 +51,7 @@ def bench(folder: Path, *, is_quick: bool) -> dict[str, float]:
     model = str(folder / "model")
     took["kvrelay make-model"] = _timed([kvrelay, "make-model", model], folder, state)
     began_s = time.monotonic()
-    up = subprocess.Popen(
-        [kvrelay, "up", "--model", model, *UP],
-        cwd=folder,
-        env=state,
-        stdout=subprocess.PIPE,
-    )
+    up = subprocess.Popen([kvrelay, "up", "--model", model, *UP], cwd=folder, env=state, stdout=subprocess.PIPE)
     try:
         assert up.stdout is not None
         url = json.loads(up.stdout.readline())["http"][0]
@@ -119,8 +113,7 @@ def main() -> None:
     for name, seconds in took.items():
         print(f"{seconds:8.2f} s  {name}")
     if not is_quick:
-        result: dict[str, Any] = {"steps_s": took}
-        save("newcomer", about() | result)
+        save("newcomer", about() | {"steps_s": took})
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ class Meter:
 
     def deliver(self, num_tokens: int) -> None:
         """So many are about to be handed over."""
-        if not self._has_prompt and num_tokens:
-            self._count(self._key, self._with_prompt(Counts(generated_tokens=num_tokens)))
-        elif num_tokens:
-            self._count(self._key, ONE if num_tokens == 1 else Counts(generated_tokens=num_tokens))
+        if num_tokens:
+            used = ONE if num_tokens == 1 else Counts(generated_tokens=num_tokens)
+            self._count(self._key, used if self._has_prompt else self._with_prompt(used))
 
     def end(self) -> None:
         """It is over, however it ended."""

@@ -123,23 +123,23 @@ def _mean(noise: Floats, sign: int) -> float:
 def _least_squares(rows: Floats, beside: float, sign: int) -> _Factors:
     """Of what a step took of the tables: a factor and a time more, both so many times as long beside the other phase,
     which speeds nothing up. One more row says what probes found of that, for a load that never had a worker alone."""
-    taken = (rows[:, 0] / rows[:, 1]) ** sign
     weights = np.sqrt(_steps(rows, sign))
+    taken = weights * (rows[:, 0] / rows[:, 1]) ** sign
     found = [(_fit(rows, taken, weights, slowdown, sign), slowdown) for slowdown in SLOWDOWNS.tolist()]
     (_, alone, more_s), slowdown = min(found, key=lambda fit: fit[0][0] + (fit[1] - beside) ** 2)
     return _Factors(max(LEAST_FACTOR, alone), more_s, slowdown, sign)
 
 
 def _fit(rows: Floats, taken: Floats, weights: Floats, slowdown: float, sign: int) -> tuple[float, float, float]:
-    """Squares left over, the factor, and the time more, for a slowdown that is known."""
+    """Squares left over, the factor, and the time more, for a slowdown that is known. `taken` is weighed already."""
     slowed = _slowed(rows, slowdown, sign) * weights
     mean_s = float(rows[:, 3].mean())
     columns = np.column_stack([slowed, slowed * mean_s / rows[:, 3]])
     nothing_more = np.diag([0.0, 1.0])  # one more row, for steps that are all alike
-    alone, more = np.linalg.solve(columns.T @ columns + nothing_more, columns.T @ (taken * weights))
+    alone, more = np.linalg.solve(columns.T @ columns + nothing_more, columns.T @ taken)
     if more < 0:
-        alone, more = slowed @ (taken * weights) / (slowed @ slowed), 0.0
-    left = taken * weights - columns @ (alone, more)
+        alone, more = slowed @ taken / (slowed @ slowed), 0.0
+    left = taken - columns @ (alone, more)
     return float(left @ left), float(alone), float(more * mean_s)
 
 

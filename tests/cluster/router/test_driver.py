@@ -351,7 +351,7 @@ async def test_messages_of_an_earlier_attempt_are_dropped() -> None:
         h.decode().emit(old.router_id, tokens=stale, events=[gone])
         h.decode().resume()
         assert tokens_of(await reader) == scripted_tokens([5, 6, 7], 8)
-        assert h.count("stale_tokens") >= 5  # those, and one that was on its way
+        assert h.count("stale_tokens") in (5, 6)  # those, and one that may have been on its way
 
 
 async def test_a_token_of_an_earlier_request_never_reaches_one_that_took_its_id() -> None:

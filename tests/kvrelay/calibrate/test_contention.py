@@ -12,14 +12,14 @@ from cluster.router.live.timeline import PHASES
 from kvrelay.calibrate.calibration import CalibrationError, tables_of
 from kvrelay.calibrate.contention import ServedRun, fit_under_load
 from kvrelay.calibrate.correcting import corrected_by
-from kvrelay.calibrate.loading import Rates, busy_share
+from kvrelay.calibrate.loading import BUSY, SHORTER, Rates, busy_share
 from kvrelay.calibrate.served_steps import courses_of
 from kvrelay.client.types import EndedRequest
 from placement.build.from_profile import sim_cluster
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.latency.profile import MixedPoint, Profile, SlowdownPoint
 from placement.latency.scaled import ScaledLatency
-from placement.latency.under_load import UnderLoad
+from placement.latency.under_load import KINDS, UnderLoad
 from placement.simulator.cluster import SharedHost
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
@@ -169,6 +169,10 @@ def test_too_few_requests_say_nothing() -> None:
     run = served(3.0, 1.0, 1.0, (1.0, 1.0), 0)
     assert fit_under_load([replace(run, courses=run.courses[:4])], tables_of(profile())) is None
     assert fit_under_load([], tables_of(profile())) is None
+
+
+def test_a_load_has_a_run_of_each_kind() -> None:
+    assert len(BUSY) * len(SHORTER) == KINDS
 
 
 def test_rates_follow_how_busy_prefill_was() -> None:
