@@ -2,7 +2,8 @@
 
     python -m bench.guards [--quick] [--before CHECKOUT]
 
-Beside them, with --before, the router of another version, from its folder, over the same workers: "before". Writes
+Beside them, with --before, the router of another version, from its folder, over the same workers: "before", and
+"before, token", to which all are compared then. Tokens are paced, one in 20 ms for each stream. Writes
 bench/results/guards.json. The processes and what they are asked are those of bench/router.py.
 """
 
@@ -15,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from tests.certificates import write_tls
 from worker.wire.rpc import open_channel
 from worker.wire.tls import TlsFiles
 
+STEP_S = "0.02"  # of the workers' decoding
+BEFORE = "before, token"  # to which others are compared, round by round; where it is not, to the router without guards
 GUARDS = ("none", "token", "token and accounts", "TLS", "token and TLS")
 LIMITS = {"requests_per_minute": 1 << 30, "tokens_per_minute": 1 << 40, "max_concurrent": 1 << 20}  # that nobody meets
 
@@ -35,11 +39,12 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
     """The routers, asked in turns, so that other load hits all."""
     scale = 0.2 if quick else 1.0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        workers = Child("workers", "0.0")
+        workers = Child("workers", STEP_S)
         stack.callback(workers.stop)
         sides = {name: _guarded(Path(folder), workers, name) for name in GUARDS}
         if before:
-            sides["before"] = Side(Child("router", json.dumps(workers.ready["workers"]), checkout=before))
+            sides["before"] = _guarded(Path(folder), workers, "none", checkout=before)
+            sides[BEFORE] = _guarded(Path(folder), workers, "token", checkout=before)
         try:
             for side in sides.values():
                 await many_requests(side.stub, 50, 8)
@@ -49,7 +54,7 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
                 await side.close()
 
 
-def _guarded(folder: Path, workers: Child, name: str) -> Side:
+def _guarded(folder: Path, workers: Child, name: str, checkout: str = "") -> Side:
     token = "bench-0123456789abcdef" if "token" in name else ""
     settings: dict[str, Any] = {"auth": True, "tokens": f"bench:{token}"} if token else {}
     if "accounts" in name:
@@ -59,23 +64,23 @@ def _guarded(folder: Path, workers: Child, name: str) -> Side:
         files = write_tls(folder, trustme.CA(), "127.0.0.1", stem=name.replace(" ", "-"))
         settings["tls"] = {"cert": files.cert, "key": files.key}
         tls = TlsFiles(ca=files.ca)
-    child = Child("router", json.dumps(workers.ready["workers"]), json.dumps(settings))
+    child = Child("router", json.dumps(workers.ready["workers"]), json.dumps(settings), checkout=checkout)
     return Side(child, tls=tls, token=token)
 
 
 async def _in_turns(sides: dict[str, Side], scale: float) -> dict[str, Any]:
-    rounds = max(3, int(15 * scale))
+    rounds, to = max(3, int(40 * scale)), BEFORE if BEFORE in sides else GUARDS[0]
     times: dict[str, list[float]] = {name: [] for name in sides}
     connects: dict[str, list[float]] = {name: [] for name in sides}
     requests: dict[str, list[float]] = {name: [] for name in sides}
     tokens: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
-            times[name] += await latencies_ms(side.stub, 30)
+            times[name] += await latencies_ms(side.stub, 20)
             connects[name] += [await connect_ms(side) for _ in range(5)]
             work = partial(many_requests, side.stub, 300, 32)
             requests[name].append((await measured(side.child, work)).cpu_us)
-            work = partial(streams, side.stub, 32, 100)
+            work = partial(streams, side.stub, 64, 40)
             tokens[name].append((await measured(side.child, work)).cpu_us)
     return {
         name: {
@@ -83,9 +88,17 @@ async def _in_turns(sides: dict[str, Side], scale: float) -> dict[str, Any]:
             "connect_ms_p50": round(statistics.median(connects[name]), 3),
             "request_cpu_us": round(statistics.median(requests[name]), 1),
             "token_cpu_us": round(statistics.median(tokens[name]), 2),
+            "request_ratio": _ratio(requests[name], requests[to]),
+            "token_ratio": _ratio(tokens[name], tokens[to]),
         }
         for name in sides
     }
+
+
+def _ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:
+    """The median, and the quarters beside it."""
+    cuts = statistics.quantiles([value / each for value, each in zip(values, to, strict=True)], n=4)
+    return {key: round(cut, 3) for key, cut in zip(("low", "median", "high"), cuts, strict=True)}
 
 
 async def connect_ms(side: Side) -> float:

@@ -769,7 +769,7 @@ def newcomer(result: Mapping[str, Any]) -> str:
 
 
 def guards(result: Mapping[str, Any]) -> str:
-    columns = ["", "a request P50/P99 ms", "connect P50 ms", "CPU us a request", "a token"]
+    columns = ["", "a request P50/P99 ms", "connect P50 ms", "CPU us a request", "a token", "ratio of both"]
     rows = [
         [
             name,
@@ -777,6 +777,7 @@ def guards(result: Mapping[str, Any]) -> str:
             row["connect_ms_p50"],
             row["request_cpu_us"],
             row["token_cpu_us"],
+            ", ".join(str(row[key]["median"]) for key in ("request_ratio", "token_ratio") if key in row),
         ]
         for name, row in result["guards"].items()
     ]

@@ -82,9 +82,8 @@ def conclude(response: generate_pb2.GenerateResponse, submission: Submission, nu
     """Put usage, timeline and receipts into the last message of the call."""
     first: LiveRequest = submission.choices[0]
     prompt_tokens, cached_tokens = len(first.prompt_ids), first.cached_tokens
-    response.usage.CopyFrom(
-        generate_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=num_tokens, cached_tokens=cached_tokens)
-    )
+    usage = response.usage
+    usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens = prompt_tokens, num_tokens, cached_tokens
     response.timeline.CopyFrom(first.timeline_to_proto())
     if (receipt := first.receipt_to_proto()) is not None:
         response.receipt.CopyFrom(receipt)

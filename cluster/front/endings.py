@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -27,8 +27,13 @@ class Ending:
     def __init__(self) -> None:
         self.submission: Submission | None = None  # None: refused before there was one
         self.num_tokens = 0  # that were made into messages
+        self.release: Callable[[], None] = _nothing  # what it takes of its caller's allowance while it runs
         self.code = "OK"
         self.reason = ""
+
+
+def _nothing() -> None:
+    pass
 
 
 class Endings:

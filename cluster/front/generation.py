@@ -7,9 +7,9 @@ a slow client gets fewer, larger messages and costs less.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import grpc
@@ -23,8 +23,8 @@ from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live.requests import RequestFailed, Submission
-from cluster.usage.meter import Count, Meter
+from cluster.router.live.requests import ChoiceUpdate, RequestFailed, Submission
+from cluster.usage.meter import Counting, Meter, Uncounted
 from kvrelay.v1 import generate_pb2
 from worker.wire.door import CALLER
 
@@ -51,7 +51,7 @@ class Generation:
         options: FrontOptions,
         calls: CallLimit,
         num_routers: int = 1,
-        count_usage: Count = lambda key, used: None,
+        counting: Counting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_routers`: of the cluster, each of which gives a part of what an account allows."""
@@ -64,7 +64,7 @@ class Generation:
         self._model_name = model_name
         self._options = options
         self._calls = calls
-        self._count_usage = count_usage
+        self._counting = counting or Uncounted()
         self._clock = clock
 
     def take_options(self, options: FrontOptions) -> None:
@@ -103,18 +103,29 @@ class Generation:
         soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `shown_special`:
         special tokens whose text is part of the answer's.
         """
-        checked = await self._check(request, call)
-        del request
-        call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
-        submission = ending.submission = self._router.submit(checked.new)
-        meter = Meter(submission, self._count_usage)
+        try:
+            checked = await self._check(request, call, ending)
+            del request
+            call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
+            submission = ending.submission = self._router.submit(checked.new)
+        except BaseException:
+            ending.release()
+            raise
+        meter = Meter(submission, self._counting)
         numbers = [live.choice for live in submission.choices]
         answers = [ChoiceAnswer(submission.id, i, checked.params, self.codec, shown_special) for i in numbers]
+        running = set(numbers)
         try:
-            async for response in self._choice_responses(submission, answers, meter, is_kept=is_kept):
-                yield response
+            while running:
+                updates = await submission.updates()
+                for response in self._made(updates, submission, answers, running):
+                    meter.deliver(len(response.token_ids))
+                    yield response
+                if not is_kept:
+                    self._router.unread.release(submission, updates)
             call.set_trailing_metadata(trailers(submission))
         finally:
+            ending.release()
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
             self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
             try:
@@ -125,27 +136,26 @@ class Generation:
                 self._router.unread.forget(submission)
                 meter.end()
 
-    async def _choice_responses(
-        self, submission: Submission, answers: Sequence[ChoiceAnswer], meter: Meter, *, is_kept: bool
-    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        running = {live.choice for live in submission.choices}
-        while running:
-            updates = await submission.updates()
-            for index, tokens, finish in merged(updates):
-                if index not in running:
-                    continue  # came before the workers heard of the stop string
-                response = answers[index].response(tokens, finish)
-                if response.finish_reason:
-                    running.discard(index)
-                    self._router.stop_choice(submission, index)
-                    if not running:
-                        conclude(response, submission, sum(answer.num_tokens for answer in answers))
-                meter.deliver(len(response.token_ids))
-                yield response
-            if not is_kept:
-                self._router.unread.release(submission, updates)
+    def _made(
+        self,
+        updates: Sequence[ChoiceUpdate],
+        submission: Submission,
+        answers: Sequence[ChoiceAnswer],
+        running: set[int],
+    ) -> Iterator[generate_pb2.GenerateResponse]:
+        """The messages of what has come. A choice that has its last is taken from those that are running."""
+        for index, tokens, finish in merged(updates):
+            if index not in running:
+                continue  # came before the workers heard of the stop string
+            response = answers[index].response(tokens, finish)
+            if response.finish_reason:
+                running.discard(index)
+                self._router.stop_choice(submission, index)
+                if not running:
+                    conclude(response, submission, sum(answer.num_tokens for answer in answers))
+            yield response
 
-    async def _check(self, request: generate_pb2.GenerateRequest, call: Call) -> CheckedRequest:
+    async def _check(self, request: generate_pb2.GenerateRequest, call: Call, ending: Ending) -> CheckedRequest:
         arrived_s = self._clock()
         model = self.open_model(request.model)
         limits = self._limits(arrived_s, call.time_remaining())
@@ -154,22 +164,20 @@ class Generation:
             model=model,
             served_name=self.model_name,
             codec=self.codec,
-            admit=self._admit,
+            admit=partial(self._admit, ending),
             limits=limits,
             account=self.allowances.of(CALLER.get()),
         )
         _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
         return checked
 
-    def _admit(self, request_id: str, num_choices: int) -> None:
+    def _admit(self, ending: Ending, request_id: str, num_choices: int) -> None:
         caller = CALLER.get()
         self._router.admit(request_id, caller)
         if why := self._calls.count_choices(num_choices):
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
         _raise_refused(self.allowances.begin(caller, num_choices, self._clock()))
-        task = asyncio.current_task()
-        assert task is not None, "a call has a task"
-        task.add_done_callback(lambda _: self.allowances.end(caller, num_choices))
+        ending.release = partial(self.allowances.end, caller, num_choices)
 
     def limits_now(self) -> Limits:
         """Of this task's caller."""

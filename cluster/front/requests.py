@@ -172,14 +172,14 @@ async def _prompt_ids(
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the prompt is missing; give text or token_ids")
-    ids: Sequence[int] = request.token_ids.ids
-    if kind == "text":
+    if kind == "token_ids":
+        ids = request.token_ids.ids[:]  # a list: what a message holds is read slowly
+    else:
         try:
             async with asyncio.timeout(limits.deadline_s - limits.arrived_s):  # tokenising takes time
                 ids = await encode(request.text, model, codec)
         except TimeoutError:
             raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
-    ids = list(ids)  # what a message holds is read slowly
     if not ids:
         raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
     if len(ids) >= model.max_model_len:

@@ -40,7 +40,6 @@ from cluster.router.monitoring.status import status_of
 from cluster.router.options import RouterOptions
 from cluster.router.tracing.asked import make_tracing
 from cluster.usage.accounting import Accounting
-from cluster.usage.layout import Counts
 from cluster.usage.options import Prices, UsageUrl
 from engine.knobs import knobs_of, read
 from worker.wire.rpc import bind, make_server
@@ -157,7 +156,7 @@ class RouterServer:
             options=options.front,
             calls=self._calls,
             num_routers=options.num_routers,
-            count_usage=self._accounting.count if self._accounting is not None else _count_nothing,
+            counting=self._accounting,
         )
         self._server = make_server(
             client_door(self._keyring) if self._keyring else None,
@@ -328,7 +327,3 @@ def _serve(server: grpc.aio.Server, services: dict[str, dict[str, grpc.RpcMethod
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     for service, method in OWN_LINES:
         server.add_registered_method_handlers(service, {method: services[service][method]})
-
-
-def _count_nothing(key: str, used: Counts) -> None:
-    return

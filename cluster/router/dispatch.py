@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import grpc
 
@@ -205,8 +206,8 @@ class Dispatcher:
         now = self._clock()
         live.timeline.enter("prefill_queue", now, live.prefill)
         live.notes.route(routed(self._policy.workers, live, assigned.reason, now, self._live.get))
-        state = live.state(self._router_id, is_held=assigned.is_held)
-        seq = self._links[live.prefill].submit(state, self._links[live.decode].address)
+        write = partial(live.write, router_id=self._router_id, is_held=assigned.is_held)
+        seq = self._links[live.prefill].submit(write, self._links[live.decode].address)
         self._policy.on_submitted(live.wire_id, seq)
         log.debug("%s goes to %s and %s: %s", live.wire_id, live.prefill, live.decode, assigned.reason)
 

@@ -91,6 +91,11 @@ class Accounting:
             return
         self._ledger.count(key, self._hour, added)
 
+    def count_tokens(self, key: str, added: int) -> None:
+        """Generated ones, likewise."""
+        if not self._is_closed:
+            self._ledger.count_tokens(key, self._hour, added)
+
     async def read(self, since_s: float, until_s: float, key: str | None) -> list[Used]:
         """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end. Raises
         DatabaseError, also where what was used here could not be added."""

@@ -1,10 +1,12 @@
 """How a ledger's bytes say what was used, so that a process may be killed between any two of them. Pure: it opens no
 file and reads no clock.
 
-    slot   state byte | row id, hour, key | bank 1 | bank 2          one for each hour and key
+    slot   state byte | row id, hour, key | bank 1 | bank 2 | tokens          one for each hour and key
 
 The state byte is 0 for a free slot, else the number of the bank that counts. A change is written whole into the other
-bank, and the state byte last: a byte is written or it is not, so that a slot is always as before or as after.
+bank, and the state byte last: a byte is written or it is not, so that a slot is always as before or as after. Most
+changes are a few generated tokens more. They are added to those of the banks in a word of their own, which a processor
+stores in one piece, and each is a version more.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _HEAD = struct.Struct("<16sqB64s")  # row id, hour, length of the key, key
 _HEAD_AT = 8
 _BANK = struct.Struct("<8Q")  # version, counts
 _BANK_AT = (0, 104, 168)
+_TOKENS = struct.Struct("=Q")
+_TOKENS_AT = 232
 _STATES = (b"\0", b"\1", b"\2")
 
 
@@ -44,6 +48,14 @@ class Row(NamedTuple):
     counts: Counts
 
 
+class Slot(NamedTuple):
+    """`row`: without the tokens beside its banks, of which `bank` counts."""
+
+    row: Row
+    bank: int
+    tokens: int
+
+
 class Memory(Protocol):
     """Bytes that outlive the process: what is stored first is there first."""
 
@@ -55,6 +67,7 @@ def open_slot(memory: Memory, begin: int, row: Row) -> None:
     name = row.key.encode()
     head = _HEAD.pack(row.id, row.hour, len(name), name)
     memory[begin + _HEAD_AT : begin + _HEAD_AT + _HEAD.size] = head
+    memory[begin + _TOKENS_AT : begin + _TOKENS_AT + _TOKENS.size] = _TOKENS.pack(0)
     count_in(memory, begin, 1, row.version, row.counts)
 
 
@@ -65,12 +78,17 @@ def count_in(memory: Memory, begin: int, bank: int, version: int, counts: Iterab
     memory[begin : begin + 1] = _STATES[bank]
 
 
+def tokens_word(begin: int) -> int:
+    """The number of the word of such a slot that has the tokens."""
+    return (begin + _TOKENS_AT) // _TOKENS.size
+
+
 def free_slot(memory: Memory, begin: int) -> None:
     memory[begin : begin + 1] = _STATES[0]
 
 
-def read_slot(slot: bytes) -> tuple[Row, int] | None:
-    """The row, and the bank that counts; None for a free slot. Raises ValueError for what is none of ours."""
+def read_slot(slot: bytes) -> Slot | None:
+    """None for a free one. Raises ValueError for what is none of ours."""
     bank = slot[0]
     if not bank:
         return None
@@ -78,4 +96,5 @@ def read_slot(slot: bytes) -> tuple[Row, int] | None:
         raise ValueError(f"a slot has the state {bank}")
     row_id, hour, size, name = _HEAD.unpack_from(slot, _HEAD_AT)
     version, *counts = _BANK.unpack_from(slot, _BANK_AT[bank])
-    return Row(row_id, hour, name[:size].decode(), version, Counts(*counts)), bank
+    row = Row(row_id, hour, name[:size].decode(), version, Counts(*counts))
+    return Slot(row, bank, *_TOKENS.unpack_from(slot, _TOKENS_AT))

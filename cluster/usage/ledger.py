@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from cluster.usage.layout import SLOT_BYTES, Counts, Row, count_in, free_slot, open_slot, read_slot
+from cluster.usage.layout import (
+    SLOT_BYTES,
+    Counts,
+    Row,
+    Slot,
+    count_in,
+    free_slot,
+    open_slot,
+    read_slot,
+    tokens_word,
+)
 
 FIRST_SLOTS = 1024
 
@@ -29,6 +39,13 @@ class _Slot:
     bank: int  # that counts
     version: int
     counts: tuple[int, ...]
+    word: int  # where the tokens stand beside the banks
+    tokens: int
+
+    def row(self, hour: int, key: str) -> Row:
+        counts = Counts(*self.counts)
+        counts = counts._replace(generated_tokens=counts.generated_tokens + self.tokens)
+        return Row(self.id, hour, key, self.version + self.tokens, counts)
 
 
 class Ledger:
@@ -36,6 +53,7 @@ class Ledger:
         """Of a file that is locked. Raises ValueError for one that is no ledger."""
         self._opened = opened
         self._memory = memory
+        self._words = memoryview(memory).cast("Q")
         self._slots: dict[tuple[int, str], _Slot] = {}  # by hour and key
         self._free: list[int] = []  # where they begin
         self._unsettled: set[tuple[int, str]] = set()
@@ -56,22 +74,30 @@ class Ledger:
     def count(self, key: str, hour: int, added: Counts) -> None:
         """Raises OSError where the file must grow and cannot."""
         where = hour, key
-        slot = self._slots.get(where) or self._open_slot(Row(secrets.token_bytes(16), hour, key, 0, Counts()))
+        slot = self._slots.get(where) or self._open_slot(hour, key)
         slot.version += 1
         slot.counts = tuple(map(operator.add, slot.counts, added))
         slot.bank = 3 - slot.bank
         count_in(self._memory, slot.begin, slot.bank, slot.version, slot.counts)
         self._unsettled.add(where)
 
+    def count_tokens(self, key: str, hour: int, added: int) -> None:
+        """Generated ones, and nothing else: what is counted with each message of an answer. Raises OSError likewise."""
+        where = hour, key
+        slot = self._slots.get(where) or self._open_slot(hour, key)
+        slot.tokens += added
+        self._words[slot.word] = slot.tokens
+        self._unsettled.add(where)
+
     def unsettled(self) -> list[Row]:
         """What the database has not, or not in this version."""
-        slots = [(*where, self._slots[where]) for where in self._unsettled]
-        return [Row(slot.id, hour, key, slot.version, Counts(*slot.counts)) for hour, key, slot in slots]
+        return [self._slots[where].row(*where) for where in self._unsettled]
 
     def settle(self, rows: Sequence[Row], hour: int) -> None:
         """The database has these. Those of other hours than this one are let go, but where more was counted since."""
         for row in rows:
-            if self._slots[row.hour, row.key].version == row.version:
+            slot = self._slots[row.hour, row.key]
+            if slot.version + slot.tokens == row.version:
                 self._unsettled.discard((row.hour, row.key))
         for where in [where for where in self._slots if where[0] != hour and where not in self._unsettled]:
             slot = self._slots.pop(where)
@@ -79,25 +105,30 @@ class Ledger:
             self._free.append(slot.begin)
 
     def close(self) -> None:
+        self._words.release()
         self._memory.close()
         os.close(self._opened)
 
-    def _open_slot(self, row: Row) -> _Slot:
+    def _open_slot(self, hour: int, key: str) -> _Slot:
         if not self._free:
             self._grow()
-        begin = self._free.pop()
+        begin, row = self._free.pop(), Row(secrets.token_bytes(16), hour, key, 0, Counts())
         open_slot(self._memory, begin, row)
-        return self._hold(begin, row, 1)
+        return self._hold(begin, Slot(row, 1, 0))
 
-    def _hold(self, begin: int, row: Row, bank: int) -> _Slot:
-        slot = self._slots[row.hour, row.key] = _Slot(begin, row.id, bank, row.version, row.counts)
-        return slot
+    def _hold(self, begin: int, slot: Slot) -> _Slot:
+        row, word = slot.row, tokens_word(begin)
+        held = _Slot(begin, row.id, slot.bank, row.version, row.counts, word, slot.tokens)
+        self._slots[row.hour, row.key] = held
+        return held
 
     def _grow(self) -> None:
         """Its blocks are had before it is mapped: a full disk would end the process where it writes to them."""
         size = len(self._memory)
         os.posix_fallocate(self._opened, size, size)
+        self._words.release()
         self._memory.resize(2 * size)
+        self._words = memoryview(self._memory).cast("Q")
         self._learn(size)
 
     def _learn(self, since: int) -> None:
@@ -106,6 +137,5 @@ class Ledger:
             if known is None:
                 self._free.append(begin)
                 continue
-            row, bank = known
-            self._hold(begin, row, bank)
-            self._unsettled.add((row.hour, row.key))
+            self._hold(begin, known)
+            self._unsettled.add((known.row.hour, known.row.key))

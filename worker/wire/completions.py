@@ -25,9 +25,11 @@ def told_together() -> Iterator[None]:
     add_reader = loop.add_reader
 
     def add(bytes_of: socket.socket, take_all: Callable[[], object]) -> None:
+        read = bytearray(MANY_BYTES)
+
         def read_all() -> None:
             with suppress(BlockingIOError):  # another loop of the process was woken, too
-                bytes_of.recv(MANY_BYTES)
+                bytes_of.recv_into(read)
             take_all()
 
         add_reader(bytes_of, read_all)

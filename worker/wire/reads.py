@@ -14,14 +14,24 @@ T = TypeVar("T")
 
 async def read_whole(read: Awaitable[T]) -> T:
     """What was read. Cancelled, the read itself goes on, to the end of its call."""
-    reading = asyncio.ensure_future(read)
+    loop = asyncio.get_running_loop()
+    whole: asyncio.Future[T] = loop.create_future()
+    reading = loop.create_task(_read_into(whole, read))
     try:
-        return await asyncio.shield(reading)
+        return await whole
+    finally:
+        del reading  # until here somebody holds it
+
+
+async def _read_into(whole: asyncio.Future[T], read: Awaitable[T]) -> None:
+    try:
+        result = await read
     except asyncio.CancelledError:
-        reading.add_done_callback(_let_go)
+        whole.cancel()
         raise
-
-
-def _let_go(reading: asyncio.Future[T]) -> None:
-    if not reading.cancelled():
-        reading.exception()
+    except Exception as error:
+        if not whole.done():  # else nobody waits for it
+            whole.set_exception(error)
+    else:
+        if not whole.done():
+            whole.set_result(result)

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -167,10 +167,16 @@ class WorkerLink:
 
     # what goes down; dropped when the link is not ready, because the router is told of the loss anyway
 
-    def submit(self, request: pb.RequestState, decode: pb.WorkerAddress) -> int:
-        """Send a request to a prefill worker; returns the Submit's number on this stream."""
+    def submit(self, write: Callable[[pb.RequestState], None], decode: pb.WorkerAddress) -> int:
+        """Send a request to a prefill worker; returns the Submit's number on this stream. `write`: into the message, as
+        one that were made before would be copied, prompt and all."""
         self._seq += 1
-        self._put(pb.RouterMessage(submit=pb.Submit(seq=self._seq, request=request, decode=decode)))
+        message = pb.RouterMessage()
+        submit = message.submit
+        submit.seq = self._seq
+        submit.decode.CopyFrom(decode)
+        write(submit.request)
+        self._put(message)
         return self._seq
 
     def cancel(self, request_id: str, reason: str, last_move: int | None = None) -> None:

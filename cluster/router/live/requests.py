@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import grpc
@@ -70,61 +70,44 @@ class ChoiceUpdate:
     finish: FinishReason | None = None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class LiveRequest:
-    def __init__(
-        self,
-        *,
-        id: str,
-        call_id: str,
-        choice: int,
-        prompt_ids: Sequence[int],
-        sampling: generate_pb2.SamplingParams,
-        hashes: PromptHashes,
-        arrived_s: float,
-        owner: str = "",
-        weight: float = 1.0,
-        slo: tuple[float, float] = (0.0, 0.0),
-        priority: int = 0,
-        pair: tuple[str, str] | None = None,
-        num_choices: int = 1,
-        trace: Mapping[str, list[str]] | None = None,
-    ) -> None:
-        self.id = id
-        self.call_id = call_id  # of the submission whose choice it is
-        self.choice = choice
-        self.num_choices = num_choices  # of its call
-        self.trace = trace
-        self.prompt_ids = prompt_ids
-        self.sampling = sampling
-        self.owner = owner  # the client whose it is; empty: not known
-        self.weight = weight  # of its turns in line
-        self.slo = slo  # of the NewRequest
-        self.priority = priority
-        self.pair = pair
-        self.hashes = hashes  # shared with the other choices
-        self.timeline = Timeline(arrived_s)
-        self.notes = Notes()
-        self.attempt = 1
-        self.past = FRESH  # what earlier attempts have met
-        self.output_ids: list[int] = []
-        self.prefill = ""
-        self.decode = ""
-        self.has_first_token = False  # in this attempt
-        self.num_decoded = 0  # tokens of its decode worker in this attempt: counted where `past` knows a death
-        self.is_handed_off = False
-        self.moving_to = ""  # another decode worker, which takes it while it is decoded
-        self.has_moved = False  # in this attempt
-        self.has_passed = False  # likewise, before it was read to its end
-        self.num_moves = 0
-        self.last_move = 0  # the number of the last that was asked for
-        self.cached_tokens = 0
-        self.recomputed_tokens = 0
-        self.receipt: generate_pb2.HandoffReceipt | None = None
-        self.moved: list[generate_pb2.HandoffReceipt] = []  # one for each of its moves
-        self.finish: FinishReason | None = None
-        self.last_token_s = 0.0
-        self._computed_len = 0  # of the sequence, in earlier attempts, at most
-        self._early: dict[int, pb.TokenOutput] = {}
+    id: str
+    call_id: str  # of the submission whose choice it is
+    choice: int
+    prompt_ids: Sequence[int]
+    sampling: generate_pb2.SamplingParams
+    hashes: PromptHashes  # shared with the other choices
+    timeline: Timeline
+    owner: str = ""  # the client whose it is; empty: not known
+    weight: float = 1.0  # of its turns in line
+    slo: tuple[float, float] = (0.0, 0.0)  # of the NewRequest
+    priority: int = 0
+    pair: tuple[str, str] | None = None
+    num_choices: int = 1  # of its call
+    trace: Mapping[str, list[str]] | None = None
+    notes: Notes = field(default_factory=Notes)
+    attempt: int = 1
+    past: Past = FRESH  # what earlier attempts have met
+    output_ids: list[int] = field(default_factory=list)
+    prefill: str = ""
+    decode: str = ""
+    has_first_token: bool = False  # in this attempt
+    num_decoded: int = 0  # tokens of its decode worker in this attempt: counted where `past` knows a death
+    is_handed_off: bool = False
+    moving_to: str = ""  # another decode worker, which takes it while it is decoded
+    has_moved: bool = False  # in this attempt
+    has_passed: bool = False  # likewise, before it was read to its end
+    num_moves: int = 0
+    last_move: int = 0  # the number of the last that was asked for
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    receipt: generate_pb2.HandoffReceipt | None = None
+    moved: list[generate_pb2.HandoffReceipt] = field(default_factory=list)  # one for each of its moves
+    finish: FinishReason | None = None
+    last_token_s: float = 0.0
+    _computed_len: int = 0  # of the sequence, in earlier attempts, at most
+    _early: dict[int, pb.TokenOutput] = field(default_factory=dict)
 
     @property
     def wire_id(self) -> str:
@@ -183,20 +166,19 @@ class LiveRequest:
         self._early.clear()
         self.timeline.enter("route", now)
 
-    def state(self, router_id: str, *, is_held: bool = False) -> pb.RequestState:
+    def write(self, state: pb.RequestState, router_id: str, *, is_held: bool = False) -> None:
+        """What a worker is told of it, into a message that is empty."""
         if self.output_ids:  # they came with the first
             self.sampling.ClearField("prompt_logprobs")
-        return pb.RequestState(
-            request_id=self.wire_id,
-            router_id=router_id,
-            prompt_ids=self.prompt_ids,
-            output_ids=self.output_ids,
-            sampling=self.sampling,
-            attempt=self.attempt,
-            cache_salt=self.hashes.cache_salt,
-            held=is_held,
-            priority=self.priority,
-        )
+            state.output_ids.extend(self.output_ids)
+        state.request_id = self.wire_id
+        state.router_id = router_id
+        state.prompt_ids.extend(self.prompt_ids)
+        state.sampling.CopyFrom(self.sampling)
+        state.attempt = self.attempt
+        state.cache_salt = self.hashes.cache_salt
+        state.held = is_held
+        state.priority = self.priority
 
     def timeline_to_proto(self) -> generate_pb2.Timeline:
         return generate_pb2.Timeline(
@@ -257,7 +239,7 @@ class Submission:
                 prompt_ids=request.prompt_ids,
                 sampling=sampling,
                 hashes=hashes,
-                arrived_s=request.arrived_s,
+                timeline=Timeline(request.arrived_s),
                 owner=request.owner,
                 weight=request.weight,
                 slo=request.slo,

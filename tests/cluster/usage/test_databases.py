@@ -101,7 +101,11 @@ def test_routers_that_are_killed_at_any_step_count_once_what_they_counted(opened
         step = rng.random()
         if step < 0.85:
             key, added = rng.choice(("anna", "bert", "")), Counts(*(rng.randrange(100) for _ in range(7)))
-            ledgers[who].count(key, hour, added)
+            if rng.random() < 0.5:
+                added = Counts(generated_tokens=added.generated_tokens + 1)
+                ledgers[who].count_tokens(key, hour, added.generated_tokens)
+            else:
+                ledgers[who].count(key, hour, added)
             truth[hour, key] = Counts(*map(operator.add, truth.get((hour, key), Counts()), added))
         elif step < 0.9:
             drain(ledgers[who], databases[who], hour)

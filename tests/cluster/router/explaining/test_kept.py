@@ -10,6 +10,7 @@ from cluster.router.explaining.kept import ENOUGH, Kept
 from cluster.router.explaining.notes import Told
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.requests import LiveRequest
+from cluster.router.live.timeline import Timeline
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -26,7 +27,7 @@ def ended(name: str, *, at_s: float = 0.0, ttft_s: float = 1.0, **settings: Any)
         prompt_ids=[1, 2, 3],
         sampling=sampling,
         hashes=hashes,
-        arrived_s=at_s,
+        timeline=Timeline(at_s),
         **settings,
     )
     live.output_ids += [5, 6, 7]

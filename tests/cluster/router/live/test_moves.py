@@ -9,6 +9,7 @@ import pytest
 from cluster.router.live.moves import LiveMoves
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.requests import LiveRequest
+from cluster.router.live.timeline import Timeline
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -24,7 +25,7 @@ def moving(number: int) -> LiveRequest:
         prompt_ids=[1],
         sampling=generate_pb2.SamplingParams(max_tokens=4),
         hashes=PromptHashes([1], ""),
-        arrived_s=0.0,
+        timeline=Timeline(0.0),
     )
     live.decode, live.moving_to, live.is_handed_off, live.last_move = "decode-0", "decode-1", True, number
     return live

@@ -9,6 +9,7 @@ import pytest
 from cluster.router.accounts import Past
 from cluster.router.live.prompt_hashes import PromptHashes
 from cluster.router.live.requests import LiveRequest
+from cluster.router.live.timeline import Timeline
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 
@@ -18,7 +19,7 @@ def live(prompt_len: int = 8, max_tokens: int = 10) -> LiveRequest:
     prompt_ids = range(prompt_len)
     hashes = PromptHashes(prompt_ids, "")
     return LiveRequest(
-        id="r/a", call_id="a", choice=0, prompt_ids=prompt_ids, sampling=sampling, hashes=hashes, arrived_s=0.0
+        id="r/a", call_id="a", choice=0, prompt_ids=prompt_ids, sampling=sampling, hashes=hashes, timeline=Timeline(0.0)
     )
 
 
