@@ -74,8 +74,10 @@ async def _in_turns(sides: dict[str, Side], scale: float) -> dict[str, Any]:
     connects: dict[str, list[float]] = {name: [] for name in sides}
     requests: dict[str, list[float]] = {name: [] for name in sides}
     tokens: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
+    for number in range(rounds):
+        names = [*sides]
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody is always behind the same
+            side = sides[name]
             times[name] += await latencies_ms(side.stub, 20)
             connects[name] += [await connect_ms(side) for _ in range(5)]
             work = partial(many_requests, side.stub, 300, 32)

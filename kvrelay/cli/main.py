@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping
+from importlib import import_module
 
 import typer
 
@@ -41,41 +42,51 @@ def _options(
     return
 
 
-def _register() -> None:
-    from kvrelay.cli import chat, doctor, explain, generate, make_model, usage
-    from kvrelay.cli.cluster import down, drain, replan, role, scale, status, token, up
-    from kvrelay.cli.measuring import bench, chaos, report
-    from kvrelay.cli.planning import calibrate, plan, simulate, verify
-    from kvrelay.cli.spec import apply, config, roll
+COMMANDS = {
+    "up": "cluster.up",
+    "down": "cluster.down",
+    "status": "cluster.status",
+    "doctor": "doctor",
+    "token": "cluster.token",
+    "drain": "cluster.drain",
+    "role": "cluster.role",
+    "scale": "cluster.scale",
+    "apply": "spec.apply",
+    "roll": "spec.roll",
+    "config": "spec.config",
+    "replan": "cluster.replan",
+    "decisions": "cluster.replan",
+    "explain": "explain",
+    "usage": "usage",
+    "generate": "generate",
+    "chat": "chat",
+    "bench": "measuring.bench",
+    "report": "measuring.report",
+    "plan": "planning.plan",
+    "simulate": "planning.simulate",
+    "calibrate": "planning.calibrate",
+    "verify": "planning.verify",
+    "chaos": "measuring.chaos",
+    "make-model": "make_model",
+}
 
-    modules: list[Any] = [
-        up,
-        down,
-        status,
-        doctor,
-        token,
-        drain,
-        role,
-        scale,
-        apply,
-        roll,
-        config,
-        replan,
-        explain,
-        usage,
-        generate,
-        chat,
-        bench,
-        report,
-        plan,
-        simulate,
-        calibrate,
-        verify,
-        chaos,
-        make_model,
-    ]
-    for module in modules:
-        module.register(app)
+
+def _register(command: str = "") -> None:
+    """This one, or all: a module has what its own command needs."""
+    paths = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for path in paths:
+        import_module(f"kvrelay.cli.{path}").register(app)
+
+
+def _command(arguments: list[str], environment: Mapping[str, str]) -> str:
+    """The one that is asked for; empty: none yet. A shell that wants a completion tells its words: of bash in one way,
+    of zsh and fish in another (typer's)."""
+    if f"_{PROGRAM.upper()}_COMPLETE" in environment:
+        line = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
+        arguments = line.split()[1:]
+        if len(arguments) == 1 and not line[-1:].isspace():
+            return ""  # its name may go on
+    return arguments[0] if arguments else ""
 
 
 def _find_endpoint(arguments: list[str]) -> None:
@@ -96,7 +107,7 @@ ASK_A_ROUTER = (
 
 
 def main() -> None:
-    _register()
+    _register(_command(sys.argv[1:], os.environ))
     if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
         _find_endpoint(sys.argv[2:])
     try:
