@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,58 @@ from worker.wire.rpc import open_channel
 from worker.wire.tls import TlsFiles
 
 STEP_S = "0.02"  # of the workers' decoding
+LAUNCHES, ROUNDS = 5, 8
+UNGUARDED = "before"
 BEFORE = "before, token"  # to which others are compared, round by round; where it is not, to the router without guards
 GUARDS = ("none", "token", "token and accounts", "TLS", "token and TLS")
 LIMITS = {"requests_per_minute": 1 << 30, "tokens_per_minute": 1 << 40, "max_concurrent": 1 << 20}  # that nobody meets
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of one router, round by round."""
+
+    times_ms: list[float] = field(default_factory=list)
+    connects_ms: list[float] = field(default_factory=list)
+    request_us: list[float] = field(default_factory=list)
+    token_us: list[float] = field(default_factory=list)
+
+
 async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
-    """The routers, asked in turns, so that other load hits all."""
-    scale = 0.2 if quick else 1.0
+    """The routers, asked in turns, so that other load hits all; started anew several times, since two processes of one
+    program differ by some percent."""
+    names = [*GUARDS, *([UNGUARDED, BEFORE] if before else [])]
+    found = {name: Found() for name in names}
+    for _ in range(1 if quick else LAUNCHES):
+        await _launch(found, before)
+    to = found[BEFORE if before else GUARDS[0]]
+    return {
+        "guards": {
+            name: {
+                "latency_ms": percentiles(each.times_ms),
+                "connect_ms_p50": round(statistics.median(each.connects_ms), 3),
+                "request_cpu_us": round(statistics.median(each.request_us), 1),
+                "token_cpu_us": round(statistics.median(each.token_us), 2),
+                "request_ratio": _ratio(each.request_us, to.request_us),
+                "token_ratio": _ratio(each.token_us, to.token_us),
+            }
+            for name, each in found.items()
+        }
+    }
+
+
+async def _launch(found: dict[str, Found], before: str) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         workers = Child("workers", STEP_S)
         stack.callback(workers.stop)
-        sides = {name: _guarded(Path(folder), workers, name) for name in GUARDS}
-        if before:
-            sides["before"] = _guarded(Path(folder), workers, "none", checkout=before)
-            sides[BEFORE] = _guarded(Path(folder), workers, "token", checkout=before)
+        sides = {}
+        for name in found:
+            is_before = name in (UNGUARDED, BEFORE)
+            sides[name] = _guarded(Path(folder), workers, name, before if is_before else "")
         try:
             for side in sides.values():
                 await many_requests(side.stub, 50, 8)
-            return {"guards": await _in_turns(sides, scale)}
+            await _in_turns(sides, found)
         finally:
             for side in sides.values():
                 await side.close()
@@ -68,33 +102,17 @@ def _guarded(folder: Path, workers: Child, name: str, checkout: str = "") -> Sid
     return Side(child, tls=tls, token=token)
 
 
-async def _in_turns(sides: dict[str, Side], scale: float) -> dict[str, Any]:
-    rounds, to = max(3, int(40 * scale)), BEFORE if BEFORE in sides else GUARDS[0]
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    connects: dict[str, list[float]] = {name: [] for name in sides}
-    requests: dict[str, list[float]] = {name: [] for name in sides}
-    tokens: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
-        names = [*sides]
+async def _in_turns(sides: dict[str, Side], found: dict[str, Found]) -> None:
+    names = [*sides]
+    for number in range(ROUNDS):
         for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody is always behind the same
-            side = sides[name]
-            times[name] += await latencies_ms(side.stub, 20)
-            connects[name] += [await connect_ms(side) for _ in range(5)]
+            side, each = sides[name], found[name]
+            each.times_ms.extend(await latencies_ms(side.stub, 20))
+            each.connects_ms.extend([await connect_ms(side) for _ in range(5)])
             work = partial(many_requests, side.stub, 300, 32)
-            requests[name].append((await measured(side.child, work)).cpu_us)
+            each.request_us.append((await measured(side.child, work)).cpu_us)
             work = partial(streams, side.stub, 64, 40)
-            tokens[name].append((await measured(side.child, work)).cpu_us)
-    return {
-        name: {
-            "latency_ms": percentiles(times[name]),
-            "connect_ms_p50": round(statistics.median(connects[name]), 3),
-            "request_cpu_us": round(statistics.median(requests[name]), 1),
-            "token_cpu_us": round(statistics.median(tokens[name]), 2),
-            "request_ratio": _ratio(requests[name], requests[to]),
-            "token_ratio": _ratio(tokens[name], tokens[to]),
-        }
-        for name in sides
-    }
+            each.token_us.append((await measured(side.child, work)).cpu_us)
 
 
 def _ratio(values: Sequence[float], to: Sequence[float]) -> dict[str, float]:

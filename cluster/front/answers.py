@@ -50,14 +50,14 @@ class ChoiceAnswer:
             text += self._text.finish()
             if self._text.stopped:
                 finish = FinishReason.STOP
-        self.num_tokens += len(ids)
         response = generate_pb2.GenerateResponse(
             request_id=self._request_id, index=self._index, text=text, token_ids=ids
         )
         if tokens and tokens[0].HasField("logprobs"):
             response.logprobs.extend(token.logprobs for token in tokens[: len(ids)])
-        if tokens and tokens[0].prompt_logprobs:
+        if tokens and not self.num_tokens:
             response.prompt_logprobs.extend(tokens[0].prompt_logprobs)
+        self.num_tokens += len(ids)
         if finish is not None:
             response.finish_reason = FINISH_REASON_TO_PROTO[finish]
             response.stop_string = self._text.stop_string or ""

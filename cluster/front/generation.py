@@ -8,7 +8,7 @@ a slow client gets fewer, larger messages and costs less.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Literal, Protocol
 
@@ -23,7 +23,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live.requests import ChoiceUpdate, RequestFailed, Submission
+from cluster.router.live.requests import RequestFailed
 from cluster.usage.meter import Counting, Meter, Uncounted
 from kvrelay.v1 import generate_pb2
 from worker.wire.door import CALLER
@@ -118,7 +118,15 @@ class Generation:
         try:
             while running:
                 updates = await submission.updates()
-                for response in self._made(updates, submission, answers, running):
+                for index, tokens, finish in merged(updates):
+                    if index not in running:
+                        continue  # came before the workers heard of the stop string
+                    response = answers[index].response(tokens, finish)
+                    if response.finish_reason:
+                        running.discard(index)
+                        self._router.stop_choice(submission, index)
+                        if not running:
+                            conclude(response, submission, sum(answer.num_tokens for answer in answers))
                     meter.deliver(len(response.token_ids))
                     yield response
                 if not is_kept:
@@ -135,25 +143,6 @@ class Generation:
                 self._router.cancel(submission, "the client went away")
                 self._router.unread.forget(submission)
                 meter.end()
-
-    def _made(
-        self,
-        updates: Sequence[ChoiceUpdate],
-        submission: Submission,
-        answers: Sequence[ChoiceAnswer],
-        running: set[int],
-    ) -> Iterator[generate_pb2.GenerateResponse]:
-        """The messages of what has come. A choice that has its last is taken from those that are running."""
-        for index, tokens, finish in merged(updates):
-            if index not in running:
-                continue  # came before the workers heard of the stop string
-            response = answers[index].response(tokens, finish)
-            if response.finish_reason:
-                running.discard(index)
-                self._router.stop_choice(submission, index)
-                if not running:
-                    conclude(response, submission, sum(answer.num_tokens for answer in answers))
-            yield response
 
     async def _check(self, request: generate_pb2.GenerateRequest, call: Call, ending: Ending) -> CheckedRequest:
         arrived_s = self._clock()

@@ -43,6 +43,7 @@ class Accounting:
         self._drains = asyncio.Lock()
         self._draining: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._look()
         self._is_told = False  # that the database cannot be written
 
     @classmethod
@@ -89,10 +90,10 @@ class Accounting:
         """Nothing once it has stopped: no call is let end later but one that has delivered all it will."""
         if self._is_closed:
             return
-        self._ledger.count(key, self._hour, added)
+        self._ledger.count(key, self._look(), added)
 
     def count_tokens(self, key: str, added: int) -> None:
-        """Generated ones, likewise."""
+        """Generated ones, likewise: to the hour that it was when a request or the database was last dealt with."""
         if not self._is_closed:
             self._ledger.count_tokens(key, self._hour, added)
 
@@ -100,7 +101,7 @@ class Accounting:
         """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end. Raises
         DatabaseError, also where what was used here could not be added."""
         await self._drain()
-        until = -int(-until_s // HOUR_S) if until_s else self._hour + 1
+        until = -int(-until_s // HOUR_S) if until_s else self._look() + 1
         return await self._ask(lambda: self._database.read(int(since_s // HOUR_S), until, key))
 
     async def drain(self, *, is_first: bool = False) -> None:
@@ -111,7 +112,7 @@ class Accounting:
         """One at a time: it goes on to its end in its thread, whoever stops waiting for it. The first looks whether
         the database is there, whatever is to be drained."""
         async with self._drains:
-            rows = self._ledger.unsettled()
+            rows, hour = self._ledger.unsettled(), self._look()
             if not rows and not is_first:
                 return
             try:
@@ -120,7 +121,7 @@ class Accounting:
                 self._tell(f"cannot be written, the ledger keeps what is used: {error}", is_told=True)
                 raise
             self._tell("is written again", is_told=False)
-            self._ledger.settle(rows, self._hour)
+            self._ledger.settle(rows, hour)
 
     def _tell(self, what: str, *, is_told: bool) -> None:
         """Once, when it turns."""
@@ -137,9 +138,10 @@ class Accounting:
     async def _ask(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    @property
-    def _hour(self) -> int:
-        return int(self._clock() // HOUR_S)
+    def _look(self) -> int:
+        """What hour it is."""
+        self._hour = int(self._clock() // HOUR_S)
+        return self._hour
 
 
 def open_database(place: Path | UsageUrl) -> UsageDatabase:

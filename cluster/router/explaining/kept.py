@@ -13,7 +13,7 @@ import marshal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cluster.router.explaining.details import details_of, worded
 from cluster.router.explaining.notes import MOST, Notes, Told
@@ -108,29 +108,34 @@ TIMELINE, NOTES = Record._fields.index("timeline"), Record._fields.index("notes"
 def record_of(
     live: LiveRequest, end_s: float, state: State, reason: str = "", *, code: str = "", is_slow: bool = False
 ) -> Record:
+    return Record._make(_values(live, end_s, state, reason, code, is_slow))
+
+
+def _values(live: LiveRequest, end_s: float, state: State, reason: str, code: str, is_slow: bool) -> list[Any]:
+    """In the order of a Record."""
     told = live.receipt  # a part of a message that would stay with it
-    return Record(
-        request_id=live.call_id,
-        wire_id=live.wire_id,
-        choice=live.choice,
-        owner=live.owner,
-        state=state,
-        reason=reason,
-        timeline=live.timeline,
-        notes=live.notes,
-        end_s=end_s,
-        prompt_tokens=len(live.prompt_ids),
-        cached_tokens=live.cached_tokens,
-        output_tokens=len(live.output_ids),
-        attempts=live.attempt,
-        moves=live.num_moves,
-        handoff=None if told is None else (told.pages, told.bytes, told.transport, told.exposed_s),
-        slo=live.slo,
-        is_slow=is_slow,
-        code=code,
-        num_choices=live.num_choices,
-        trace=live.trace,
-    )
+    return [
+        live.call_id,
+        live.wire_id,
+        live.choice,
+        live.owner,
+        state,
+        reason,
+        live.timeline,
+        live.notes,
+        end_s,
+        len(live.prompt_ids),
+        live.cached_tokens,
+        len(live.output_ids),
+        live.attempt,
+        live.num_moves,
+        None if told is None else (told.pages, told.bytes, told.transport, told.exposed_s),
+        live.slo,
+        is_slow,
+        code,
+        live.num_choices,
+        live.trace,
+    ]
 
 
 @dataclass(slots=True)
@@ -142,10 +147,11 @@ class _Filed:
     told: tuple[Told, ...] = ()  # since it ended
 
     @classmethod
-    def of(cls, record: Record) -> _Filed:
-        values = [*record]
-        values[TIMELINE], values[NOTES] = record.timeline.state(), record.notes.state()
-        return cls(record.request_id, record.wire_id, record.timeline.arrived_s, marshal.dumps(values, PLAIN))
+    def of(cls, values: list[Any]) -> _Filed:
+        """Of a record's, which are changed."""
+        timeline, notes = values[TIMELINE], values[NOTES]
+        values[TIMELINE], values[NOTES] = timeline.state(), notes.state()
+        return cls(values[0], values[1], timeline.arrived_s, marshal.dumps(values, PLAIN))
 
     def record(self) -> Record:
         values = dict(zip(Record._fields, marshal.loads(self.data), strict=True))
@@ -188,11 +194,11 @@ class Kept:
             return
         end_s = live.timeline.arrived_s + live.timeline.e2e_s
         is_slow = state == "failed" or (state == "finished" and self._is_slow(live))
-        record = record_of(live, end_s, state, reason, code=code, is_slow=is_slow)
-        if self.most:
-            self._file(_Filed.of(record), self._slow if is_slow else self._last)
+        values = _values(live, end_s, state, reason, code, is_slow)
         if self._on_end is not None:
-            self._on_end(record)
+            self._on_end(Record._make(values))
+        if self.most:
+            self._file(_Filed.of(values), self._slow if is_slow else self._last)
 
     def _is_slow(self, live: LiveRequest) -> bool:
         ttft_s, tpot_s = live.timeline.ttft_s, live.timeline.tpot_s(len(live.output_ids))

@@ -78,35 +78,37 @@ class Notes:
 
     def __init__(self) -> None:
         self.submitted_s = 0.0  # when the router had it, checked and tokenised
-        self.routed: list[Routed] = []
-        self.waits: list[Wait] = []
-        self.handed: list[Handed] = []  # from one worker to another, while it was computed
-        self.events: list[Event] = []
-        self.told: list[Told] = []
+        self.routed: tuple[Routed, ...] = ()
+        self.waits: tuple[Wait, ...] = ()
+        self.handed: tuple[Handed, ...] = ()  # from one worker to another, while it was computed
+        self.events: tuple[Event, ...] = ()
+        self.told: tuple[Told, ...] = ()
 
     def route(self, routed: Routed) -> None:
         if len(self.routed) < MOST:
-            self.routed.append(routed)
+            self.routed += (routed,)
 
     def wait(self, wait: Wait) -> None:
         if len(self.waits) < MOST:
-            self.waits.append(wait)
+            self.waits += (wait,)
 
     def hand(self, at_s: float, source: str, to: str) -> None:
         if len(self.handed) < MOST:
-            self.handed.append(Handed(at_s, source, to))
+            self.handed += (Handed(at_s, source, to),)
 
     def event(self, at_s: float, attempt: int, name: str, worker: str = "", words: str = "") -> None:
         if len(self.events) < MOST:
-            self.events.append(Event(at_s, attempt, name, worker, words))
+            self.events += (Event(at_s, attempt, name, worker, words),)
 
     def tell(self, told: Told) -> None:
         if len(self.told) < MOST:
-            self.told.append(told)
+            self.told += (told,)
 
     def state(self) -> tuple[Any, ...]:
         """All of it, without a name."""
-        routed = [(*each[:5], [*map(tuple, each.others)], *each[6:]) for each in self.routed]
+        routed = [
+            (*each[:5], [*map(tuple, each.others)], *each[6:]) if each.others else tuple(each) for each in self.routed
+        ]
         kinds = (self.waits, self.handed, self.events, self.told)
         return self.submitted_s, routed, [[*map(tuple, kind)] if kind else () for kind in kinds]
 
@@ -114,11 +116,12 @@ class Notes:
     def of(cls, state: tuple[Any, ...]) -> Self:
         notes = cls()
         notes.submitted_s, routed, (waits, handed, events, told) = state
-        notes.routed = [Routed._make((*each[:5], [Weighed(*other) for other in each[5]], *each[6:])) for each in routed]
-        notes.waits = [Wait(*each) for each in waits]
-        notes.handed = [Handed(*each) for each in handed]
-        notes.events = [Event(*each) for each in events]
-        notes.told = [Told(*each) for each in told]
+        remade = [Routed._make((*each[:5], [Weighed(*other) for other in each[5]], *each[6:])) for each in routed]
+        notes.routed = tuple(remade)
+        notes.waits = tuple(Wait(*each) for each in waits)
+        notes.handed = tuple(Handed(*each) for each in handed)
+        notes.events = tuple(Event(*each) for each in events)
+        notes.told = tuple(Told(*each) for each in told)
         return notes
 
     def waited(self, attempt: int) -> Wait | None:

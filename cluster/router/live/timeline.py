@@ -29,12 +29,7 @@ class Piece(NamedTuple):
     end_s: float
 
 
-class _Mark(NamedTuple):
-    order: int
-    at_s: float
-    worker: str
-
-
+Mark = tuple[int, float, str]  # its phase's number, when it began, the worker
 Halves = tuple[list[float], list[float]]
 
 
@@ -45,21 +40,20 @@ class Timeline:
         self.arrived_s = arrived_s
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        self._marks = [_Mark(0, arrived_s, "")]
+        self._marks: list[Mark] = [(0, arrived_s, "")]
         self._attempt_begins = 0  # index of this attempt's route mark
         self._halves: Halves | None = None  # seconds in each phase: to the first token, after it
         self._phases: dict[str, float] = {}  # in all, once they were asked for
 
     def state(self) -> tuple[Any, ...]:
         """All of it, without a name."""
-        return self.arrived_s, self.first_token_s, self.finished_s, [tuple(mark) for mark in self._marks]
+        return self.arrived_s, self.first_token_s, self.finished_s, self._marks
 
     @classmethod
     def of(cls, state: tuple[Any, ...]) -> Self:
         """One that has finished."""
         timeline = cls(state[0])
-        _, timeline.first_token_s, timeline.finished_s, marks = state
-        timeline._marks = [_Mark(*mark) for mark in marks]
+        _, timeline.first_token_s, timeline.finished_s, timeline._marks = state
         return timeline
 
     def enter(self, phase: str, at_s: float, worker: str = "") -> None:
@@ -69,14 +63,14 @@ class Timeline:
         order = _ORDER[phase]
         if order == 0:
             self._attempt_begins = len(self._marks)
-            self._marks.append(_Mark(0, at_s, worker))
+            self._marks.append((0, at_s, worker))
             return
         at = len(self._marks)
-        while at > self._attempt_begins and self._marks[at - 1].order >= order:
-            if self._marks[at - 1].order == order:
+        while at > self._attempt_begins and self._marks[at - 1][0] >= order:
+            if self._marks[at - 1][0] == order:
                 return
             at -= 1
-        self._marks.insert(at, _Mark(order, at_s, worker))
+        self._marks.insert(at, (order, at_s, worker))
 
     def first_token(self, at_s: float) -> None:
         """The first token went out to the client; later calls change nothing."""
@@ -109,7 +103,7 @@ class Timeline:
         """Seconds in each phase that was entered, in the order of the request's life. Not to be changed."""
         if not self._phases:
             before, after = self.halves()
-            entered = {mark.order for mark in self._marks}
+            entered = {order for order, *_ in self._marks}
             self._phases = {name: before[i] + after[i] for i, name in enumerate(PHASES) if i in entered}
         return self._phases
 
@@ -148,7 +142,7 @@ class Timeline:
     def _walk(self, end_s: float) -> Iterator[tuple[int, str, float, float]]:
         """Each phase's number, its worker, when it began and when it was over: from arrival to the end."""
         order, began_s, worker = self._marks[0]
-        for next_order, mark_s, next_worker in [*self._marks[1:], _Mark(0, end_s, "")]:
+        for next_order, mark_s, next_worker in [*self._marks[1:], (0, end_s, "")]:
             at_s = end_s if mark_s > end_s else max(mark_s, began_s)
             yield order, worker, began_s, at_s
             order, began_s, worker = next_order, at_s, next_worker

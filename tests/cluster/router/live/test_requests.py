@@ -58,7 +58,8 @@ def test_a_new_attempt_has_a_name_of_its_own_and_carries_the_tokens_so_far() -> 
     request.take(token(1))
     request.take(token(5))  # early: it will be made again
     request.begin_attempt(1.0, past=Past(failures=1))
-    state = request.state("router")
+    state = pb.RequestState()
+    request.write(state, "router")
     assert (state.request_id, state.attempt) == ("r/a#2", 2)
     assert list(state.output_ids) == [100, 101]
     assert indices(request.take(token(2))) == [2]
