@@ -34,7 +34,7 @@ STEP_S = "0.02"  # of the workers' decoding
 LAUNCHES, ROUNDS = 5, 8
 UNGUARDED = "before"
 BEFORE = "before, token"  # to which others are compared, round by round; where it is not, to the router without guards
-GUARDS = ("none", "token", "token and accounts", "TLS", "token and TLS")
+GUARDS = ("none", "token", "token and accounts", "token and accounts, none explained", "TLS", "token and TLS")
 LIMITS = {"requests_per_minute": 1 << 30, "tokens_per_minute": 1 << 40, "max_concurrent": 1 << 20}  # that nobody meets
 
 
@@ -92,7 +92,9 @@ def _guarded(folder: Path, workers: Child, name: str, checkout: str = "") -> Sid
     token = "bench-0123456789abcdef" if "token" in name else ""
     settings: dict[str, Any] = {"auth": True, "tokens": f"bench:{token}"} if token else {}
     if "accounts" in name:
-        settings |= {"accounts": {"bench": LIMITS}, "usage_db": [str(folder / "usage.db"), ""]}
+        settings |= {"accounts": {"bench": LIMITS}, "usage_db": [str(folder / f"{name}.db"), ""]}
+    if "none explained" in name:
+        settings["explained_requests"] = 0
     tls = None
     if "TLS" in name:
         files = write_tls(folder, trustme.CA(), "127.0.0.1", stem=name.replace(" ", "-"))
