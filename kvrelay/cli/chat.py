@@ -17,8 +17,8 @@ import typer
 from kvrelay.cli.connection import refusals
 from kvrelay.cli.console import CliError, note
 from kvrelay.client import known_clusters
-from kvrelay.client.access import token_of
-from kvrelay.client.openai_http import KEY_VARIABLE, OpenAIServer
+from kvrelay.client.access import KEY_VARIABLE, token_of
+from kvrelay.client.openai_http import OpenAIServer
 from kvrelay.client.types import KvrelayError
 
 HELP = """Talk with the model that is served. An empty line does nothing, Ctrl-C ends an answer, Ctrl-D ends the talk.

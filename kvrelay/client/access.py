@@ -13,6 +13,7 @@ from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError, checked_token, read_tokens
 
 TOKEN_VARIABLE = "KVRELAY_TOKEN"
+KEY_VARIABLE = "OPENAI_API_KEY"
 TOKENS_FILE_VARIABLE = "KVRELAY_TOKENS_FILE"
 TLS_VARIABLES = {"ca": "KVRELAY_TLS_CA", "cert": "KVRELAY_TLS_CERT", "key": "KVRELAY_TLS_KEY"}
 
@@ -50,6 +51,22 @@ def find_access(endpoint: str, access: Access) -> FoundAccess:
     if not tls and cluster is not None:
         endpoint = known_clusters.noted(endpoint)
     return FoundAccess(endpoint=endpoint, token=token or "", tls=TlsFiles() if tls is True else tls or None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpAccess:
+    url: str  # to call
+    key: str = field(repr=False)  # empty: none
+    tls_ca: str  # a file; empty: the authorities that the system trusts
+
+
+def find_http_access(url: str) -> HttpAccess:
+    """Of a server of OpenAI's API: the environment's key, else that of the cluster which `kvrelay up` started there."""
+    cluster = known_clusters.serving(url)
+    key = os.environ.get(KEY_VARIABLE) or (token_of(cluster) if cluster is not None else "") or ""
+    if cluster is None:
+        return HttpAccess(url=url, key=key, tls_ca="")
+    return HttpAccess(url=url if cluster.tls else known_clusters.noted(url), key=key, tls_ca=cluster.tls_ca)
 
 
 def token_in(path: str | Path) -> str:

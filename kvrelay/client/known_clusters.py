@@ -9,6 +9,7 @@ kvrelay/cli/cluster/state.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from worker.wire.private_files import PrivateFileError, read_private, state_folder
 
 Mode = Literal["foreground", "daemon", "joined"]
+LOCALHOST = re.compile(r"(https?://)?localhost")
 ENDED = ("Z", "X")  # and not reaped yet
 START_FIELD = 22 - 4  # of /proc/PID/stat, behind its state
 
@@ -69,11 +71,16 @@ def at(endpoint: str) -> ClusterState | None:
     return next((cluster for cluster in alive() if wanted in cluster.endpoints), None)
 
 
+def serving(url: str) -> ClusterState | None:
+    """The one that serves HTTP there, likewise."""
+    return next((cluster for cluster in alive() if noted(url) in cluster.http), None)
+
+
 def noted(endpoint: str) -> str:
     """As `kvrelay up` writes it. In plain text that is what must be called: localhost may be ::1, too, where somebody
     else may listen."""
     host, _, port = endpoint.rpartition(":")
-    return f"127.0.0.1:{port}" if host == "localhost" else endpoint
+    return f"{host.removesuffix('localhost')}127.0.0.1:{port}" if LOCALHOST.fullmatch(host) else endpoint
 
 
 def start_of(pid: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,9 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from kvrelay.client.access import find_http_access
 from kvrelay.client.types import KvrelayError
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"} | {
     409: "ALREADY_EXISTS",
     413: "INVALID_ARGUMENT",
@@ -33,14 +32,16 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class OpenAIServer:
-    """At `base_url`, with or without /v1. `key`: None: of the environment, if it has one. `tls_ca`: a file of the
+    """At `base_url`, with or without /v1. `key`: None: it is found (access.py), and so is `tls_ca`, a file of the
     authorities that its certificate may be of; empty: those that the system trusts."""
 
     def __init__(self, base_url: str, *, key: str | None = None, tls_ca: str = "") -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        token = os.environ.get(KEY_VARIABLE, "") if key is None else key
+        if key is None:
+            found = find_http_access(self.base_url)
+            self.base_url, key, tls_ca = found.url, found.key, tls_ca or found.tls_ca
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             connector=aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=tls_ca) if tls_ca else True),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=MAX_EVENT_BYTES,

@@ -32,6 +32,7 @@ from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.measuring import series
 from kvrelay.cli.measuring.series import SeriesFlags
 from kvrelay.cli.progress import request_progress
+from kvrelay.client.access import KEY_VARIABLE
 
 
 class Backend(StrEnum):
@@ -107,7 +108,7 @@ class Other:
         Backend, typer.Option(help="kvrelay: a router, over gRPC. openai: any server of OpenAI's API, over HTTP.")
     ] = Backend.kvrelay
     base_url: Annotated[
-        str | None, typer.Option(help="With openai: such as http://127.0.0.1:8000/v1. The key: OPENAI_API_KEY.")
+        str | None, typer.Option(help=f"With openai: such as http://127.0.0.1:8000/v1. The key: {KEY_VARIABLE}'s.")
     ] = None
     model: Annotated[str | None, typer.Option(help="With openai: what it is called. Default: the first served.")] = None
     vocab_size: Annotated[

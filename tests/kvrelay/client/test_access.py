@@ -14,7 +14,7 @@ import trustme
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import CliError
 from kvrelay.client import AsyncClient, Client, KvrelayError
-from kvrelay.client.access import FOUND, Access, find_access
+from kvrelay.client.access import FOUND, Access, HttpAccess, find_access, find_http_access
 from kvrelay.client.failures import kvrelay_error
 from kvrelay.client.known_clusters import ClusterState, at, directory, read, start_of
 from worker.wire.tls import TlsFiles
@@ -142,6 +142,24 @@ def test_tls_is_found_as_the_token_is(home: Path, monkeypatch: pytest.MonkeyPatc
     running()
     monkeypatch.delenv("KVRELAY_TLS_CERT")
     assert find_access(ENDPOINT, FOUND).tls is None
+
+
+def test_the_key_of_http_is_found_where_a_cluster_started_here_serves_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:8000"
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    running(http=(url,))
+    for asked in (url, "http://localhost:8000"):
+        assert find_http_access(asked) == HttpAccess(url=url, key=NOTED, tls_ca="")
+    for other in ("http://127.0.0.1:8001", "https://127.0.0.1:8000", "http://api.localhost:8000", "http://[::1]:8000"):
+        assert find_http_access(other) == HttpAccess(url=other, key="", tls_ca="")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    assert find_http_access(url).key == "sk-mine"
+    running(http=("https://127.0.0.1:8000",), tls=True, tls_ca="ca.pem")
+    monkeypatch.delenv("OPENAI_API_KEY")
+    asked = "https://localhost:8000"
+    assert find_http_access(asked) == HttpAccess(url=asked, key=NOTED, tls_ca="ca.pem")
 
 
 @pytest.mark.parametrize(
