@@ -23,7 +23,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
-from cluster.router.live.requests import RequestFailed
+from cluster.router.live.requests import RequestFailed, Submission
 from cluster.usage.meter import Counting, Meter, Uncounted
 from kvrelay.v1 import generate_pb2
 from worker.wire.door import CALLER
@@ -136,13 +136,17 @@ class Generation:
             ending.release()
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
             self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
-            try:
-                if not submission.is_over:  # all clients may leave in one moment, each with many choices
-                    await self._router.turns.wait(checked.new.owner)
-            finally:
-                self._router.cancel(submission, "the client went away")
-                self._router.unread.forget(submission)
-                meter.end()
+            await self._leave(submission, checked.new.owner, meter)
+
+    async def _leave(self, submission: Submission, owner: str, meter: Meter) -> None:
+        """The call is over, whether its answer is or not."""
+        try:
+            if not submission.is_over:  # all clients may leave in one moment, each with many choices
+                await self._router.turns.wait(owner)
+        finally:
+            self._router.cancel(submission, "the client went away")
+            self._router.unread.forget(submission)
+            meter.end()
 
     async def _check(self, request: generate_pb2.GenerateRequest, call: Call, ending: Ending) -> CheckedRequest:
         arrived_s = self._clock()
