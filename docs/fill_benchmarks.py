@@ -1119,7 +1119,6 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "gpu_one_gpu": gpu_one_gpu,
     "gpu_transports": gpu_transports,
     "guards": guards,
-    "guards_amd": guards,
     "hybrids": hybrids,
     "kv_fp8": kv_fp8,
     "explain": explain,
