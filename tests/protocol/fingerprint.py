@@ -138,7 +138,7 @@ def _without_traces(message: Message) -> Message:
 
 
 READERS: dict[Any, Reader] = {
-    LiveRequest: lambda thing: [value for name, value in vars(thing).items() if name not in COUNTED],
+    LiveRequest: lambda thing: [getattr(thing, name) for name in LiveRequest.__slots__ if name not in COUNTED],
     Process: lambda thing: thing.__dict__.values() if thing.is_alive else (),  # a dead one is as any other
     Message: lambda thing: [_without_traces(thing).SerializeToString(deterministic=True)],
     Mapping: lambda thing: [len(thing), *thing.keys(), *thing.values()],
