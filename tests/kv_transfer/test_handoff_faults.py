@@ -166,8 +166,9 @@ async def test_pairs_for_which_no_thread_can_be_started_leave_nothing_behind(
         async with asyncio.timeout(5.0):
             while decode.servicer.counters["pairs_closed"] < decode.servicer.counters["pairs_opened"]:
                 await asyncio.sleep(0.01)
-        gc.collect()  # what an exception's frames held
-        assert len(os.listdir("/proc/self/fd")) < before + attempts
+            while len(os.listdir("/proc/self/fd")) >= before + attempts:
+                gc.collect()  # what an exception's frames held; gRPC closes its sockets when it comes to it
+                await asyncio.sleep(0.01)
 
 
 ANNOUNCE = {"lease_id": 1, "layer_end": 1, "page_end": 2, "bytes": 1024}  # layer 0: 256 bytes of K and of V a page
