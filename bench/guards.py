@@ -39,7 +39,7 @@ LIMITS = {"requests_per_minute": 1 << 30, "tokens_per_minute": 1 << 40, "max_con
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Rounds:
     """Of one router, round by round."""
 
     times_ms: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
     """The routers, asked in turns, so that other load hits all; started anew several times, since two processes of one
     program differ by some percent."""
     names = [*GUARDS, *([UNGUARDED, BEFORE] if before else [])]
-    found = {name: Found() for name in names}
+    found = {name: Rounds() for name in names}
     for _ in range(1 if quick else LAUNCHES):
         await _launch(found, before)
     to = found[BEFORE if before else GUARDS[0]]
@@ -71,7 +71,7 @@ async def bench_guards(quick: bool, before: str = "") -> dict[str, Any]:
     }
 
 
-async def _launch(found: dict[str, Found], before: str) -> None:
+async def _launch(found: dict[str, Rounds], before: str) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         workers = Child("workers", STEP_S)
         stack.callback(workers.stop)
@@ -104,7 +104,7 @@ def _guarded(folder: Path, workers: Child, name: str, checkout: str = "") -> Sid
     return Side(child, tls=tls, token=token)
 
 
-async def _in_turns(sides: dict[str, Side], found: dict[str, Found]) -> None:
+async def _in_turns(sides: dict[str, Side], found: dict[str, Rounds]) -> None:
     names = [*sides]
     for number in range(ROUNDS):
         for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody is always behind the same

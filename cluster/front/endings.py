@@ -27,7 +27,7 @@ class Ending:
     def __init__(self) -> None:
         self.submission: Submission | None = None  # None: refused before there was one
         self.num_tokens = 0  # that were made into messages
-        self.release: Callable[[], None] = _nothing  # what it takes of its caller's allowance while it runs
+        self.release: Callable[[], None] = _nothing  # of what it has of its caller's allowance
         self.code = "OK"
         self.reason = ""
 
@@ -59,6 +59,7 @@ class Endings:
             ending.code, ending.reason = "UNKNOWN", repr(error)
             raise
         finally:
+            ending.release()
             self._metrics.on_ended(ending.code)
             if self.log_requests != "off":
                 self._log(described(ending, CALLER.get()))

@@ -103,14 +103,10 @@ class Generation:
         soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `shown_special`:
         special tokens whose text is part of the answer's.
         """
-        try:
-            checked = await self._check(request, call, ending)
-            del request
-            call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
-            submission = ending.submission = self._router.submit(checked.new)
-        except BaseException:
-            ending.release()
-            raise
+        checked = await self._check(request, call, ending)
+        del request
+        call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
+        submission = ending.submission = self._router.submit(checked.new)
         meter = Meter(submission, self._counting)
         numbers = [live.choice for live in submission.choices]
         answers = [ChoiceAnswer(submission.id, i, checked.params, self.codec, shown_special) for i in numbers]
@@ -133,7 +129,6 @@ class Generation:
                     self._router.unread.release(submission, updates)
             call.set_trailing_metadata(trailers(submission))
         finally:
-            ending.release()
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
             self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
             await self._leave(submission, checked.new.owner, meter)

@@ -186,12 +186,9 @@ class PrefillAccount:
         for page_hash in hashes:
             if page_hash in self.prefixes:
                 self.prefixes.move_to_end(page_hash)
-                continue
-            self.prefixes[page_hash] = None
-            if (names := self.holders.get(page_hash)) is None:
-                self.holders[page_hash] = {self.view.name}
             else:
-                names.add(self.view.name)
+                self.prefixes[page_hash] = None
+                self.holders.setdefault(page_hash, set()).add(self.view.name)
         while len(self.prefixes) > self.view.total_pages:  # it cannot have kept more
             self._unhold(self.prefixes.popitem(last=False)[0])
 

@@ -39,8 +39,7 @@ class _Slot:
     bank: int  # that counts
     version: int
     counts: tuple[int, ...]
-    word: int  # where the tokens stand beside the banks
-    tokens: int
+    tokens: int  # beside the banks
 
     def row(self, hour: int, key: str) -> Row:
         counts = Counts(*self.counts)
@@ -86,7 +85,7 @@ class Ledger:
         where = hour, key
         slot = self._slots.get(where) or self._open_slot(hour, key)
         slot.tokens += added
-        self._words[slot.word] = slot.tokens
+        self._words[tokens_word(slot.begin)] = slot.tokens
         self._unsettled.add(where)
 
     def unsettled(self) -> list[Row]:
@@ -117,9 +116,8 @@ class Ledger:
         return self._hold(begin, Slot(row, 1, 0))
 
     def _hold(self, begin: int, slot: Slot) -> _Slot:
-        row, word = slot.row, tokens_word(begin)
-        held = _Slot(begin, row.id, slot.bank, row.version, row.counts, word, slot.tokens)
-        self._slots[row.hour, row.key] = held
+        row = slot.row
+        held = self._slots[row.hour, row.key] = _Slot(begin, row.id, slot.bank, row.version, row.counts, slot.tokens)
         return held
 
     def _grow(self) -> None:

@@ -65,7 +65,7 @@ def chat(
 
 class Place(NamedTuple):
     url: str
-    key: str | None = None  # None: the environment's
+    key: str | None = None  # None: it is found
     tls_ca: str = ""
 
     def server(self) -> OpenAIServer:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from worker.wire.private_files import PrivateFileError, read_private, state_folder
 
 Mode = Literal["foreground", "daemon", "joined"]
-LOCALHOST = re.compile(r"(https?://)?localhost")
+LOCALHOST = re.compile(r"^(https?://)?localhost(?=:[^:]*$)")
 ENDED = ("Z", "X")  # and not reaped yet
 START_FIELD = 22 - 4  # of /proc/PID/stat, behind its state
 
@@ -79,8 +79,7 @@ def serving(url: str) -> ClusterState | None:
 def noted(endpoint: str) -> str:
     """As `kvrelay up` writes it. In plain text that is what must be called: localhost may be ::1, too, where somebody
     else may listen."""
-    host, _, port = endpoint.rpartition(":")
-    return f"{host.removesuffix('localhost')}127.0.0.1:{port}" if LOCALHOST.fullmatch(host) else endpoint
+    return LOCALHOST.sub(r"\g<1>127.0.0.1", endpoint)
 
 
 def start_of(pid: int) -> str:

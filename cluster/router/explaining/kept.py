@@ -147,11 +147,10 @@ class _Filed:
     told: tuple[Told, ...] = ()  # since it ended
 
     @classmethod
-    def of(cls, values: list[Any]) -> _Filed:
-        """Of a record's, which are changed."""
-        timeline, notes = values[TIMELINE], values[NOTES]
-        values[TIMELINE], values[NOTES] = timeline.state(), notes.state()
-        return cls(values[0], values[1], timeline.arrived_s, marshal.dumps(values, PLAIN))
+    def of(cls, live: LiveRequest, values: list[Any]) -> _Filed:
+        """`values`: of its record, which are changed."""
+        values[TIMELINE], values[NOTES] = live.timeline.state(), live.notes.state()
+        return cls(live.call_id, live.wire_id, live.timeline.arrived_s, marshal.dumps(values, PLAIN))
 
     def record(self) -> Record:
         values = dict(zip(Record._fields, marshal.loads(self.data), strict=True))
@@ -198,7 +197,7 @@ class Kept:
         if self._on_end is not None:
             self._on_end(Record._make(values))
         if self.most:
-            self._file(_Filed.of(values), self._slow if is_slow else self._last)
+            self._file(_Filed.of(live, values), self._slow if is_slow else self._last)
 
     def _is_slow(self, live: LiveRequest) -> bool:
         ttft_s, tpot_s = live.timeline.ttft_s, live.timeline.tpot_s(len(live.output_ids))

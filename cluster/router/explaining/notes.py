@@ -106,9 +106,7 @@ class Notes:
 
     def state(self) -> tuple[Any, ...]:
         """All of it, without a name."""
-        routed = [
-            (*each[:5], [*map(tuple, each.others)], *each[6:]) if each.others else tuple(each) for each in self.routed
-        ]
+        routed = [(*each[:5], [*map(tuple, each.others)], *each[6:]) for each in self.routed]
         kinds = (self.waits, self.handed, self.events, self.told)
         return self.submitted_s, routed, [[*map(tuple, kind)] if kind else () for kind in kinds]
 
