@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 from placement.goodput.stationary import t_90
-from placement.latency.base import LatencyModel
+from placement.latency.base import DecodeLine, LatencyModel
 from placement.latency.scaled import ScaledLatency
 from placement.latency.under_load import NINE_IN_TEN, UnderLoad, Work
 from placement.workload.requests import Floats, Ints
@@ -89,24 +89,37 @@ def _unlike(done: Floats) -> Iterator[tuple[int, Ints]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayLatency(ScaledLatency):
+class WayLatency:
     """A LatencyModel as it is in one Way. Steps that read prompts differ among themselves, one after another by its
-    seed: make another for each simulation."""
+    seed: make another for each simulation. (It has what it could inherit: no class of Python's is made of a compiled
+    one's frozen dataclass.)"""
 
+    scaled: ScaledLatency
     noise: Sequence[float]
     rng: random.Random
 
+    @property
+    def source(self) -> str:
+        return self.scaled.source
+
+    @property
+    def stages(self) -> int:
+        return self.scaled.stages
+
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.model.prefill_s(chunks) * self.prefill * self.rng.choice(self.noise)
+        return self.scaled.prefill_s(chunks) * self.rng.choice(self.noise)
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        return self.scaled.decode_line(batch_size, context_tokens)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
+        return self.scaled.mixed_s(chunks, batch_size, context_tokens)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        return self.scaled.transfer_s(num_tokens)
 
 
 def way_latency(model: LatencyModel, way: Way, noise: Sequence[float]) -> WayLatency:
-    return WayLatency(
-        model=model,
-        prefill=way.prefill,
-        decode=way.decode,
-        transfer=way.decode,
-        how="in one way that it may be",
-        noise=noise or (1.0,),
-        rng=random.Random(way.seed),
-    )
+    how = "in one way that it may be"
+    scaled = ScaledLatency(model=model, prefill=way.prefill, decode=way.decode, transfer=way.decode, how=how)
+    return WayLatency(scaled=scaled, noise=noise or (1.0,), rng=random.Random(way.seed))
