@@ -31,7 +31,8 @@ class MixedPolicy:
         """How many tokens of prompts may be in a step that decodes for so many requests."""
         if not num_decoding:
             return self.options.max_batch_tokens
-        return max(0, min(self.options.chunk_tokens, self.options.max_batch_tokens - num_decoding))
+        left = max(1, self.options.max_batch_tokens - num_decoding)  # or prompts wait for the last answer of many
+        return min(self.options.chunk_tokens, left)
 
     def set_chunk_tokens(self, tokens: int) -> None:
         self.options = replace(self.options, chunk_tokens=tokens)

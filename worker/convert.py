@@ -26,6 +26,8 @@ def sampling_from_proto(message: generate_pb2.SamplingParams, *, seed: int = 0) 
     for field, value in message.ListFields():
         given[field.name] = MADE.get(field.name, _exact)(value)
     given.pop("bad_words", None)  # the front has made tokens of them
+    if structured := given.pop("structured", None):
+        given["grammar"] = structured.grammar  # likewise: whatever the form was
     return SamplingParams(**given)
 
 
@@ -49,6 +51,7 @@ def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
         frequency_penalty=params.frequency_penalty,
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
+        structured=generate_pb2.StructuredOutput(grammar=params.grammar) if params.grammar else None,
         **{key: value for key, value in lists.items() if value},
     )
 
@@ -98,6 +101,11 @@ def token_output(
     if reason is not None:
         output.finish_reason = FINISH_REASON_TO_PROTO[reason]
     return output
+
+
+def failure_cause(token: SampledToken) -> pb.FailureCause:
+    """Of one that could not be drawn."""
+    return pb.FAILURE_CAUSE_REQUEST if token.is_own_fault else pb.FAILURE_CAUSE_STEP
 
 
 def logprobs_to_proto(chosen: TokenLogprob, top: Sequence[TokenLogprob]) -> generate_pb2.PositionLogprobs:

@@ -13,7 +13,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -28,7 +29,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
 from worker.convert import model_info_to_proto, page_news_to_proto, step_costs_to_proto
-from worker.options import WorkerOptions, with_role
+from worker.options import WorkerOptions, with_knobs_elsewhere, with_role
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.role_change import Receivers, RoleChange
@@ -90,6 +91,7 @@ class Worker(Generic[RoleT]):
         self.is_draining = False
         self.is_stopping = False
         self._is_leaving = False  # for good
+        self._must_drain = False  # as an operator said: not for a role alone
         self._num_roles = 0
         self._has_stopped = False
         self._wake = asyncio.Event()
@@ -183,9 +185,13 @@ class Worker(Generic[RoleT]):
         self.role.on_move(move)
 
     def on_drain(self, drain: pb.Drain) -> None:
+        self._must_drain = not drain.undo
         if not drain.undo:
+            self._change.call_off()
             self._drain()
-        elif not (self._is_leaving or self._change.is_settled):
+        elif self._change.is_settled:
+            self._change.call_off()  # what was to come after it
+        elif not self._is_leaving:
             self._change.call_off()
             self.is_draining = False
             log.info("%s takes new requests again", self.options.name)
@@ -205,19 +211,24 @@ class Worker(Generic[RoleT]):
         return self.is_draining and not (self.role.requests or self.pool.usage.held) and self.streams.all_have_left
 
     def on_set_role(self, wanted: pb.SetRole) -> None:
+        if self._change.is_settled:
+            self._change.then(partial(self.on_set_role, wanted))
+            return
         knobs = {"chunk_tokens": wanted.chunk_tokens} if wanted.HasField("chunk_tokens") else {}
         options = with_role(self.options, wanted.role, knobs)
         if knobs and wanted.role == self.options.role:
             self._take_knobs(options)
         else:
+            self._must_drain = False  # it is to work in that role
             self._change.begin(options)
             self._drain()
 
     def take_knobs(self, knobs: Mapping[str, Any]) -> None:
-        """Those that its role has, of those that may change while it computes."""
+        """Those that its role has, of those that may change while it computes; another role's hold once it has that."""
         own = {name: value for name, value in knobs.items() if name in knobs_of(type(self.options.policy))}
         if own:
             self._take_knobs(with_role(self.options, self.options.role, own))
+        self.options = with_knobs_elsewhere(self.options, knobs)
 
     def _take_knobs(self, options: WorkerOptions) -> None:
         """Those of its role that may change while it computes."""
@@ -233,7 +244,7 @@ class Worker(Generic[RoleT]):
         self.options = options
         self._begin_role(kind_of(options.role).load_driver())
         self.address.incarnation = f"{self.address.incarnation.partition('.')[0]}.{self._num_roles}"
-        self.is_draining = self._is_leaving
+        self.is_draining = self._is_leaving or self._must_drain
         self.streams.greet_again()
 
     def _begin_role(self, make_role: Callable[[RoleHost], RoleT]) -> None:
@@ -254,13 +265,19 @@ class Worker(Generic[RoleT]):
         report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
         report.num_tasks = self.clock.num_tasks
         report.prompt_share = self._watched.times.prompt_share
-        if costs := self._watched.times.costs():
+        if costs := self._watched.times.costs(self._phases_computed):
             report.step_costs.CopyFrom(step_costs_to_proto(costs))
         for name, count in self.counters.items():
             report.counters[name] += count  # some count on both sides of a handoff: a worker may be on either
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens
         return report
+
+    @property
+    def _phases_computed(self) -> Collection[str]:
+        """Of its role; a mixed worker without chunks may never read."""
+        phases = kind_of(self.options.role).phases
+        return phases if getattr(self.options.policy, "chunk_tokens", 1) else ("decode",)
 
     def add_page_news(self, report: pb.WorkerReport, told: int) -> int:
         if "prefill" in kind_of(self.options.role).phases:

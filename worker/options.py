@@ -87,6 +87,14 @@ def with_role(options: WorkerOptions, role: str, knobs: Mapping[str, Any] = Mapp
     return replace(options, role=role, policy=policy, elsewhere={**options.elsewhere, options.role: mine})
 
 
+def with_knobs_elsewhere(options: WorkerOptions, knobs: Mapping[str, Any]) -> WorkerOptions:
+    """The same worker, which has these values in other roles that have such knobs."""
+    given = {role: dict(options.elsewhere.get(role, {})) for role in ROLES if role != options.role}
+    for role, its in given.items():
+        its.update({name: knobs[name] for name in knobs.keys() & knobs_of(ROLES[role].load_options()).keys()})
+    return replace(options, elsewhere={**options.elsewhere, **given})
+
+
 def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
     """A worker's options from settings by name: knobs of its role's policy and of the transfer, and what else
     WorkerOptions has. Knobs of other roles are passed over, so that alike settings do for all workers of a cluster.

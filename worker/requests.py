@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engine.types import InvalidRequest, ModelInfo, SampleSpec, SamplingParams, banned_token_ids
+from engine.types import InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import sampling_from_proto
 from worker.tracing import RequestTrace
+
+if TYPE_CHECKING:  # torch and llguidance come with them
+    from engine.engine import Engine
+    from engine.sampling.structured import Constraint
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +22,7 @@ class HeldRequest:
     params: SamplingParams
     tokens: list[int]  # prompt and output so far
     trace: RequestTrace = field(default_factory=RequestTrace)
+    constraint: Constraint | None = None  # made with the first token that it is for
     id: str = field(init=False)  # asked for at every step: a message is slow to say so
     prompt_len: int = field(init=False)
 
@@ -31,8 +37,9 @@ class HeldRequest:
     def new_tokens_left(self) -> int:
         return self.params.max_tokens - self.num_outputs
 
-    def sample_spec(self, position: int, eos_token_ids: Sequence[int]) -> SampleSpec:
+    def sample_spec(self, position: int, engine: Engine) -> SampleSpec:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it."""
+        eos_token_ids = engine.info.eos_token_ids
         output_ids = self.tokens[self.prompt_len :] if self.params.reads_output else ()
         return SampleSpec(
             params=self.params,
@@ -40,7 +47,13 @@ class HeldRequest:
             prompt_ids=self.state.prompt_ids if self.params.has_penalties else (),
             output_ids=output_ids,
             banned_ids=banned_token_ids(self.params, output_ids, position - self.prompt_len, eos_token_ids),
+            form=self._form(output_ids, engine) if self.params.grammar else None,
         )
+
+    def _form(self, output_ids: Sequence[int], engine: Engine) -> NextTokens:
+        if self.constraint is None:
+            self.constraint = engine.structured.constraint(self.params.grammar)
+        return self.constraint.after(output_ids)
 
     def score_specs(self, start: int, end: int) -> list[SampleSpec]:
         """For the prompt's tokens that follow those at [start, end), where their log-probabilities are wanted."""

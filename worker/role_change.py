@@ -42,6 +42,7 @@ class RoleChange:
         self._worker = worker
         self._task: asyncio.Task[None] | None = None
         self.is_settled = False  # it cannot be called off any more, and is not done
+        self._then: Callable[[], object] | None = None  # what was asked for meanwhile
         self._failure: BaseException | None = None
 
     def check(self) -> None:
@@ -56,7 +57,12 @@ class RoleChange:
             self._task = asyncio.get_running_loop().create_task(self._run(options))
             self._task.add_done_callback(self._on_done)
 
+    def then(self, ask: Callable[[], object]) -> None:
+        """Of a change that is settled: what comes after it. The last that is asked for holds."""
+        self._then = ask
+
     def call_off(self) -> None:
+        self._then = None
         if self._task is not None and not self.is_settled:
             self._task.cancel()
             self._task = None
@@ -83,6 +89,9 @@ class RoleChange:
             self._task, self.is_settled = None, False
         if not task.cancelled():
             self._failure = task.exception()
+        if self._then is not None and self._failure is None:
+            then, self._then = self._then, None
+            then()
 
 
 class Receivers(worker_pb2_grpc.HandoffServicer):

@@ -64,6 +64,7 @@ class Report:
     costs: StepCosts | None = None  # of its steps; None: not known yet
     prompt_share: float = 0.0  # mixed: tokens of prompts in a step that decodes, of late
     pages: PageNews = NO_NEWS  # prefill: what of its pages can be found by hash, since the last report
+    is_assumed: bool = False  # it has said hello, and what it says next counts whenever that was made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +221,7 @@ class PrefillAccount:
         """Count what the report had seen as the report counts it. One older than the last is dropped, but for what it
         says of pages: nothing else says it again."""
         self._hear(report.pages)
-        if report.made_s < self.report.made_s:
+        if report.made_s < self.report.made_s and not self.report.is_assumed:
             return
         self.report = report
         for request in self.waiting.values():
@@ -308,7 +309,7 @@ class DecodeAccount:
 
     def take_report(self, report: Report) -> None:
         """What the report lists is in its figures; what it does not list yet is added to them."""
-        if report.made_s < self.report.made_s:
+        if report.made_s < self.report.made_s and not self.report.is_assumed:
             return
         is_same_list = report.request_ids is self.report.request_ids
         self.report = report

@@ -214,6 +214,9 @@ class Router:
             why = f"chunk_tokens is {chunk_tokens}; only a mixed worker has chunks beside answers, not a {role} one"
             raise RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, why)
         link = self._ready(name)
+        if link.worker.is_leaving:
+            why = f"{name} is being removed; take it back first (kvrelay drain {name} --undo)"
+            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
         if link.role != role:
             if not force:
                 self._check_others(name)
@@ -341,14 +344,16 @@ class Router:
             return
         log.info("%s has another role, and is a %s worker", link.name, hello.role)
         self._chronicle(f"{link.name} has another role", f"it is a {hello.role} worker")
-        self._forget(link, "its role has changed", is_death=False)
+        self._forget(link, "its role has changed", is_death=False, comes_back=True)
         self.on_ready(link, hello)
 
-    def _forget(self, link: WorkerLink, reason: str, *, is_death: bool) -> None:
+    def _forget(self, link: WorkerLink, reason: str, *, is_death: bool, comes_back: bool = False) -> None:
         self._links.forget_report(link)
         self._dispatcher.forget_target(link.name)
-        retries = self.policy.on_worker_lost(link.name, reason, self._clock(), is_death=is_death)
-        self._note_readiness()
+        now = self._clock()
+        retries = self.policy.on_worker_lost(link.name, reason, now, is_death=is_death, comes_back=comes_back)
+        if not comes_back:
+            self._note_readiness()
         for retry in retries:
             if live := self._dispatcher.get(retry.request_id):  # else it failed with another choice of the same call
                 self._dispatcher.cancel_at_workers(live, f"{link.name} is lost", but=link.name)
@@ -446,7 +451,7 @@ class Router:
                     live.receipt = event.receipt
                 self._on_handed_off(live, event.decode_worker or live.decode)
             case pb.EVENT_KIND_MOVED if not live.is_handed_off:
-                self._on_passed(live, event, at_s)
+                self._on_passed(live, link.name, event, at_s)
             case pb.EVENT_KIND_MOVED:
                 self._on_moved(live, link.name, event.decode_worker, event, at_s)
             case pb.EVENT_KIND_MOVE_FAILED if link.name == live.prefill and not live.is_handed_off:
@@ -470,8 +475,8 @@ class Router:
         else:  # it was told that it has not moved, or our cancel overtakes it
             link.cancel(live.wire_id, f"it runs at {live.decode}", event.move)
 
-    def _on_passed(self, live: LiveRequest, event: pb.RequestEvent, at_s: float) -> None:
-        if (retry := self._moves.on_passed(live, event.decode_worker, event, at_s)) is not None:
+    def _on_passed(self, live: LiveRequest, source: str, event: pb.RequestEvent, at_s: float) -> None:
+        if (retry := self._moves.on_passed(live, source, event.decode_worker, event, at_s)) is not None:
             self._dispatcher.cancel_at_workers(live, retry.reason)
             self._dispatcher.retry(live, retry)
 

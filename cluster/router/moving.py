@@ -58,11 +58,13 @@ class Moving:
         self._health = health
         self._is_better = is_better
         self.may_balance = may_balance
-        self._priorities: set[int] = set()  # of all requests so far
+        self._priority: int | None = None  # of all requests so far, unless they differed
+        self._is_mixed = False
 
     def note_priority(self, priority: int) -> None:
         """A request of this one goes to some worker."""
-        self._priorities.add(priority)
+        self._is_mixed = self._is_mixed or self._priority not in (None, priority)
+        self._priority = priority
 
     def unsettled(self) -> list[str]:
         """The workers that requests may have to leave, found without looking at all: `leaving` names nobody at any
@@ -77,7 +79,7 @@ class Moving:
         if account is None or not self._decode.may_shed(account) or not (why := self._why(account)).kind:
             return []
         ids = [*reversed(account.promised), *reversed(account.listed)]
-        if len(self._priorities) > 1:
+        if self._is_mixed:
             ids.sort(key=lambda i: requests[i].shape.priority, reverse=not account.report.draining)
         movable: list[str] = []
         for request_id in ids:

@@ -112,12 +112,15 @@ class RouterPolicy:
             self._pardon(view.life)
         return self._give_up_misfits("")
 
-    def on_worker_lost(self, name: str, reason: str, now: float, *, is_death: bool = True) -> list[Retry]:
+    def on_worker_lost(
+        self, name: str, reason: str, now: float, *, is_death: bool = True, comes_back: bool = False
+    ) -> list[Retry]:
         """Forget a worker. Returns what becomes of the requests that it fails, forgotten too, in the order they came.
 
         A prefill worker takes with it what was not handed off; a decode worker all that was assigned to it; the
         largest, what no other could ever hold, or the queue would stand; without a grace, the last of a role the queue.
-        `is_death`: it may have died of a request that it computed. Not so one that was about to stop.
+        `is_death`: it may have died of a request that it computed. Not so one that was about to stop. `comes_back`: in
+        another role, by the next call: what waits is judged then.
         """
         account = self._workers.lost(name, now)
         if account is None:
@@ -136,6 +139,8 @@ class RouterPolicy:
         for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
             retries.append(retry_lost(request.shape.id, past, reason, now, account.view, died_in))
+        if comes_back:
+            return retries
         retries += self._give_up_misfits(f"{reason}, and ")
         if (phase := self.missing_phase) and not self.options.unavailable_grace_s:
             retries += [self._give_up(i, _not_ready(phase)) for i in self.queued]

@@ -70,7 +70,7 @@ class Workers:
 
     def up(self, view: WorkerView, now: float) -> None:
         assert not self._is_known(view.name), f"{view.name} is up already"
-        empty = Report(made_s=now, available_pages=view.total_pages)
+        empty = Report(made_s=now, available_pages=view.total_pages, is_assumed=True)
         phases = kind_of(view.role).phases
         decode = DecodeAccount(view, empty) if "decode" in phases else None
         if "prefill" in phases:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -28,12 +28,12 @@ SERVING = ("ready", "suspect")
 
 
 class Carrier:
-    """`changed_s`: when it has last had anything changed. `undo`: what takes the last back, if a worker left by it."""
+    """`changed_s`: when it has last had anything changed."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.changed_s = -math.inf
-        self.undo: Move | None = None
+        self._undo: tuple[Scale, int] | None = None  # what takes the last change back, and the pool's workers after it
         self._barred: dict[Move, float] = {}  # until when
         self._changes_s: list[float] = []  # that each has taken
         self._starts_s: list[float] = []
@@ -41,6 +41,13 @@ class Carrier:
     @property
     def barred(self) -> list[Move]:
         return [move for move, until_s in self._barred.items() if time.monotonic() < until_s]
+
+    def undo_at(self, workers: Iterable[str]) -> Move | None:
+        """What takes the last change back, if a worker left by it and its pool is as it was left."""
+        if self._undo is None:
+            return None
+        back, left = self._undo
+        return back if sum(pool_of(name) == back.pool for name in workers) == left else None
 
     def prices(self) -> Prices:
         """What changes took, and starts, as far as any was seen."""
@@ -53,7 +60,7 @@ class Carrier:
     def carry_out(self, moves: Sequence[Move], changes: list[Change]) -> None:
         """What came of each is noted in its place. One that failed is not tried again for a while."""
         planned, changes[:] = list(changes), [replace(change, failure="not begun") for change in changes]
-        self.undo = None
+        self._undo = None
         for index, (move, change) in enumerate(zip(moves, planned, strict=True)):
             self.changed_s = time.monotonic()
             try:
@@ -112,7 +119,8 @@ class Carrier:
             self._starts_s.append(done.seconds)
         else:
             back = Scale(pool=pool, replicas=before)
-            self.undo, self._barred[Scale(pool=pool, replicas=change.replicas)] = back, time.monotonic() + PAUSE_S
+            self._undo = back, change.replicas
+            self._barred[Scale(pool=pool, replicas=change.replicas)] = time.monotonic() + PAUSE_S
         return done
 
 

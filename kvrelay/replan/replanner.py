@@ -73,7 +73,7 @@ class Replanner:
             seen_s=seen.seen_s,
             prices=self._carrier.prices(),
             spare_s=0.0 if self._spare_since_s is None else now - self._spare_since_s,
-            undo=self._carrier.undo,
+            undo=self._carrier.undo_at(seen.roles),
         )
         bounds = self._bounds(now)
         if self._asked.policy == "distserve":

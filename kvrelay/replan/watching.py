@@ -30,6 +30,7 @@ class ReplanThread:
         self._asked = asked
         self._on_entry = on_entry
         self._refusal = ""  # the last, as it was told
+        self._has_other = False  # somebody else has the workers change
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replan", daemon=True)
 
@@ -49,8 +50,9 @@ class ReplanThread:
                 try:
                     replanner = replanner or begin(clients, self._asked)
                     if replanner is None:
-                        log.error("a `kvrelay replan --act` has the workers change already: this one does nothing")
-                        return
+                        self._note_other()
+                        continue
+                    self._has_other = False
                     self._on_entry(replanner.look())
                 except KvrelayError as error:
                     self._note_failure(error, clients)
@@ -58,6 +60,11 @@ class ReplanThread:
                     log.info("at the next look: %s", error)
                 except Exception:
                     log.exception("a look at the cluster failed: roles stay as they are")
+
+    def _note_other(self) -> None:
+        if not self._has_other:
+            log.error("another `kvrelay replan --act` has the workers change: this one does nothing while it does")
+        self._has_other = True
 
     def _note_failure(self, error: KvrelayError, clients: Sequence[Client]) -> None:
         """What will be refused at the next look, too, is told once, for somebody must mend it."""

@@ -120,9 +120,13 @@ class Seen:
         return next((phase for phase in ("prefill", "decode") if not self._measured(phase)), "")
 
     def _measured(self, phase: str) -> list[StepCosts]:
-        """Of those that have computed it: a mixed worker without chunks may have read nothing."""
-        those = [w.costs for w in self.workers if w.costs is not None and phase in kind_of(w.role).phases]
-        return [costs for costs in those if phase != "prefill" or costs.prompt_token_s > 0]
+        """A mixed worker without chunks may have read nothing."""
+        return [
+            each.costs
+            for each in self.workers
+            if each.costs is not None and phase in kind_of(each.role).phases
+            if phase != "prefill" or each.costs.prompt_token_s or each.limits.get("chunk_tokens") != "0"
+        ]
 
     def latency(self) -> CostsLatency:
         """What steps take at any of them: each part as those measured it that do it. What is found in prefix caches, as

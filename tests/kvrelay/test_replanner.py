@@ -186,7 +186,9 @@ def test_pools_grow_and_shrink_within_the_devices_that_they_may_take(
     replanner._spare_looked_s = -math.inf
     (change,) = replanner.look().changes
     assert (change.pool, change.replicas, len(cluster.workers)) == ("decode", 1, 2)
-    assert replanner._carrier.undo == Scale(pool="decode", replicas=2)
+    names = [each.name for each in cluster.workers]
+    assert replanner._carrier.undo_at(names) == Scale(pool="decode", replicas=2)
+    assert replanner._carrier.undo_at([*names, "decode-8"]) is None, "an operator has changed it since"
     assert not replanner._bounds(time.monotonic()).may_shrink, "it is not looked for at each look"
 
 

@@ -38,7 +38,7 @@ class ScanningDecodeCandidates(DecodeCandidates):
         return any(not account.report.draining for account in self.accounts.values())
 
     def take_report(self, account: DecodeAccount, report: Report) -> None:
-        if report.made_s < account.report.made_s:
+        if report.made_s < account.report.made_s and not account.report.is_assumed:
             return
         ours = {**account.listed, **account.promised}
         account.report = report

@@ -18,6 +18,14 @@ pytestmark = pytest.mark.unit
 PAGE = 4
 
 
+@pytest.mark.parametrize(
+    ("chunks", "answers", "tokens"), [(128, 0, 64), (128, 40, 24), (128, 64, 1), (8, 50, 8), (0, 9, 0)]
+)
+def test_prompts_go_on_beside_as_many_answers_as_a_step_holds(chunks: int, answers: int, tokens: int) -> None:
+    policy = MixedPolicy(PagePool(16, PAGE), MixedOptions(max_batch_tokens=64, chunk_tokens=chunks))
+    assert policy.prompt_tokens(answers) == tokens
+
+
 class Worker:
     """What MixedRole does with the policy, without an engine."""
 

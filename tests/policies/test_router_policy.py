@@ -281,6 +281,34 @@ def test_what_can_never_fit_is_rejected_for_good() -> None:
     assert assigned(policy.assign(shape("b", 60, max_tokens=4), 0.0))
 
 
+def test_what_only_a_worker_holds_that_changes_its_role_waits_for_it() -> None:
+    policy = cluster("p0", "d1")
+    policy.on_worker_up(view("d0", pages=4), 0.0)
+    policy.on_report("d1", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
+    assert isinstance(policy.assign(shape("a", 100, max_tokens=50), 1.0), Queued)
+    assert policy.on_worker_lost("d1", "its role has changed", 2.0, is_death=False, comes_back=True) == []
+    assert policy.on_worker_up(replace(view("m1", pages=100), name="d1"), 2.0) == []
+    taken = policy.next_assignable(2.0)
+    assert taken is not None
+    assert (taken.request_id, taken.decode) == ("a", "d1")
+
+
+def test_one_that_is_not_of_that_phase_any_more_leaves_those_it_alone_could_hold() -> None:
+    policy = cluster("p0", "d1")
+    policy.on_worker_up(view("d0", pages=4), 0.0)
+    policy.on_report("d1", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
+    assert isinstance(policy.assign(shape("a", 100, max_tokens=50), 1.0), Queued)
+    assert policy.on_worker_lost("d1", "its role has changed", 2.0, is_death=False, comes_back=True) == []
+    [given_up] = policy.on_worker_up(replace(view("p1", pages=100), name="d1"), 2.0)
+    assert given_up.request_id == "a"
+
+
+def test_a_report_that_was_made_with_the_hello_counts() -> None:
+    policy = cluster("p0", "d0")
+    policy.on_report("d0", Report(made_s=-0.3, available_pages=3), 0.1)
+    assert policy.workers.decode.accounts["d0"].report.available_pages == 3
+
+
 def test_beyond_the_backlog_requests_wait_and_go_first_come_first_served() -> None:
     policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100))
     assigned(policy.assign(shape("a", 90), 0.0))

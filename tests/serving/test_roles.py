@@ -143,6 +143,50 @@ async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: Model
     assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)
 
 
+async def test_what_is_asked_for_last_holds(
+    model_dir: ModelDir, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a worker was about to become."""
+    async with _cluster(model_dir("llama"), prefill=2, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        gate = Gate(cluster.prefill[0].engine)
+        answers = asyncio.create_task(_ask(client))
+        await gate.reached()
+        await client.set_role("prefill-0", "mixed")
+        await until(lambda: state_of(cluster, "prefill-0") == ("prefill", "draining"), "it drains")
+        await client.drain("prefill-0")
+        gate.open()
+        await until(lambda: state_of(cluster, "prefill-0") == ("prefill", "drained"), "it stays, and is left")
+        assert [list(answer.token_ids) for answer in await answers] == expected
+        worker = cluster.prefill[0]
+        settled, go_on = asyncio.Event(), asyncio.Event()
+        close = worker.role.close
+
+        async def slowly() -> None:
+            settled.set()
+            await go_on.wait()
+            await close()
+
+        monkeypatch.setattr(worker.role, "close", slowly)
+        await client.set_role("prefill-0", "mixed")
+        await settled.wait()
+        await client.set_role("prefill-0", "decode")
+        await client.set_role("prefill-0", "mixed", 16)
+        await until(lambda: worker._change._then is not None, "the worker was asked")
+        go_on.set()
+        await until(lambda: state_of(cluster, "prefill-0") == ("mixed", "ready"), "it is mixed")
+        await until(partial(_has_chunks, worker, 16), "with the chunks that were asked for last")
+        worker.take_knobs({"chunk_tokens": 48})
+        await client.set_role("prefill-0", "decode")
+        await until(lambda: state_of(cluster, "prefill-0") == ("decode", "ready"), "it decodes")
+        worker.take_knobs({"chunk_tokens": 24})
+        await client.set_role("prefill-0", "mixed")
+        await until(lambda: state_of(cluster, "prefill-0") == ("mixed", "ready"), "and both")
+        assert _has_chunks(worker, 24), "what it was told while it had none"
+        assert [list(answer.token_ids) for answer in await _ask(client)] == expected
+        await cluster.settled()
+        cluster.check_invariants()
+
+
 async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, tmp_path: Path) -> None:
     async with _cluster(model_dir("llama"), prefill=2, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
         for role, worker, why in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ MODEL = ModelInfo(
     num_params=1,
     weight_bytes=1,
 )
+ENGINE: Any = SimpleNamespace(info=MODEL)
 
 
 def state(prompt: list[int], output: list[int], **sampling: Any) -> pb.RequestState:
@@ -86,10 +88,10 @@ def test_a_bad_sequence_forbids_its_last_token_where_the_output_ends_with_the_re
     bad = [generate_pb2.TokenIds(ids=ids) for ids in ([7], [8, 9], [8, 9, 6])]
     request = held(output, bad_token_ids=bad)
     assert request.params.reads_output
-    assert request.sample_spec(1 + len(output), MODEL.eos_token_ids).banned_ids == banned
+    assert request.sample_spec(1 + len(output), ENGINE).banned_ids == banned
 
 
 def test_a_bad_token_by_itself_waits_for_no_other() -> None:
     request = held([8], bad_token_ids=[generate_pb2.TokenIds(ids=[7])], min_tokens=2)
     assert not request.params.reads_output
-    assert request.sample_spec(2, MODEL.eos_token_ids).banned_ids == (7, 2)
+    assert request.sample_spec(2, ENGINE).banned_ids == (7, 2)

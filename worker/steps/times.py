@@ -8,7 +8,7 @@ prompts take.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,7 @@ KEPT = 0.998  # of what is known, by each step of the same kind
 ENOUGH = 6.0  # steps, before anything is told
 COSTS = tuple(field.name for field in fields(StepCosts) if field.name.endswith("_s"))
 NUM_COSTS = len(COSTS)
+COLUMNS = {"prefill": COSTS.index("prompt_token_s"), "decode": COSTS.index("request_s")}  # of what each phase has
 
 
 class StepTimes:
@@ -43,10 +44,12 @@ class StepTimes:
         if requests:
             self.prompt_share = share_after(self.prompt_share, prompt_tokens)
 
-    def costs(self, enough: float = ENOUGH) -> StepCosts | None:
-        """None while fewer steps have been seen."""
+    def costs(self, phases: Collection[str] = (), enough: float = ENOUGH) -> StepCosts | None:
+        """None while fewer steps have been seen, or none of one of these phases: its costs would be taken for 0."""
         sums = self._with_prompts + self._without
         if sums[-1, -1] < enough:  # taken_s / taken_s for each
+            return None
+        if any(not sums[COLUMNS[phase], COLUMNS[phase]] for phase in phases):
             return None
         costs = _least_squares(sums)
         return StepCosts(**dict(zip(COSTS, costs, strict=True)), spread=_spread(sums, costs))

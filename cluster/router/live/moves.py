@@ -67,9 +67,9 @@ class LiveMoves:
         to = self._links[move.to].address
         self._links[move.source].move(move.request_id, to, live.last_move, unread=unread)
 
-    def on_passed(self, live: LiveRequest, to: str, event: pb.RequestEvent, at_s: float) -> Retry | None:
+    def on_passed(self, live: LiveRequest, source: str, to: str, event: pb.RequestEvent, at_s: float) -> Retry | None:
         """Likewise of a prompt, which that worker reads on."""
-        if live.prefill == to:  # it has said so before
+        if live.prefill == to or source not in (live.prefill, to):  # it has said so before, and may have passed it on
             return None
         self._metrics.counts["moved"] += 1
         live.notes.hand(at_s, live.prefill, to)

@@ -28,7 +28,7 @@ from tests.placement.simulator.test_simulate import cluster, requests, workers
 
 def import_all(*packages: str) -> None:
     for package in packages:
-        for found in pkgutil.walk_packages([package], f"{package}."):
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(found.name)
 
 
@@ -59,7 +59,7 @@ def test_the_compiled_simulator_finds_the_same() -> None:
             ),
         ]
         assert not pool.apply(where_the_policies_are).endswith(".py")
-        pool.apply(import_all, ("placement", "kvrelay/calibrate"))  # what is not compiled is there, too
+        pool.apply(import_all, ("placement", "kvrelay.calibrate"))  # what is not compiled is there, too
     expected = [
         simulate(short, workload),
         simulate(both, workload),

@@ -50,6 +50,16 @@ def test_nothing_is_told_of_too_few_steps_and_no_cost_is_below_0() -> None:
     assert times.costs() == costs
 
 
+def test_what_a_phase_costs_is_not_told_before_it_was_computed() -> None:
+    times, rng = StepTimes(), random.Random(3)
+    for _ in range(20):
+        noted(times, TRUE, rng, prompts=False, decodes=True)
+    assert times.costs(("decode",)) is not None
+    assert times.costs(("prefill", "decode")) is None
+    noted(times, TRUE, rng, prompts=True, decodes=False)
+    assert times.costs(("prefill", "decode")) is not None
+
+
 def test_a_machine_that_has_become_slower_is_known_soon() -> None:
     rng, times = random.Random(1), StepTimes()
     slower = StepCosts(**{name: 3 * getattr(TRUE, name) for name in TRUE.__dataclass_fields__})
