@@ -22,7 +22,7 @@ from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.convert import token_output
+from worker.convert import failure_cause, token_output
 from worker.peers.peers import Peers
 from worker.requests import HeldRequest
 from worker.role import RoleHost
@@ -167,7 +167,7 @@ class DecodeRole:
             token_ids=(request.tokens[entry.position] if is_known else PENDING,),
             start=entry.position,
             block_table=entry.pages,
-            sample=request.sample_spec(entry.position + 1, self._eos_token_ids),
+            sample=request.sample_spec(entry.position + 1, self._host.engine),
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
@@ -194,7 +194,7 @@ class DecodeRole:
         if token.error:
             self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(request.id)
-            why, cause = f"{self._name}: {token.error}", pb.FAILURE_CAUSE_STEP
+            why, cause = f"{self._name}: {token.error}", failure_cause(token)
             failed, trace = pb.EVENT_KIND_FAILED, request.trace.told()
             self._host.streams.event(request.state, failed, reason=why, cause=cause, trace=trace)
             self.reservations.forget(request)

@@ -8,6 +8,9 @@ numbers come from the caller: the engine allocates and frees nothing. What it is
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
 
 from engine import device as devices
@@ -16,6 +19,9 @@ from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.pending import DoneStep, PendingStep
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
+
+if TYPE_CHECKING:
+    from engine.sampling.structured import StructuredOutputs
 
 
 class Engine:
@@ -26,6 +32,7 @@ class Engine:
         self.memory = loaded.pages.memory
         self.layout = loaded.layout  # of the pages that requests may be given
         self.steps = loaded.steps
+        self._source = loaded.source
         self.backend = loaded.model.backend
         self.device = loaded.model.device
 
@@ -36,6 +43,13 @@ class Engine:
         Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
         """
         return cls(load(options, progress, platform))
+
+    @cached_property
+    def structured(self) -> StructuredOutputs:
+        """What keeps the forms that requests give their answers."""
+        from engine.sampling.structured import StructuredOutputs  # llguidance comes with it
+
+        return StructuredOutputs(self._source, self.info)
 
     @property
     def can_overlap(self) -> bool:

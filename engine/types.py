@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGPROBS = 20
@@ -27,6 +27,7 @@ MOST = {  # entries of a field of SamplingParams
     "bad_words": 128,
     "bad_token_ids": 256,
 }
+MAX_FORM_CHARS = 131_072  # of what an answer's form is given by
 MAX_N = 64
 SEED_BITS = 63
 PENDING = -1  # in a chunk's token_ids: the token that the step before draws for the same request
@@ -66,6 +67,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: any
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never has
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
+    grammar: str = ""  # of the answer's text: llguidance's JSON (sampling/structured.py); empty: any
 
     @property
     def is_greedy(self) -> bool:
@@ -78,7 +80,7 @@ class SamplingParams:
     @property
     def reads_output(self) -> bool:
         """Whether the next draw depends on tokens that were drawn before."""
-        return self.has_penalties or (bool(self.bad_token_ids) and any(len(ids) > 1 for ids in self.bad_token_ids))
+        return self.has_penalties or bool(self.grammar) or any(len(ids) > 1 for ids in self.bad_token_ids)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest for the first value out of range."""
@@ -98,6 +100,8 @@ class SamplingParams:
         for key in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, key)) is not None:
                 _check_int(key, count, 0, MAX_LOGPROBS)
+        if self.grammar and self.ignore_eos:
+            raise InvalidRequest("ignore_eos is set with structured, whose answers end by EOS; leave one of them out")
         if lists := [(key, value) for key in MOST if (value := getattr(self, key, ()))]:
             check_counts(lists)
             _check_stops(self.stop, self.stop_token_ids, vocab_size)
@@ -171,6 +175,17 @@ class ModelInfo:
     weight_bytes: int
 
 
+class NextTokens(Protocol):
+    """Those that keep the form of an answer."""
+
+    def bits(self) -> bytes:
+        """One for each id of the vocabulary, the lowest first, in whole bytes; waits until they are known."""
+
+    @property
+    def error(self) -> str:
+        """Why there are none, in a sentence."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
     """Draw one token after a token of a chunk. `prompt_ids` and `output_ids` are read for penalties only."""
@@ -180,6 +195,7 @@ class SampleSpec:
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     banned_ids: tuple[int, ...] = ()  # may not be drawn: see banned_token_ids
+    form: NextTokens | None = None  # none but these may be drawn
     given_id: int | None = None  # the token stands already, and nothing is drawn: its log-probability is wanted
 
 
@@ -236,6 +252,7 @@ class SampledToken:
     request_id: str
     token_id: int
     error: str = ""
+    is_own_fault: bool = False  # the request's: it would fail so at any worker
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = field(default=())
     is_given: bool = False
@@ -245,6 +262,8 @@ def finish_reason(
     params: SamplingParams, token_id: int, num_output_tokens: int, eos_token_ids: Sequence[int]
 ) -> FinishReason | None:
     """Whether the request ends with this token, the last of `num_output_tokens`; stop strings are the front's."""
+    if params.grammar and token_id in eos_token_ids:
+        return FinishReason.STOP  # before min_tokens where nothing else keeps the form
     if num_output_tokens >= params.min_tokens:
         if token_id in params.stop_token_ids:
             return FinishReason.STOP

@@ -23,7 +23,7 @@ from kvrelay.v1.generate_pb2 import HandoffReceipt
 from prefill_worker.handoffs import Handoffs, HeldPrompt, SegmentPlan
 from prefill_worker.passing import Passing
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
-from worker.convert import logprobs_to_proto, token_output
+from worker.convert import failure_cause, logprobs_to_proto, token_output
 from worker.peers.peers import Peers, Undelivered
 from worker.requests import HeldRequest, read_request
 from worker.role import RoleHost
@@ -245,7 +245,7 @@ class PrefillRole:
             token_ids=request.tokens[plan.start : end],
             start=plan.start,
             block_table=self.policy.pages_of(request.id)[: pages_for(end, self._host.pool.page_size)],
-            sample=request.sample_spec(len(request.tokens), self._eos_token_ids) if plan.is_last else None,
+            sample=request.sample_spec(len(request.tokens), self._host.engine) if plan.is_last else None,
             scores=request.score_specs(plan.start, end),
         )
 
@@ -271,7 +271,7 @@ class PrefillRole:
         if request is None or request.is_cancelled:
             return
         if token.error:
-            self._fail(request, f"{self._name}: {token.error}")
+            self._fail(request, token)
         elif token.is_given and token.logprob is not None:
             request.scores.append(logprobs_to_proto(token.logprob, token.top_logprobs))
         else:
@@ -305,9 +305,9 @@ class PrefillRole:
         request.link.event(request.state, handed_off, receipt=receipt, decode_worker=self._name)
         self._finish(request)
 
-    def _fail(self, request: HeldPrompt, reason: str) -> None:
-        """End a request whose chunk the engine could not compute: the router tries another worker's."""
-        failed, cause = pb.EVENT_KIND_FAILED, pb.FAILURE_CAUSE_STEP
+    def _fail(self, request: HeldPrompt, token: SampledToken) -> None:
+        """End a request whose chunk the engine could not compute: the router tries another worker's, if it may help."""
+        failed, cause, reason = pb.EVENT_KIND_FAILED, failure_cause(token), f"{self._name}: {token.error}"
         request.link.event(request.state, failed, reason=reason, cause=cause, trace=request.told())
         request.is_cancelled = True
         self.handoffs.spawn(self._let_go(request, reason))

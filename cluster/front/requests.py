@@ -10,11 +10,13 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import grpc
 
 from cluster.front.allowance.options import NO_LIMITS, Account
+from cluster.front.structured import check_form
 from cluster.front.tokenizer import TextCodec
 from cluster.front.trace_context import TRACE
 from cluster.router.live.requests import NewRequest, RequestFailed
@@ -73,7 +75,14 @@ async def check_request(
     params.validate(model.vocab_size)
     if params.stop and codec is None:
         raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
+    form = request.sampling.structured if request.sampling.HasField("structured") else None
+    if form is not None:
+        check_form(form, params, model)
+        if codec is None:
+            raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
     admit(request_id, params.n)
+    if form is not None and codec is not None:
+        params = replace(params, grammar=await codec.in_thread(partial(codec.forms.grammar, form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
     room = model.max_model_len - len(prompt_ids)

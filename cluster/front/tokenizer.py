@@ -24,6 +24,7 @@ import grpc
 
 from cluster.front.detokenizer import special_ids
 from cluster.front.options import FrontOptions
+from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 from engine.weights.files import has_tokenizer
@@ -53,6 +54,7 @@ class TextCodec:
         backend.no_padding()
         self.tokenizer = tokenizer
         self.backend = backend
+        self.forms = Forms(backend)
         self.longest_token_bytes = max((len(token.encode()) for token in backend.get_vocab()), default=1)
         self.max_waiting_bytes = max_waiting_bytes
         self.waiting_bytes = 0  # of texts that are tokenised in threads, or wait for one
@@ -92,7 +94,7 @@ class TextCodec:
         with self._waiting(num_bytes):
             if len(text) > USUAL_CHARS * max_model_len:
                 await self._check_pieces(text, max_model_len)
-            return await self._in_thread(lambda: self._encode(text, max_model_len, special_tokens))
+            return await self.in_thread(lambda: self._encode(text, max_model_len, special_tokens))
 
     def _checked_bytes(self, text: str, max_model_len: int) -> int:
         """How many the text has. Refuses, before it is tokenised, one with more than so many of the longest token."""
@@ -124,12 +126,13 @@ class TextCodec:
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            num_tokens += await self._in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
+            num_tokens += await self.in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
             if num_tokens > SURELY_TOO_LONG * max_model_len:
                 raise _too_long(f"more than {num_tokens // SURELY_TOO_LONG}", max_model_len)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any more."""
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do what takes long. A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any
+        more."""
         await self._slots.acquire()
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         future.add_done_callback(self._on_done)

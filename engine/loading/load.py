@@ -45,6 +45,7 @@ class LoadedModel:
     pages: KvPages
     layout: KvLayout  # of the pages that requests may be given
     steps: Steps
+    source: str  # a directory, or a name on the hub
 
 
 def silent(stage: str, fraction: float) -> None:
@@ -113,7 +114,7 @@ def _load_beside(
     layout, pages = _allocate(model, info, scales, options, platform)
     steps = platform.steps(model, pages, options, info)
     progress("ready", 1.0)
-    return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps)
+    return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps, source=options.model)
 
 
 def _check_parity_or_in_float32(

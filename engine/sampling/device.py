@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.host import TOP_P_SLACK, NonFiniteLogits
+from engine.sampling.host import TOP_P_SLACK, NonFiniteLogits, failed_token
 from engine.types import SampledToken, SampleSpec, TokenLogprob
 
 _MASK_32 = 0xFFFFFFFF
@@ -57,6 +57,7 @@ class SamplingPlan:
     has_edits: bool
     logprobs: tuple[int | None, ...]
     is_given: tuple[bool, ...]
+    specs: Sequence[SampleSpec]
 
     @classmethod
     def of(cls, request_ids: Sequence[str], specs: Sequence[SampleSpec]) -> SamplingPlan:
@@ -93,6 +94,7 @@ class SamplingPlan:
             has_edits=bool(edits),
             logprobs=tuple(p.logprobs for p in params),
             is_given=tuple(spec.given_id is not None for spec in specs),
+            specs=specs,
         )
 
 
@@ -124,6 +126,7 @@ def _choices(specs: Sequence[SampleSpec]) -> Arrays:
     """(row, id) pairs of what is likelier or less so, of what alone may be drawn, and of what may not."""
     biases = [(row, token, bias) for row, spec in enumerate(specs) for token, bias in spec.params.logit_bias]
     allowed = [(row, token) for row, spec in enumerate(specs) for token in spec.params.allowed_token_ids]
+    formed = [(row, spec.form.bits()) for row, spec in enumerate(specs) if spec.form is not None]
     bans = [(row, token) for row, spec in enumerate(specs) for token in spec.banned_ids]
     arrays: Arrays = {}
     if biases:
@@ -132,6 +135,9 @@ def _choices(specs: Sequence[SampleSpec]) -> Arrays:
     if allowed:
         arrays["allowed"] = np.array(allowed, np.int64)
         arrays["narrowed_rows"] = np.unique(arrays["allowed"][:, 0])
+    if formed:
+        arrays["formed_rows"] = np.array([row for row, _ in formed], np.int64)
+        arrays["form_bits"] = np.stack([np.frombuffer(bits, np.uint8) for _, bits in formed])
     if bans:
         arrays["bans"] = np.array(bans, np.int64)
     return arrays
@@ -187,6 +193,10 @@ def _edited(raw_RV: torch.Tensor, placed: Mapping[str, torch.Tensor]) -> torch.T
         kept = scores_RV[at]
         scores_RV.index_fill_(0, placed["narrowed_rows"], float("-inf"))
         scores_RV.index_put_(at, kept)
+    if "formed_rows" in placed:
+        rows, ids_V = placed["formed_rows"], torch.arange(scores_RV.shape[1], device=scores_RV.device)
+        keeps = placed["form_bits"][:, ids_V >> 3] >> (ids_V & 7) & 1
+        scores_RV.index_copy_(0, rows, scores_RV[rows].masked_fill(keeps == 0, float("-inf")))
     if "bans" in placed:
         at = placed["bans"].unbind(1)
         kept = scores_RV[at]
@@ -250,7 +260,7 @@ def sampled_tokens(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[Sam
     bad = [row for row, finite in enumerate(is_finite) if not finite]
     error = str(NonFiniteLogits(bad)) if bad else ""
     return [
-        SampledToken(request_id=request_id, token_id=-1, error=error)
+        failed_token(request_id, plan.specs[row], error)
         if not is_finite[row]
         else _token(request_id, ids[row], row, plan, host)
         for row, request_id in enumerate(plan.request_ids)

@@ -1,7 +1,8 @@
 """sampled_tokens() turns the logits of a step into one token for each row. It keeps no state.
 
-Order of application: logit bias, penalties (repetition, frequency, presence), what may not be drawn, temperature,
-top-k, top-p, min-p, draw. Temperature 0 takes the likeliest token that is left; the lowest id wins a tie.
+Order of application: logit bias, penalties (repetition, frequency, presence), what may not be drawn (by
+allowed_token_ids, by the answer's form, by bans), temperature, top-k, top-p, min-p, draw. Temperature 0 takes the
+likeliest token that is left; the lowest id wins a tie.
 
 Every row is worked alone, by numpy in one thread, so its token does not depend on the other rows, their number or
 order, or the number of threads: the same logits give the same token, bit for bit. The draw is the inverse of the
@@ -53,7 +54,7 @@ def sampled_tokens(
         good = [row for row in range(len(specs)) if row not in error.rows]
         rest = sampled_tokens(logits_RV[good], [request_ids[row] for row in good], [specs[row] for row in good])
         tokens = dict(zip(good, rest, strict=True))
-        failed = {row: SampledToken(request_id=request_ids[row], token_id=-1, error=str(error)) for row in error.rows}
+        failed = {row: failed_token(request_ids[row], specs[row], str(error)) for row in error.rows}
         return [(tokens | failed)[row] for row in range(len(specs))]
     return [
         SampledToken(
@@ -65,6 +66,14 @@ def sampled_tokens(
         )
         for request_id, spec, (token_id, logprob, top) in zip(request_ids, specs, drawn, strict=True)
     ]
+
+
+def failed_token(request_id: str, spec: SampleSpec, error: str) -> SampledToken:
+    """`error`: of the logits; where a form leaves nothing to draw, that is told."""
+    own = spec.form.error if spec.form is not None else ""
+    if not own and spec.form is not None and spec.params.allowed_token_ids:
+        own = "allowed_token_ids has none that keeps the answer's form"
+    return SampledToken(request_id=request_id, token_id=-1, error=own or error, is_own_fault=bool(own))
 
 
 def sample(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
@@ -85,7 +94,7 @@ def sample(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
 def is_edited(spec: SampleSpec) -> bool:
     """Whether anything is changed of the logits before the temperature."""
     params = spec.params
-    return bool(params.has_penalties or params.logit_bias or params.allowed_token_ids or spec.banned_ids)
+    return bool(params.has_penalties or params.logit_bias or params.allowed_token_ids or spec.form or spec.banned_ids)
 
 
 def _is_plain_greedy(spec: SampleSpec) -> bool:
@@ -136,6 +145,9 @@ def _edited(raw_V: _F32, spec: SampleSpec) -> _F32:
         kept = logits_V[allowed]
         logits_V.fill(-np.inf)
         logits_V[allowed] = kept
+    if spec.form is not None:
+        bits = np.frombuffer(spec.form.bits(), np.uint8)
+        logits_V[np.unpackbits(bits, count=logits_V.size, bitorder="little") == 0] = -np.inf
     if spec.banned_ids:
         banned = list(spec.banned_ids)
         kept = logits_V[banned]

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -35,6 +36,8 @@ Examples:
   kvrelay generate --token-ids 1,2,3 --temperature 0.8 --top-p 0.95 --seed 7 --json
 
   kvrelay generate - --stop END --timeout 10 < prompt.txt
+
+  kvrelay generate "A city:" --json-schema '{"type": "object", "properties": {"name": {"type": "string"}}}'
 """
 
 
@@ -60,6 +63,11 @@ class Sampling:
     logit_bias: Annotated[str | None, typer.Option(help="Added to logits, by token id, such as 7:-100,8:2.5.")] = None
     allowed_token_ids: Annotated[str | None, typer.Option(help="Draw none but these, such as 7,8.")] = None
     bad_words: Annotated[list[str] | None, typer.Option(help="Never in the output; may be repeated.")] = None
+    json_schema: Annotated[str | None, typer.Option(help="The answer is JSON of this schema; @FILE reads it.")] = None
+    json_object: Annotated[bool, typer.Option("--json-object", help="The answer is a JSON object.")] = False
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these; may be repeated.")] = None
+    grammar: Annotated[str | None, typer.Option(help="The answer keeps this (Lark's or GBNF); @FILE reads it.")] = None
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
 
@@ -72,7 +80,9 @@ class Sampling:
 
     def options(self) -> GenerateOptions:
         """Those that were given. Raises KvrelayError."""
-        given: dict[str, Any] = dataclasses.asdict(self) | {"ignore_eos": self.ignore_eos or None}
+        given: dict[str, Any] = dataclasses.asdict(self)
+        given |= {key: given[key] or None for key in ("ignore_eos", "json_object")}
+        given |= {key: _text_of(f"--{key.replace('_', '-')}", given[key]) for key in ("json_schema", "grammar")}
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = _ids("--stop-token-ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
@@ -81,6 +91,16 @@ class Sampling:
             given["logit_bias"] = _biases(self.logit_bias)
         chosen: Any = {key: value for key, value in given.items() if value not in (None, [])}
         return cast(GenerateOptions, chosen)
+
+
+def _text_of(flag: str, given: str | None) -> str | None:
+    """@FILE: what is in the file. Raises KvrelayError."""
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KvrelayError("INVALID_ARGUMENT", f"{flag} is {given}, which cannot be read: {error}") from error
 
 
 def register(app: typer.Typer) -> None:

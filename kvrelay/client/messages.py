@@ -6,6 +6,7 @@ a value makes sense is for the server to say.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from kvrelay.client.types import (
 from kvrelay.v1 import cluster_pb2, generate_pb2
 
 _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generate_pb2.GenerateRequest:
@@ -61,9 +63,26 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             _extend(getattr(request.sampling, key), key, value)
         elif key == "logit_bias":
             _update(request.sampling.logit_bias, key, value)
+        elif key in _FORMS:
+            _set_form(request.sampling, key, value)
         else:
             _set(request.sampling, key, value)
     return request
+
+
+def _set_form(sampling: generate_pb2.SamplingParams, key: str, value: Any) -> None:
+    if form := sampling.structured.WhichOneof("form"):
+        raise KvrelayError("INVALID_ARGUMENT", f"{form} and {key} are given; an answer has one form")
+    if key == "choice":
+        sampling.structured.choice.SetInParent()
+        _extend(sampling.structured.choice.texts, key, [value] if isinstance(value, str) else value)
+        return
+    if key == "json_schema" and not isinstance(value, str):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _cannot_carry(key, value, error) from error
+    _set(sampling.structured, key, value)
 
 
 def _set(message: Any, key: str, value: Any, name: str | None = None) -> None:

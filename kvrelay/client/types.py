@@ -49,6 +49,9 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty [1.0], presence_penalty [0.0], frequency_penalty [0.0]: as in vLLM.
     logit_bias [none]: by token id, what is added to its logit, -100 to 100. allowed_token_ids [any]: none but these.
     bad_words [none]: what the output never has.
+    json_schema, json_object, regex, choice, grammar [none]: one of them, the form that the answer's text has. A JSON
+        Schema (an object, or its text), whether it is any JSON object, a regular expression, texts of which it is one,
+        a grammar (Lark's notation or GBNF). The answer ends where its form is whole.
     n [1]: how many choices; choice i draws with seed + i.
     model [the one served], request_id [made by the server].
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
@@ -76,6 +79,11 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
+    json_schema: Mapping[str, Any] | str
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
     n: int
     model: str
     request_id: str

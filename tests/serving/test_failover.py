@@ -25,7 +25,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (100, 16, 33)]
 NEW_TOKENS = 30
 OPTIONS: tuple[Any, ...] = (
     GenerateOptions(temperature=0.0),
-    GenerateOptions(temperature=0.9, top_p=0.95, seed=5),
+    GenerateOptions(temperature=0.9, top_p=0.95, seed=5, regex="([a-f]{3}, ){100}"),
     GenerateOptions(
         temperature=0.9, seed=6, repetition_penalty=1.2, presence_penalty=0.5, logprobs=1, prompt_logprobs=1
     ),

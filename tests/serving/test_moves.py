@@ -34,7 +34,7 @@ NEW_TOKENS = 120
 TOO_LATE = re.compile(r"has nothing of it (left to read|to move now)")
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"temperature": 0.9, "seed": 7, "logprobs": 2},
+    {"temperature": 0.9, "seed": 7, "logprobs": 2, "regex": "([a-f]{3}, ){100}"},
     {"temperature": 0.8, "seed": 3, "presence_penalty": 0.7, "repetition_penalty": 1.2},
 ]
 
@@ -48,7 +48,7 @@ def _cluster(
 
 
 async def _ask(client: AsyncClient) -> list[Completion]:
-    common: dict[str, Any] = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "timeout_s": 60}
+    common: dict[str, Any] = {"max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS, "timeout_s": 60}
     prompts = [random_prompt(length, seed=length) for length in LENGTHS]
     return await asyncio.gather(
         *(client.generate(prompt, **common, **KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts))

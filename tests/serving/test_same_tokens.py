@@ -28,7 +28,8 @@ NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02)
 SHAPED = GenerateOptions(
     temperature=1.1, logit_bias={5: 4.0, 9: -100.0}, allowed_token_ids=[*range(3, 100)], bad_words=["w5 w6"]
 )
-OPTIONS: tuple[Any, ...] = (PLAIN, PENALISED, NARROW, SHAPED)
+FORMED = GenerateOptions(temperature=1.2, regex="([a-f]{3}, ){100}")
+OPTIONS: tuple[Any, ...] = (PLAIN, PENALISED, NARROW, SHAPED, FORMED)
 
 
 async def _run(client: AsyncClient, index: int) -> Completion:

@@ -1,8 +1,11 @@
 """vLLM's engine as its own server drives it, in this process: python vllm_engine.py MODEL THREADS. See lines.py."""
 
 import asyncio
+import os
 import sys
 import time
+
+os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "86400"  # a step may be under way when all of it is stopped
 
 from lines import Lines
 from vllm import SamplingParams

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.front.generation import Generation
 from cluster.front.http.answers import Answer, Made
 from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.forms import chat_form
 from cluster.front.http.guard import HttpCall
 from cluster.front.http.parsing import AnswerParser, texts_of
 from cluster.front.http.schemas import ChatRequest, Prompted
@@ -53,6 +54,8 @@ class ChatAnswer(Answer):
         request = asked.to_proto(call.request_id)
         request.token_ids.ids.extend(prompt_ids)
         marks, codec = template.marks, generation.codec
+        if (form := chat_form(asked, marks, codec, prompt)) is not None:
+            request.sampling.structured.CopyFrom(form)
         shown = frozenset[int]()
         if codec is not None:
             shown = codec.ids_of(marks.all) if asked.skip_special_tokens else codec.special_ids

@@ -106,7 +106,7 @@ class AnswerParser:
     def _say(self, text: str, parts: list[Part]) -> None:
         if text:
             self._has_called = False
-            self._has_begun = self._has_begun or bool(text.strip())
+            self._has_begun = self._has_begun or (self._state == "said" and bool(text.strip()))
             parts.append(Part("thought" if self._state == "thought" else "said", text))
 
     def _begins_bare_call(self) -> bool:

@@ -6,6 +6,7 @@ cannot be served is refused in a sentence; one that is not known is passed over,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,16 +28,10 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "chat_template": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
@@ -46,6 +41,35 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
 class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's: `strict` or not, the schema is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Sampled(BaseModel):
@@ -75,6 +99,8 @@ class Sampled(BaseModel):
     logit_bias: dict[Int32, float] | None = None
     allowed_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     stream: bool | None = False
@@ -153,11 +179,46 @@ class Sampled(BaseModel):
             logit_bias=self.logit_bias or {},
             allowed_token_ids=self.allowed_token_ids or (),
             bad_words=self.bad_words or (),
+            structured=self.form(),
         )
+
+    def form(self) -> generate_pb2.StructuredOutput | None:
+        """That of the answer's text; None: any. Raises InvalidRequest where it has two, or none where one is meant."""
+        forms = [*_formatted(self.response_format), *_structured(self.structured_outputs)]
+        if len(forms) > 1:
+            raise InvalidRequest("response_format and structured_outputs give an answer two forms; give one")
+        return forms[0] if forms else None
 
     @property
     def most_tokens(self) -> int:
         return self.usual_max_tokens if self.max_tokens is None else self.max_tokens
+
+
+def _formatted(given: ResponseFormat | None) -> Iterator[generate_pb2.StructuredOutput]:
+    if given is None or given.type == "text":
+        return
+    if given.type == "json_object":
+        yield generate_pb2.StructuredOutput(json_object=True)
+    elif given.json_schema is None or given.json_schema.schema_ is None:
+        raise InvalidRequest("response_format is json_schema without a schema; give it as json_schema.schema")
+    else:
+        yield generate_pb2.StructuredOutput(json_schema=json.dumps(given.json_schema.schema_))
+
+
+def _structured(given: StructuredOutputs | None) -> Iterator[generate_pb2.StructuredOutput]:
+    if given is None:
+        return
+    if given.json_ is not None:
+        text = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+        yield generate_pb2.StructuredOutput(json_schema=text)
+    if given.json_object:
+        yield generate_pb2.StructuredOutput(json_object=True)
+    if given.regex is not None:
+        yield generate_pb2.StructuredOutput(regex=given.regex)
+    if given.choice is not None:
+        yield generate_pb2.StructuredOutput(choice=generate_pb2.Choices(texts=given.choice))
+    if given.grammar is not None:
+        yield generate_pb2.StructuredOutput(grammar=given.grammar)
 
 
 class CompletionRequest(Sampled):
@@ -243,6 +304,7 @@ class ChatRequest(Prompted, Sampled):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool = True
 
@@ -262,11 +324,6 @@ class ChatRequest(Prompted, Sampled):
         super().check_served()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
-        if isinstance(self.tool_choice, FunctionChoice) or self.tool_choice == "required":
-            shown = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
-            raise InvalidRequest(
-                f"tool_choice is {str(shown)[:80]!r}; this server cannot make sure of a call, so give auto or none"
-            )
         if self.tool_choice == "auto" and not self.tools:
             raise InvalidRequest("tool_choice is auto, and there are no tools; give both or neither")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 
 from engine.sampling.device import SamplingPlan, draw, sampled_tokens, uniforms
 from engine.sampling.host import sample
+from engine.sampling.host import sampled_tokens as host_tokens
 from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec, SamplingParams
 
@@ -54,6 +57,19 @@ def spec(row: int, **changes: object) -> SampleSpec:
     return SampleSpec(params=SamplingParams(seed=7 * row + 1, **changes), position=row + 3, **own)  # type: ignore[arg-type]
 
 
+class Given:
+    """A form that allows these tokens."""
+
+    def __init__(self, token_ids: Iterable[int], error: str = "") -> None:
+        self.error = error
+        bits = np.zeros(VOCAB, np.uint8)
+        bits[list(token_ids)] = 1
+        self._bits = np.packbits(bits, bitorder="little").tobytes()
+
+    def bits(self) -> bytes:
+        return self._bits
+
+
 WAYS = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.7},
@@ -74,6 +90,9 @@ WAYS = {
     "allowed": {"allowed_token_ids": (5, 5, 9, 600), "logit_bias": ((4, 50.0), (9, 2.0))},
     "allowed, some banned": {"allowed_token_ids": (5, 9, 600), "banned_ids": (9,)},
     "allowed, all banned": {"allowed_token_ids": (5, 9), "banned_ids": (9, 5), "temperature": 0.0},
+    "a form": {"form": Given(range(0, VOCAB, 7)), "temperature": 1.3},
+    "a form, some banned": {"form": Given((5, 9, 699)), "banned_ids": (9,), "logit_bias": ((4, 50.0),)},
+    "a form, all banned": {"form": Given((5, 9)), "banned_ids": (9, 5), "temperature": 0.0},
     "repetition": {"repetition_penalty": 1.8, "prompt_ids": (1, 2, 2, 3), "output_ids": (3, 9)},
     "frequency and presence": {"frequency_penalty": 0.7, "presence_penalty": -0.4, "output_ids": (9, 9, 9, 12)},
     "frequency, no output yet": {"frequency_penalty": 0.7},
@@ -115,6 +134,23 @@ def test_a_row_that_is_not_finite_is_named_and_the_others_draw(poison: float, te
     assert "logits of row 1 hold NaN" in bad.error
     wanted = sample(logits[[0, 2]], [specs[0], specs[2]])
     assert [first.token_id, last.token_id] == [token_id for token_id, _, _ in wanted]
+
+
+def test_a_form_that_leaves_nothing_is_the_request_s_own_fault() -> None:
+    specs = [
+        spec(0, form=Given((), "cannot be kept")),
+        spec(1, form=Given([3]), allowed_token_ids=(4,)),
+        spec(2, form=Given([3])),
+    ]
+    host = host_tokens(logits_of(3), ["0", "1", "2"], specs)
+    assert host == on_device(logits_of(3), specs)
+    assert [token.error for token in host] == [
+        "cannot be kept",
+        "allowed_token_ids has none that keeps the answer's form",
+        "",
+    ]
+    assert [token.is_own_fault for token in host] == [True, True, False]
+    assert host[2].token_id == 3
 
 
 def test_greedy_rows_upload_nothing() -> None:

@@ -89,12 +89,14 @@ async def test_what_cannot_be_promised_is_refused_by_its_value() -> None:
     cases: list[tuple[dict[str, object], str]] = [
         (
             {"tool_choice": "required", "tools": tools},
-            "tool_choice is 'required'; this server cannot make sure of a call",
+            "structured is given but the model has no EOS, which ends such answers",
         ),
         (
             {"response_format": {"type": "json_object"}},
-            "response_format is {'type': 'json_object'}; this server does not",
+            "structured is given but the model has no EOS, which ends such answers",
         ),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "response_format and structured_outputs give"),
+        ({"audio": {"voice": "x"}}, "audio is {'voice': 'x'}; this server does not do that"),
     ]
     async with http(codec=words()) as h:
         for asked, said in cases:

@@ -1,0 +1,153 @@
+"""The form of a chat's answer: thoughts, if the model has any, and then what was asked for; or calls of tools between
+the model's marks, with arguments that keep the tools' schemas.
+
+    chat --Lark--> thoughts? then @answer | calls          @answer, @call: grammars of their own, by llguidance
+
+A mark that is a token of its own is asked for as that token; another one as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.front.http.chat import Marks
+from cluster.front.http.schemas import ChatRequest, FunctionChoice
+from cluster.front.structured import form_of
+from cluster.front.tokenizer import TextCodec
+from engine.types import InvalidRequest
+from kvrelay.v1 import generate_pb2
+
+TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n\\r\\t]{1,8}/\n"
+ANY_ARGUMENTS = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """As a grammar has it: alone, and behind any text that ends with it."""
+
+    name: str
+    text: str
+    token_id: int | None
+
+    @property
+    def alone(self) -> str:
+        return json.dumps(self.text) if self.token_id is None else f"<[{self.token_id}]>"
+
+    @property
+    def after_text(self) -> str:
+        """Rules, of which the first is `until_NAME`."""
+        if self.token_id is None:
+            return f"until_{self.name}[lazy]: TEXT {self.alone}\n"
+        return f"until_{self.name}: TEXT {self.alone}\n"
+
+
+def chat_form(
+    asked: ChatRequest, marks: Marks, codec: TextCodec | None, prompt: str
+) -> generate_pb2.StructuredOutput | None:
+    """None: any. Raises InvalidRequest."""
+    own, must_call = asked.form(), _must_call(asked)
+    is_strict = asked.may_call and any(_function(number, tool).get("strict") for number, tool in _tools(asked))
+    if own is not None and (must_call or is_strict):
+        raise InvalidRequest("response_format is given with tools that have forms of their own; give one of them")
+    if own is None and not must_call and not is_strict:
+        return None
+    if codec is None:
+        raise InvalidRequest("a form is asked of the answer but no tokenizer is loaded; leave it out")
+    thought = _thought(marks, codec, prompt)
+    if own is None:
+        return _calls(asked, marks, codec, thought, must_call=must_call)
+    if not thought:
+        return own
+    return _made(f"start: thought @answer\n{thought}", _named("answer", *form_of(own)))
+
+
+def _must_call(asked: ChatRequest) -> bool:
+    return isinstance(asked.tool_choice, FunctionChoice) or asked.tool_choice == "required"
+
+
+def _mark(name: str, text: str, codec: TextCodec) -> _Mark:
+    return _Mark(name, text, next(iter(codec.ids_of([text])), None))
+
+
+def _thought(marks: Marks, codec: TextCodec, prompt: str) -> str:
+    """The rule `thought`, which may be nothing; empty where the model has none, or the prompt has ended them."""
+    begin, end = marks.reasoning
+    if not end or prompt.rstrip().endswith(end):
+        return ""
+    close = _mark("thought", end, codec)
+    is_thinking = bool(begin) and prompt.rstrip().endswith(begin)
+    inside = f"inside: until_thought SPACE?\n{close.after_text}"
+    if is_thinking:
+        return f"thought: inside\n{inside}"
+    return f"thought: (SPACE? {_mark('begin', begin, codec).alone} inside)?\n{inside}"
+
+
+def _tools(asked: ChatRequest) -> Sequence[tuple[int, Mapping[str, Any]]]:
+    return list(enumerate(asked.tools or ()))
+
+
+def _function(number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"tools.{number} has no function.name; give one")
+    return function
+
+
+def _calls(
+    asked: ChatRequest, marks: Marks, codec: TextCodec, thought: str, *, must_call: bool
+) -> generate_pb2.StructuredOutput:
+    begin, end = marks.tools
+    if not begin:
+        shown = asked.tool_choice.function if isinstance(asked.tool_choice, FunctionChoice) else asked.tool_choice
+        raise InvalidRequest(f"tool_choice is {str(shown)[:80]}; the model's chat template shows no call, so give none")
+    functions = [_function(number, tool) for number, tool in _tools(asked)]
+    if isinstance(asked.tool_choice, FunctionChoice):
+        wanted = asked.tool_choice.function.get("name")
+        functions = [each for each in functions if each["name"] == wanted]
+        if not functions:
+            raise InvalidRequest(f"tool_choice is {str(wanted)[:80]!r}, which is none of tools; give one of them")
+    if not functions:
+        raise InvalidRequest("tool_choice is required, and there are no tools; give both or neither")
+    key = "parameters" if begin == "<|python_tag|>" else "arguments"
+    call: Mapping[str, Any] = {"anyOf": [_called(each, key, is_kept=must_call) for each in functions]}
+    is_one = isinstance(asked.tool_choice, FunctionChoice) or asked.parallel_tool_calls is False
+    if begin == "[TOOL_CALLS]":
+        call = {"type": "array", "items": call, "minItems": 1} | ({"maxItems": 1} if is_one else {})
+    mark = _mark("call", begin, codec)
+    close = f" SPACE? {_mark('end', end, codec).alone}" if end else ""
+    is_one = is_one or not end
+    body = f"SPACE? @call{close}"
+    first = f"{mark.alone}? {body}" if begin == "<|python_tag|>" else f"{mark.alone} {body}"
+    if must_call:
+        rules = f"calls: SPACE? {first}" + ("\n" if is_one else f" (SPACE? {first})*\n")
+    else:
+        rules = f"calls: (until_call {body}){'?' if is_one else '*'} TEXT\n{mark.after_text}"
+    start = "start: thought calls\n" if thought else "start: calls\n"
+    return _made(start + rules + thought, _named("call", "json_schema", json.dumps(call)))
+
+
+def _called(function: Mapping[str, Any], key: str, *, is_kept: bool) -> Mapping[str, Any]:
+    """Of a call that must be, and of strict functions, arguments are as their schema says."""
+    schema = function.get("parameters") if is_kept or function.get("strict") else None
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, key: schema or ANY_ARGUMENTS},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _named(name: str, form: str, text: str) -> Sequence[dict[str, Any]]:
+    """The grammars of a form, the first by this name."""
+    from engine.sampling.structured import grammar_of  # llguidance comes with it
+
+    first, *others = json.loads(grammar_of(form, text))["grammars"]
+    return [{**first, "name": name}, *others]
+
+
+def _made(lark: str, grammars: Sequence[Mapping[str, Any]]) -> generate_pb2.StructuredOutput:
+    chat = {"name": "chat", "lark_grammar": f"%llguidance {{}}\n{lark}{TERMINALS}"}
+    return generate_pb2.StructuredOutput(grammar=json.dumps({"grammars": [chat, *grammars]}))

@@ -1,0 +1,73 @@
+"""Forms makes grammars of the forms that requests give their answers. They are read and checked here, with the model's
+own tokens, so that what means nothing reaches no worker; what was checked lately is known."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+from engine.types import MAX_FORM_CHARS, InvalidRequest, SamplingParams
+from kvrelay.v1 import generate_pb2
+
+ANY_OBJECT = '{"type": "object"}'  # as a JSON Schema
+NUM_KNOWN = 64
+
+
+def check_form(
+    structured: generate_pb2.StructuredOutput, params: SamplingParams, model: generate_pb2.GetModelInfoResponse
+) -> None:
+    """What costs nothing to check. Raises InvalidRequest."""
+    form, text = form_of(structured)
+    if len(text) > MAX_FORM_CHARS:
+        raise InvalidRequest(f"structured.{form} has {len(text)} characters; give at most {MAX_FORM_CHARS}")
+    if not model.eos_token_ids:
+        raise InvalidRequest("structured is given but the model has no EOS, which ends such answers; leave it out")
+    if params.ignore_eos:
+        raise InvalidRequest("ignore_eos is set with structured, whose answers end by EOS; leave one of them out")
+
+
+def form_of(structured: generate_pb2.StructuredOutput) -> tuple[str, str]:
+    """As engine.sampling.structured takes it. Raises InvalidRequest where there is none."""
+    match structured.WhichOneof("form"):
+        case "json_schema":
+            return "json_schema", structured.json_schema
+        case "json_object" if structured.json_object:
+            return "json_schema", ANY_OBJECT
+        case "regex":
+            return "regex", structured.regex
+        case "choice":
+            return "choice", json.dumps(list(structured.choice.texts))
+        case "grammar":
+            return "grammar", structured.grammar
+    raise InvalidRequest("structured is empty; give json_schema, json_object, regex, choice or grammar")
+
+
+class Forms:
+    def __init__(self, backend: Any) -> None:
+        """`backend`: of a fast tokenizer."""
+        self._backend = backend
+        self._vocabulary: Any = None
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._lock = Lock()
+
+    def grammar(self, structured: generate_pb2.StructuredOutput, model: generate_pb2.GetModelInfoResponse) -> str:
+        """Takes up to some 100 ms, the first time a second: for a thread. Raises InvalidRequest."""
+        form, text = form_of(structured)
+        with self._lock:
+            if (known := self._known.get((form, text))) is None:
+                known = self._known[form, text] = self._checked(form, text, model)
+                if len(self._known) > NUM_KNOWN:
+                    self._known.popitem(last=False)
+            self._known.move_to_end((form, text))
+            return known
+
+    def _checked(self, form: str, text: str, model: generate_pb2.GetModelInfoResponse) -> str:
+        from engine.sampling.structured import check_grammar, grammar_of, vocabulary  # llguidance comes with it
+
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary(self._backend.to_str(), model.vocab_size, model.eos_token_ids)
+        grammar = grammar_of(form, text)
+        check_grammar(form, grammar, self._vocabulary)
+        return grammar

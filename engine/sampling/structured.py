@@ -1,0 +1,173 @@
+"""StructuredOutputs says which tokens keep the form that a request gave its answer: a JSON Schema, a regular
+expression, a choice, a grammar. llguidance does the work: it parses what was drawn so far, and what may follow by each
+token's bytes.
+
+    form, text --grammar_of--> grammar --Constraint.after(tokens)--> a bit for each token of the vocabulary
+
+A constraint is made of the grammar and the tokens of the answer alone, so a worker that takes over a request knows what
+the one before it knew. Bits are made in a thread, while the forward pass runs that makes the logits (llguidance lets go
+of the interpreter lock). What a grammar may cost is bounded (LIMITS).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Lock
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+
+from engine.types import MAX_FORM_CHARS, InvalidRequest, ModelInfo
+
+MAX_CHOICES = 1024
+SPACE = r"[\x20]?|\n[\x20\t]{0,32}"  # between JSON's tokens: a model that is lost in spaces would not end
+MAX_KEPT = 128  # grammars that are kept compiled
+LIMITS = LLParserLimits(verbose_errors=False)
+THREADS = 2
+
+
+def grammar_of(form: str, text: str) -> str:
+    """llguidance's own JSON for a `json_schema`, a `regex` (of Rust's regex crate, but \\d and \\w are ASCII's, as in a
+    schema's pattern), a `grammar` (Lark's notation, GBNF, or that JSON itself), or a `choice`, which is a JSON list of
+    texts. Raises InvalidRequest where that can be said without a look at its meaning."""
+    if len(text) > MAX_FORM_CHARS:
+        raise InvalidRequest(f"structured.{form} has {len(text)} characters; give at most {MAX_FORM_CHARS}")
+    try:
+        if form == "json_schema" and not isinstance(json.loads(text), dict | bool):
+            raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
+        match form:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACE})
+            case "regex":
+                return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, use_ascii='dw')}/")
+            case "choice":
+                return LLMatcher.grammar_from_lark(_one_of(json.loads(text)))
+        return text if text.lstrip().startswith("{") else grammar_from("grammar", text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"structured.{form} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    if not 0 < len(texts) <= MAX_CHOICES or not all(texts):
+        raise InvalidRequest(f"structured.choice has {len(texts)} texts; give 1 to {MAX_CHOICES}, none empty")
+    return "start: " + " | ".join(json.dumps(text) for text in texts)
+
+
+def vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """What a tokenizer's ids stand for. Takes up to a second. Raises InvalidRequest where that is not known."""
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except (ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InvalidRequest(f"structured is given but this model's tokenizer is of no known kind: {why}") from error
+
+
+def check_grammar(form: str, grammar: str, tokens: LLTokenizer) -> None:
+    """Raise InvalidRequest for one that means nothing, or costs too much. Takes up to some 100 ms."""
+    if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS):
+        raise InvalidRequest(f"structured.{form} cannot be kept: {' '.join(why.split())[:300]}")
+
+
+class StructuredOutputs:
+    """Of one model's tokenizer."""
+
+    def __init__(self, model: str, info: ModelInfo) -> None:
+        """`model`: a directory, or a name on the hub."""
+        self.num_bytes = -(-info.vocab_size // 8)
+        self._model = model
+        self._info = info
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def constraint(self, grammar: str) -> Constraint:
+        return Constraint(self, grammar)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """One that has seen nothing. It is in an error state where the grammar cannot be kept."""
+        with self._lock:
+            if (known := self._kept.get(grammar)) is None:
+                known = self._kept[grammar] = LLMatcher(self._read(), grammar, log_level=0, limits=LIMITS)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(grammar)
+            return known.deep_copy()
+
+    def _read(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            told = _tokenizer_json(self._model)
+            self._vocabulary = vocabulary(told, self._info.vocab_size, self._info.eos_token_ids)
+        return self._vocabulary
+
+    def submit(self, constraint: Constraint, token_ids: Sequence[int], before: Future[bytes] | None) -> Future[bytes]:
+        return self._threads.submit(constraint.bits_after, token_ids, before)
+
+
+class Constraint:
+    """Of one answer."""
+
+    def __init__(self, outputs: StructuredOutputs, grammar: str) -> None:
+        self.error = ""
+        self._outputs = outputs
+        self._grammar = grammar
+        self._matcher: LLMatcher | None = None
+        self._num_read = 0  # tokens
+        self._last: Future[bytes] | None = None
+
+    def after(self, token_ids: Sequence[int]) -> NextBits:
+        """What may follow these, all of the answer so far; returns at once."""
+        self._last = self._outputs.submit(self, token_ids, self._last)
+        return NextBits(self, self._last)
+
+    def bits_after(self, token_ids: Sequence[int], before: Future[bytes] | None) -> bytes:
+        """`before`: another's work with the same matcher, if a step was given up."""
+        if before is not None:
+            wait([before])
+        try:
+            return self._bits_after(token_ids)
+        except Exception as error:
+            self.error = f"the answer's form cannot be kept: {error}"
+            return bytes(self._outputs.num_bytes)
+
+    def _bits_after(self, token_ids: Sequence[int]) -> bytes:
+        if self._matcher is None:
+            self._matcher = self._outputs.matcher(self._grammar)
+        if self._num_read > len(token_ids):
+            self._matcher.reset()
+            self._num_read = 0
+        self._matcher.consume_tokens(list(token_ids[self._num_read :]))
+        self._num_read = len(token_ids)
+        bits = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ValueError(" ".join(self._matcher.get_error().split())[:300])
+        return bits[: self._outputs.num_bytes]
+
+
+class NextBits:
+    """engine.types.NextTokens."""
+
+    def __init__(self, constraint: Constraint, made: Future[bytes]) -> None:
+        self._constraint = constraint
+        self._made = made
+
+    def bits(self) -> bytes:
+        return self._made.result()
+
+    @property
+    def error(self) -> str:
+        return self._constraint.error
+
+
+def _tokenizer_json(model: str) -> str:
+    path = Path(model) / "tokenizer.json"
+    if path.exists():
+        return path.read_text()
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str())

@@ -1,0 +1,146 @@
+"""The form of a chat's answer: whatever is drawn of what it allows, thoughts come first, calls can be read, and their
+arguments keep the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.front.http.chat import REASONING_MARKS, TOOL_MARKS, Marks
+from cluster.front.http.forms import chat_form
+from cluster.front.http.parsing import AnswerParser, Part
+from cluster.front.http.schemas import ChatRequest, Message
+from cluster.front.structured import form_of
+from cluster.front.tokenizer import TextCodec
+from engine.sampling.structured import StructuredOutputs, check_grammar, grammar_of, vocabulary
+from engine.types import InvalidRequest
+from tests.forms import MODEL, byte_tokenizer, walk
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": [1, 2, 3]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+STOP = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
+    {"type": "function", "function": {"name": "stop", "parameters": STOP, "strict": True}},
+]
+SCHEMAS = {"add": ADD, "stop": STOP}
+THOUGHTS = REASONING_MARKS[0]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+class Model:
+    """One whose marks are special tokens, or texts."""
+
+    def __init__(self, marks: Marks, directory: Path, *, are_special: bool) -> None:
+        tokenizer = byte_tokenizer(marks.all if are_special else ())
+        tokenizer.save(str(directory / "tokenizer.json"))
+        self.marks = marks
+        self.codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+        self.tokens = vocabulary(tokenizer.to_str(), MODEL.vocab_size, MODEL.eos_token_ids)
+        self.outputs = StructuredOutputs(str(directory), MODEL)
+
+    def answer(self, asked: ChatRequest, seed: int, prompt: str = "") -> list[Part]:
+        form = chat_form(asked, self.marks, self.codec, prompt)
+        assert form is not None
+        grammar = grammar_of(*form_of(form))
+        check_grammar("grammar", grammar, self.tokens)
+        liked = [self.codec.backend.encode(text).ids for text in ("]", "}", *self.marks.all)]
+        text = self.codec.text_of(walk(self.outputs, grammar, random.Random(seed), liked))
+        is_thinking = bool(self.marks.reasoning[0]) and prompt.endswith(self.marks.reasoning[0])
+        parser = AnswerParser(self.marks, finds_calls=asked.may_call, is_thinking=is_thinking)
+        return [*parser.push(text), *parser.finish()]
+
+
+def asking(**given: Any) -> ChatRequest:
+    return ChatRequest(messages=[Message(role="user", content="x")], **given)
+
+
+def calls_of(parts: list[Part]) -> list[str]:
+    """The names of those called, whose arguments are as they should."""
+    for part in parts:
+        if part.kind == "called":
+            jsonschema.validate(json.loads(part.call.arguments), SCHEMAS[part.call.name])
+    return [part.call.name for part in parts if part.kind == "called"]
+
+
+@pytest.mark.parametrize("are_special", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("tools", TOOL_MARKS, ids=["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("thoughts", [("", ""), THOUGHTS], ids=["", "thinks"])
+def test_a_call_that_must_be_is_made(
+    tools: tuple[str, str], thoughts: tuple[str, str], are_special: bool, tmp_path: Path
+) -> None:
+    model = Model(Marks(reasoning=thoughts, tools=tools), tmp_path, are_special=are_special)
+    for seed in range(4):
+        parts = model.answer(asking(tools=TOOLS, tool_choice="required"), seed)
+        assert calls_of(parts)
+        assert not [part for part in parts if part.kind == "said" and part.text.strip()]
+        assert calls_of(model.answer(asking(tools=TOOLS, tool_choice=NAMED), seed)) == ["add"]
+        if tools[1]:
+            one = asking(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+            assert len(calls_of(model.answer(one, seed))) == 1
+
+
+@pytest.mark.parametrize("are_special", [True, False], ids=["tokens", "texts"])
+def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(are_special: bool, tmp_path: Path) -> None:
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=are_special)
+    found = [calls_of(model.answer(asking(tools=TOOLS), seed)) for seed in range(30)]
+    assert any(found)
+    assert not all(found)
+
+
+def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
+    model = Model(Marks(reasoning=THOUGHTS), tmp_path, are_special=True)
+    asked = asking(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": ADD}})
+    kinds = set()
+    for seed in range(12):
+        for prompt in ("", THOUGHTS[0], f"{THOUGHTS[0]}\n\n{THOUGHTS[1]}\n\n"):
+            parts = model.answer(asked, seed, prompt)
+            said = "".join(part.text for part in parts if part.kind == "said")
+            jsonschema.validate(json.loads(said), ADD)
+            kinds.add((prompt[-8:], any(part.kind == "thought" for part in parts)))
+    assert ("", True) in kinds
+    assert ("", False) in kinds
+    assert (f"{THOUGHTS[1]}\n\n"[-8:], True) not in kinds
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"tools": TOOLS, "tool_choice": {**NAMED, "function": {"name": "sub"}}},
+            "tool_choice is 'sub', which is none",
+        ),
+        ({"tool_choice": "required"}, "tool_choice is required, and there are no tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools.0 has no function.name"),
+        (
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            "response_format is given with tools that have forms of their own",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format and structured_outputs give an answer two forms",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format is json_schema without a schema"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=True)
+    with pytest.raises(InvalidRequest) as caught:
+        chat_form(asking(**given), model.marks, model.codec, "")
+    assert str(caught.value).startswith(said)
+
+
+def test_a_model_that_shows_no_calls_cannot_be_made_to_call(tmp_path: Path) -> None:
+    model = Model(Marks(), tmp_path, are_special=True)
+    with pytest.raises(InvalidRequest, match="the model's chat template shows no call"):
+        chat_form(asking(tools=TOOLS, tool_choice="required"), model.marks, model.codec, "")

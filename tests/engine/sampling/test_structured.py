@@ -1,0 +1,131 @@
+"""Whatever is drawn of the tokens that a form allows, the answer has that form; and what it allows goes by the tokens
+alone, whoever asks."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from engine.sampling.structured import StructuredOutputs, check_grammar, grammar_of, vocabulary
+from engine.types import InvalidRequest
+from tests.forms import MODEL, allowed, byte_tokenizer, walk
+
+pytestmark = pytest.mark.unit
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", None]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 3},
+        "born": {"type": "string", "format": "date"},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"type": "string", "pattern": "^[a-z]{1,4}$"}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def outputs(tokenizer: Path) -> StructuredOutputs:
+    return StructuredOutputs(str(tokenizer), MODEL)
+
+
+def fits(schema: Any) -> Callable[[str], None]:
+    return lambda text: jsonschema.validate(json.loads(text), schema)
+
+
+def matches(pattern: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        assert re.fullmatch(pattern, text), text
+
+    return check
+
+
+FORMS: dict[str, tuple[str, str, Callable[[str], None]]] = {
+    "schema": ("json_schema", json.dumps(PERSON), fits(PERSON)),
+    "schema of a choice": ("json_schema", '{"anyOf": [{"type": "boolean"}, {"const": 7}]}', matches("true|false|7")),
+    "regex": ("regex", r"[a-f]{2,4}-(\d{3}|x)", matches(r"[a-f]{2,4}-(\d{3}|x)")),
+    "regex with slashes": ("regex", r"/[\w./]{1,3}/\"", matches(r"/[a-zA-Z0-9_./]{1,3}/\"")),
+    "choice": ("choice", json.dumps(["yes", "no", 'say "no"\n', "größer"]), matches('yes|no|say "no"\n|größer')),
+    "lark": ("grammar", 'start: "a" (b | "c")~1..5\nb: "b"', matches("a[bc]{1,5}")),
+    "gbnf": ("grammar", 'root ::= "no" | "yes" [0-9]{1,3}', matches("no|yes[0-9]{1,3}")),
+    "llguidance": ("grammar", '{"grammars": [{"lark_grammar": "start: /[xy]{3}/"}]}', matches("[xy]{3}")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_is_drawn_keeps_the_form_and_ends(form: str, tokenizer: Path, outputs: StructuredOutputs) -> None:
+    kind, text, check = FORMS[form]
+    reader, grammar = Tokenizer.from_file(str(tokenizer / "tokenizer.json")), grammar_of(kind, text)
+    for seed in range(8):
+        check(reader.decode(walk(outputs, grammar, random.Random(seed))))
+
+
+def test_who_takes_over_knows_what_the_one_before_knew(outputs: StructuredOutputs) -> None:
+    grammar = grammar_of("json_schema", json.dumps(PERSON))
+    ids, one = walk(outputs, grammar, random.Random(3)), outputs.constraint(grammar)
+    for end in range(len(ids)):
+        assert allowed(outputs.constraint(grammar), ids[:end]) == allowed(one, ids[:end])
+
+
+def test_a_step_that_was_given_up_is_asked_for_again(outputs: StructuredOutputs) -> None:
+    grammar = grammar_of("regex", "[ab]+c")
+    ids, constraint = walk(outputs, grammar, random.Random(1)), outputs.constraint(grammar)
+    expected = allowed(constraint, ids[:1])
+    for _ in range(20):
+        constraint.after(ids)  # nobody waits for it
+    assert allowed(constraint, ids[:1]) == expected
+
+
+def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: StructuredOutputs) -> None:
+    constraint = outputs.constraint(grammar_of("regex", "[ab]+c"))
+    assert allowed(constraint, [200, 201]) == []
+    assert constraint.error.startswith("the answer's form cannot be kept: ")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "said"),
+    [
+        ("json_schema", '{"type":', "structured.json_schema cannot be read: Expecting value: line 1 column 9"),
+        ("json_schema", "[1]", "structured.json_schema is no object; give a JSON Schema"),
+        ("json_schema", '{"type": "objec"}', "structured.json_schema cannot be kept: Invalid type: objec"),
+        ("json_schema", '{"not": {}}', 'structured.json_schema cannot be kept: Unimplemented keys: ["not"]'),
+        ("json_schema", '{"$ref": "#/$defs/x"}', "structured.json_schema cannot be kept: Pointer '/$defs/x' does not"),
+        ("json_schema", " " * 131_073, "structured.json_schema has 131073 characters; give at most 131072"),
+        ("json_schema", "[" * 100_000, "structured.json_schema cannot be read: "),
+        ("regex", "(a", "structured.regex cannot be kept: "),
+        ("regex", "(?=a)b", "structured.regex cannot be kept: "),
+        ("choice", "[]", "structured.choice has 0 texts; give 1 to 1024, none empty"),
+        ("choice", '["a", ""]', "structured.choice has 2 texts; give 1 to 1024, none empty"),
+        ("grammar", "start: x", 'structured.grammar cannot be kept: at 1(8): unknown name: "x"'),
+        ("grammar", "", "structured.grammar cannot be read: "),
+        ("grammar", '{"a": 1}', "structured.grammar cannot be kept: missing field `grammars`"),
+    ],
+)
+def test_what_means_nothing_is_refused(form: str, text: str, said: str, tokenizer: Path) -> None:
+    tokens = vocabulary((tokenizer / "tokenizer.json").read_text(), MODEL.vocab_size, MODEL.eos_token_ids)
+    with pytest.raises(InvalidRequest) as caught:
+        check_grammar(form, grammar_of(form, text), tokens)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_tokenizer_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="structured is given but this model's tokenizer is of no known kind"):
+        vocabulary("{}", 300, (0,))
