@@ -220,7 +220,7 @@ class Worker(Generic[RoleT]):
             self._take_knobs(options)
         else:
             self._must_drain = False  # it is to work in that role
-            self._change.begin(options)
+            self._change.begin(lambda: with_role(self.options, wanted.role, knobs))
             self._drain()
 
     def take_knobs(self, knobs: Mapping[str, Any]) -> None:

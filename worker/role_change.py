@@ -50,8 +50,8 @@ class RoleChange:
         if self._failure is not None:
             raise self._failure
 
-    def begin(self, options: WorkerOptions) -> None:
-        """Have it be of these. A role that it has is taken anew."""
+    def begin(self, options: Callable[[], WorkerOptions]) -> None:
+        """Have it be of these, as they are then. A role that it has is taken anew."""
         self.call_off()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(options))
@@ -73,7 +73,7 @@ class RoleChange:
         if self._task is not None:
             await asyncio.wait({self._task})
 
-    async def _run(self, options: WorkerOptions) -> None:
+    async def _run(self, wanted: Callable[[], WorkerOptions]) -> None:
         worker = self._worker
         while not worker.is_drained:
             await asyncio.sleep(POLL_S)
@@ -81,6 +81,7 @@ class RoleChange:
         before, old = worker.options.role, worker.role
         await old.stop_serving()
         await old.close()
+        options = wanted()
         worker.take_role(options)
         log.info("%s was a %s worker and is a %s worker", options.name, before, options.role)
 
@@ -91,7 +92,10 @@ class RoleChange:
             self._failure = task.exception()
         if self._then is not None and self._failure is None:
             then, self._then = self._then, None
-            then()
+            try:
+                then()
+            except Exception:
+                log.exception("what was asked for while the role changed cannot be done")
 
 
 class Receivers(worker_pb2_grpc.HandoffServicer):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import grpc
 
@@ -26,6 +25,7 @@ from worker.convert import sampling_from_proto, sampling_to_proto
 from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
+T = TypeVar("T")
 MAX_ID_CHARS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_SCORES = 32_768  # log-probabilities of one prompt
@@ -82,7 +82,7 @@ async def check_request(
             raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
     admit(request_id, params.n)
     if form is not None and codec is not None:
-        params = replace(params, grammar=await codec.in_thread(partial(codec.forms.grammar, form, model)))
+        params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
     room = model.max_model_len - len(prompt_ids)
@@ -172,6 +172,14 @@ def _target_s(key: str, given_ms: float) -> float:
     return given_ms / 1e3
 
 
+async def _within(limits: TimeLimits, work: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(limits.deadline_s - limits.arrived_s):
+            return await work
+    except TimeoutError:
+        raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
+
+
 async def _prompt_ids(
     request: generate_pb2.GenerateRequest,
     model: generate_pb2.GetModelInfoResponse,
@@ -184,11 +192,7 @@ async def _prompt_ids(
     if kind == "token_ids":
         ids = request.token_ids.ids[:]  # a list: what a message holds is read slowly
     else:
-        try:
-            async with asyncio.timeout(limits.deadline_s - limits.arrived_s):  # tokenising takes time
-                ids = await encode(request.text, model, codec)
-        except TimeoutError:
-            raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, limits.deadline_reason) from None
+        ids = await _within(limits, encode(request.text, model, codec))  # tokenising takes time
     if not ids:
         raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
     if len(ids) >= model.max_model_len:

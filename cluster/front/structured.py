@@ -3,16 +3,23 @@ own tokens, so that what means nothing reaches no worker; what was checked latel
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
-from threading import Lock
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import grpc
+
+from cluster.router.live.requests import RequestFailed
 from engine.types import MAX_FORM_CHARS, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
 
 ANY_OBJECT = '{"type": "object"}'  # as a JSON Schema
 NUM_KNOWN = 64
+MAX_WAITING = 64
+RETRY_AFTER_S = 1.0
 
 
 def check_form(
@@ -45,29 +52,51 @@ def form_of(structured: generate_pb2.StructuredOutput) -> tuple[str, str]:
 
 
 class Forms:
+    """One event loop asks."""
+
     def __init__(self, backend: Any) -> None:
         """`backend`: of a fast tokenizer."""
         self._backend = backend
         self._vocabulary: Any = None
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._lock = Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
+        self._num_waiting = 0
 
-    def grammar(self, structured: generate_pb2.StructuredOutput, model: generate_pb2.GetModelInfoResponse) -> str:
-        """Takes up to some 100 ms, the first time a second: for a thread. Raises InvalidRequest."""
-        form, text = form_of(structured)
-        with self._lock:
-            if (known := self._known.get((form, text))) is None:
-                known = self._known[form, text] = self._checked(form, text, model)
-                if len(self._known) > NUM_KNOWN:
-                    self._known.popitem(last=False)
-            self._known.move_to_end((form, text))
-            return known
+    async def grammar(self, structured: generate_pb2.StructuredOutput, model: generate_pb2.GetModelInfoResponse) -> str:
+        """Takes up to some 100 ms, the first time a second, in a thread which nothing else waits for. Raises
+        InvalidRequest, RequestFailed where too many wait."""
+        asked = form_of(structured)
+        if (known := self._known.get(asked)) is None:
+            if self._num_waiting >= MAX_WAITING:
+                why = f"{self._num_waiting} forms of answers wait to be read, of {MAX_WAITING}"
+                raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=RETRY_AFTER_S)
+            self._num_waiting += 1
+            future = asyncio.get_running_loop().run_in_executor(self._thread, partial(self._checked, *asked, model))
+            future.add_done_callback(self._on_done)
+            known = self._known[asked] = await asyncio.shield(future)
+            if len(self._known) > NUM_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(asked)
+        return known
+
+    def _on_done(self, future: asyncio.Future[str]) -> None:
+        self._num_waiting -= 1
+        if not future.cancelled():
+            future.exception()  # is heard by now: who has left does not ask
 
     def _checked(self, form: str, text: str, model: generate_pb2.GetModelInfoResponse) -> str:
         from engine.sampling.structured import check_grammar, grammar_of, vocabulary  # llguidance comes with it
 
-        if self._vocabulary is None:
-            self._vocabulary = vocabulary(self._backend.to_str(), model.vocab_size, model.eos_token_ids)
-        grammar = grammar_of(form, text)
-        check_grammar(form, grammar, self._vocabulary)
+        try:
+            if self._vocabulary is None:
+                self._vocabulary = vocabulary(self._backend.to_str(), model.vocab_size, model.eos_token_ids)
+            grammar = grammar_of(form, text)
+            check_grammar(form, grammar, self._vocabulary)
+        except (KeyboardInterrupt, SystemExit, InvalidRequest):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise InvalidRequest(f"structured.{form} cannot be read: {str(error)[:200]}") from error
         return grammar
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)

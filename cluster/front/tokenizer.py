@@ -94,7 +94,7 @@ class TextCodec:
         with self._waiting(num_bytes):
             if len(text) > USUAL_CHARS * max_model_len:
                 await self._check_pieces(text, max_model_len)
-            return await self.in_thread(lambda: self._encode(text, max_model_len, special_tokens))
+            return await self._in_thread(lambda: self._encode(text, max_model_len, special_tokens))
 
     def _checked_bytes(self, text: str, max_model_len: int) -> int:
         """How many the text has. Refuses, before it is tokenised, one with more than so many of the longest token."""
@@ -126,13 +126,12 @@ class TextCodec:
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            num_tokens += await self.in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
+            num_tokens += await self._in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
             if num_tokens > SURELY_TOO_LONG * max_model_len:
                 raise _too_long(f"more than {num_tokens // SURELY_TOO_LONG}", max_model_len)
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Do what takes long. A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any
-        more."""
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any more."""
         await self._slots.acquire()
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         future.add_done_callback(self._on_done)
@@ -159,6 +158,7 @@ class TextCodec:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.forms.close()
 
 
 def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:

@@ -195,7 +195,7 @@ def _edited(raw_RV: torch.Tensor, placed: Mapping[str, torch.Tensor]) -> torch.T
         scores_RV.index_put_(at, kept)
     if "formed_rows" in placed:
         rows, ids_V = placed["formed_rows"], torch.arange(scores_RV.shape[1], device=scores_RV.device)
-        keeps = placed["form_bits"][:, ids_V >> 3] >> (ids_V & 7) & 1
+        keeps = placed["form_bits"][:, ids_V >> 3] >> (ids_V & 7).to(torch.uint8) & 1
         scores_RV.index_copy_(0, rows, scores_RV[rows].masked_fill(keeps == 0, float("-inf")))
     if "bans" in placed:
         at = placed["bans"].unbind(1)

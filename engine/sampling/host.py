@@ -72,7 +72,9 @@ def failed_token(request_id: str, spec: SampleSpec, error: str) -> SampledToken:
     """`error`: of the logits; where a form leaves nothing to draw, that is told."""
     own = spec.form.error if spec.form is not None else ""
     if not own and spec.form is not None and spec.params.allowed_token_ids:
-        own = "allowed_token_ids has none that keeps the answer's form"
+        bits = spec.form.bits()
+        if not any(bits[i >> 3] >> (i & 7) & 1 for i in spec.params.allowed_token_ids):
+            own = "allowed_token_ids has none that keeps the answer's form"
     return SampledToken(request_id=request_id, token_id=-1, error=own or error, is_own_fault=bool(own))
 
 

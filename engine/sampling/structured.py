@@ -5,8 +5,9 @@ token's bytes.
     form, text --grammar_of--> grammar --Constraint.after(tokens)--> a bit for each token of the vocabulary
 
 A constraint is made of the grammar and the tokens of the answer alone, so a worker that takes over a request knows what
-the one before it knew. Bits are made in a thread, while the forward pass runs that makes the logits (llguidance lets go
-of the interpreter lock). What a grammar may cost is bounded (LIMITS).
+the one before it knew. Bits are made in a thread, on a CPU while the forward pass runs that makes the logits
+(llguidance lets go of the interpreter lock); a GPU's step waits for them before it is queued. What a grammar may cost
+is bounded (LIMITS).
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.types import MAX_FORM_CHARS, InvalidRequest, ModelInfo
 
 MAX_CHOICES = 1024
 SPACE = r"[\x20]?|\n[\x20\t]{0,32}"  # between JSON's tokens: a model that is lost in spaces would not end
 MAX_KEPT = 128  # grammars that are kept compiled
-LIMITS = LLParserLimits(verbose_errors=False)
-THREADS = 2
+MAX_GBNF_CHARS = 4096  # it is made into Lark by Python, in time that grows with its square
+LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+THREADS = 4
+SLICE = 64  # tokens that are taken without letting others run
 
 
 def grammar_of(form: str, text: str) -> str:
@@ -36,20 +40,41 @@ def grammar_of(form: str, text: str) -> str:
     if len(text) > MAX_FORM_CHARS:
         raise InvalidRequest(f"structured.{form} has {len(text)} characters; give at most {MAX_FORM_CHARS}")
     try:
-        if form == "json_schema" and not isinstance(json.loads(text), dict | bool):
-            raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
         match form:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACE})
+                return LLMatcher.grammar_from_json_schema(_schema(text), defaults={"whitespace_pattern": SPACE})
             case "regex":
                 return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, use_ascii='dw')}/")
             case "choice":
                 return LLMatcher.grammar_from_lark(_one_of(json.loads(text)))
-        return text if text.lstrip().startswith("{") else grammar_from("grammar", text)
+        return text if text.lstrip().startswith("{") else LLMatcher.grammar_from_lark(_lark(text))
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"structured.{form} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _schema(text: str) -> str:
+    schema = json.loads(text)
+    if not isinstance(schema, dict) and schema is not True:
+        raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
+    return "{}" if schema is True else text
+
+
+def _lark(text: str) -> str:
+    """As Lark has it, which always has a rule `start`."""
+    for line in text.splitlines():
+        name, colon, _ = line.partition(":")
+        if line.lstrip().startswith("%llguidance") or (colon and name.strip() == "start"):
+            return text
+    if len(text) > MAX_GBNF_CHARS:
+        raise InvalidRequest(
+            f"structured.grammar has {len(text)} characters of GBNF; give at most {MAX_GBNF_CHARS}, or Lark's notation"
+        )
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # whatever it stumbles at
+        raise InvalidRequest(f"structured.grammar cannot be read as GBNF: {error}"[:400]) from error
 
 
 def _one_of(texts: Sequence[str]) -> str:
@@ -82,7 +107,7 @@ class StructuredOutputs:
         self._model = model
         self._info = info
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._lock = Lock()
+        self._lock, self._reading = Lock(), Lock()
         self._vocabulary: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -92,18 +117,22 @@ class StructuredOutputs:
     def matcher(self, grammar: str) -> LLMatcher:
         """One that has seen nothing. It is in an error state where the grammar cannot be kept."""
         with self._lock:
-            if (known := self._kept.get(grammar)) is None:
-                known = self._kept[grammar] = LLMatcher(self._read(), grammar, log_level=0, limits=LIMITS)
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+            known = self._kept.get(grammar)
+        if known is None:  # outside the lock: others' masks need not wait for it
+            known = LLMatcher(self._read(), grammar, log_level=0, limits=LIMITS)
+        with self._lock:
+            self._kept[grammar] = known
             self._kept.move_to_end(grammar)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
             return known.deep_copy()
 
     def _read(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            told = _tokenizer_json(self._model)
-            self._vocabulary = vocabulary(told, self._info.vocab_size, self._info.eos_token_ids)
-        return self._vocabulary
+        with self._reading:
+            if self._vocabulary is None:
+                told = _tokenizer_json(self._model)
+                self._vocabulary = vocabulary(told, self._info.vocab_size, self._info.eos_token_ids)
+            return self._vocabulary
 
     def submit(self, constraint: Constraint, token_ids: Sequence[int], before: Future[bytes] | None) -> Future[bytes]:
         return self._threads.submit(constraint.bits_after, token_ids, before)
@@ -131,7 +160,9 @@ class Constraint:
             wait([before])
         try:
             return self._bits_after(token_ids)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
             self.error = f"the answer's form cannot be kept: {error}"
             return bytes(self._outputs.num_bytes)
 
@@ -141,8 +172,9 @@ class Constraint:
         if self._num_read > len(token_ids):
             self._matcher.reset()
             self._num_read = 0
-        self._matcher.consume_tokens(list(token_ids[self._num_read :]))
-        self._num_read = len(token_ids)
+        while self._num_read < len(token_ids):
+            self._matcher.consume_tokens(list(token_ids[self._num_read : self._num_read + SLICE]))
+            self._num_read = min(len(token_ids), self._num_read + SLICE)
         bits = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ValueError(" ".join(self._matcher.get_error().split())[:300])

@@ -71,6 +71,8 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
 
 
 def _set_form(sampling: generate_pb2.SamplingParams, key: str, value: Any) -> None:
+    if value is False and key == "json_object":
+        return
     if form := sampling.structured.WhichOneof("form"):
         raise KvrelayError("INVALID_ARGUMENT", f"{form} and {key} are given; an answer has one form")
     if key == "choice":

@@ -141,7 +141,6 @@ async def test_chats_have_openai_s_formats(served: Served) -> None:
         ({"regex": "a", "choice": ["b"]}, "regex and choice are given; an answer has one form"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos is set with structured, whose answers end by EOS"),
         ({"regex": "x" * 131_073}, "structured.regex has 131073 characters; give at most 131072"),
-        ({"json_object": False}, "structured is empty; give json_schema, json_object, regex, choice or grammar"),
     ],
 )
 async def test_what_means_nothing_is_refused(form: dict[str, Any], said: str, served: Served) -> None:

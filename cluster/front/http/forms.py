@@ -49,19 +49,29 @@ def chat_form(
 ) -> generate_pb2.StructuredOutput | None:
     """None: any. Raises InvalidRequest."""
     own, must_call = asked.form(), _must_call(asked)
-    is_strict = asked.may_call and any(_function(number, tool).get("strict") for number, tool in _tools(asked))
-    if own is not None and (must_call or is_strict):
-        raise InvalidRequest("response_format is given with tools that have forms of their own; give one of them")
+    may_call = asked.may_call and bool(marks.tools[0])
+    is_strict = may_call and any(_function(number, tool).get("strict") for number, tool in _tools(asked))
+    if own is not None and must_call:
+        raise InvalidRequest("response_format is given with a tool_choice that must be called; give one of them")
     if own is None and not must_call and not is_strict:
         return None
     if codec is None:
         raise InvalidRequest("a form is asked of the answer but no tokenizer is loaded; leave it out")
     thought = _thought(marks, codec, prompt)
-    if own is None:
-        return _calls(asked, marks, codec, thought, must_call=must_call)
-    if not thought:
+    if own is not None and not thought and not may_call:
         return own
-    return _made(f"start: thought @answer\n{thought}", _named("answer", *form_of(own)))
+    grammars: list[dict[str, Any]] = []
+    rules, ways = "", []
+    if own is not None:
+        grammars += _named("answer", *form_of(own))
+        ways.append("@answer")
+    if own is None or may_call:
+        made, of_arguments = _calls(asked, marks, codec, must_call=must_call or own is not None)
+        rules, ways = rules + made, [*ways, "calls"]
+        grammars += of_arguments
+    start = f"start: {'thought ' if thought else ''}({' | '.join(ways)})\n"
+    chat = {"name": "chat", "lark_grammar": f"%llguidance {{}}\n{start}{rules}{thought}{TERMINALS}"}
+    return generate_pb2.StructuredOutput(grammar=json.dumps({"grammars": [chat, *grammars]}, ensure_ascii=False))
 
 
 def _must_call(asked: ChatRequest) -> bool:
@@ -96,48 +106,48 @@ def _function(number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
-def _calls(
-    asked: ChatRequest, marks: Marks, codec: TextCodec, thought: str, *, must_call: bool
-) -> generate_pb2.StructuredOutput:
+def _calls(asked: ChatRequest, marks: Marks, codec: TextCodec, *, must_call: bool) -> tuple[str, list[dict[str, Any]]]:
+    """The rule `calls` with those it needs, and the grammars of the arguments. Each function's schema is a grammar of
+    its own: what it refers to is in itself."""
     begin, end = marks.tools
     if not begin:
         shown = asked.tool_choice.function if isinstance(asked.tool_choice, FunctionChoice) else asked.tool_choice
         raise InvalidRequest(f"tool_choice is {str(shown)[:80]}; the model's chat template shows no call, so give none")
+    functions = _wanted(asked)
+    is_one = isinstance(asked.tool_choice, FunctionChoice) or asked.parallel_tool_calls is False
+    key = "parameters" if begin == "<|python_tag|>" else "arguments"
+    rules, grammars = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"], list[dict[str, Any]]()
+    for i, function in enumerate(functions):
+        head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
+        rules.append(f'call_{i}: {head} @arguments_{i} SPACE? "}}"')
+        schema = function.get("parameters") if _must_call(asked) or function.get("strict") else None
+        grammars += _named(f"arguments_{i}", "json_schema", json.dumps(schema or ANY_ARGUMENTS))
+    mark = _mark("call", begin, codec)
+    body = "SPACE? call"
+    if begin == "[TOOL_CALLS]":
+        more = "" if is_one else ' (SPACE? "," SPACE? call)*'
+        body = f'SPACE? "[" SPACE? call{more} SPACE? "]"'
+    elif end:
+        body = f"SPACE? call SPACE? {_mark('end', end, codec).alone}"
+    is_one = is_one or not end
+    if must_call:
+        first = f"{mark.alone}? {body}" if begin == "<|python_tag|>" else f"{mark.alone} {body}"
+        rules.append(f"calls: SPACE? {first}" + ("" if is_one else f" (SPACE? {first})*"))
+    else:
+        rules += [f"calls: (until_call {body}){'?' if is_one else '*'} TEXT", mark.after_text.rstrip()]
+    return "\n".join(rules) + "\n", grammars
+
+
+def _wanted(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
     functions = [_function(number, tool) for number, tool in _tools(asked)]
     if isinstance(asked.tool_choice, FunctionChoice):
-        wanted = asked.tool_choice.function.get("name")
-        functions = [each for each in functions if each["name"] == wanted]
+        name = asked.tool_choice.function.get("name")
+        functions = [each for each in functions if each["name"] == name]
         if not functions:
-            raise InvalidRequest(f"tool_choice is {str(wanted)[:80]!r}, which is none of tools; give one of them")
+            raise InvalidRequest(f"tool_choice is {str(name)[:80]!r}, which is none of tools; give one of them")
     if not functions:
         raise InvalidRequest("tool_choice is required, and there are no tools; give both or neither")
-    key = "parameters" if begin == "<|python_tag|>" else "arguments"
-    call: Mapping[str, Any] = {"anyOf": [_called(each, key, is_kept=must_call) for each in functions]}
-    is_one = isinstance(asked.tool_choice, FunctionChoice) or asked.parallel_tool_calls is False
-    if begin == "[TOOL_CALLS]":
-        call = {"type": "array", "items": call, "minItems": 1} | ({"maxItems": 1} if is_one else {})
-    mark = _mark("call", begin, codec)
-    close = f" SPACE? {_mark('end', end, codec).alone}" if end else ""
-    is_one = is_one or not end
-    body = f"SPACE? @call{close}"
-    first = f"{mark.alone}? {body}" if begin == "<|python_tag|>" else f"{mark.alone} {body}"
-    if must_call:
-        rules = f"calls: SPACE? {first}" + ("\n" if is_one else f" (SPACE? {first})*\n")
-    else:
-        rules = f"calls: (until_call {body}){'?' if is_one else '*'} TEXT\n{mark.after_text}"
-    start = "start: thought calls\n" if thought else "start: calls\n"
-    return _made(start + rules + thought, _named("call", "json_schema", json.dumps(call)))
-
-
-def _called(function: Mapping[str, Any], key: str, *, is_kept: bool) -> Mapping[str, Any]:
-    """Of a call that must be, and of strict functions, arguments are as their schema says."""
-    schema = function.get("parameters") if is_kept or function.get("strict") else None
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: schema or ANY_ARGUMENTS},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+    return functions
 
 
 def _named(name: str, form: str, text: str) -> Sequence[dict[str, Any]]:
@@ -146,8 +156,3 @@ def _named(name: str, form: str, text: str) -> Sequence[dict[str, Any]]:
 
     first, *others = json.loads(grammar_of(form, text))["grammars"]
     return [{**first, "name": name}, *others]
-
-
-def _made(lark: str, grammars: Sequence[Mapping[str, Any]]) -> generate_pb2.StructuredOutput:
-    chat = {"name": "chat", "lark_grammar": f"%llguidance {{}}\n{lark}{TERMINALS}"}
-    return generate_pb2.StructuredOutput(grammar=json.dumps({"grammars": [chat, *grammars]}))

@@ -28,6 +28,10 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "chat_template": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "guided_choice": (None,),  # vLLM's names before structured_outputs
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),

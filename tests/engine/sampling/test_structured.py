@@ -115,7 +115,9 @@ def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: Struct
         ("choice", "[]", "structured.choice has 0 texts; give 1 to 1024, none empty"),
         ("choice", '["a", ""]', "structured.choice has 2 texts; give 1 to 1024, none empty"),
         ("grammar", "start: x", 'structured.grammar cannot be kept: at 1(8): unknown name: "x"'),
-        ("grammar", "", "structured.grammar cannot be read: "),
+        ("grammar", "", "structured.grammar cannot be read as GBNF: No 'root' rule found"),
+        ("grammar", "\n" * 131_072, "structured.grammar has 131072 characters of GBNF; give at most 4096"),
+        ("json_schema", "false", "structured.json_schema is no object; give a JSON Schema"),
         ("grammar", '{"a": 1}', "structured.grammar cannot be kept: missing field `grammars`"),
     ],
 )

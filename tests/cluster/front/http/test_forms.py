@@ -98,6 +98,34 @@ def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(are_special: boo
     assert not all(found)
 
 
+def test_what_a_function_s_schema_refers_to_is_in_itself(tmp_path: Path) -> None:
+    tree = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}}}
+    schema = {**tree, "required": ["next"], "additionalProperties": False, "$defs": {"leaf": {"enum": ["x", 1]}}}
+    tools = [{"type": "function", "function": {"name": "walk", "parameters": schema}}]
+    model = Model(Marks(tools=TOOL_MARKS[1]), tmp_path, are_special=True)
+    for seed in range(6):
+        parts = model.answer(asking(tools=tools, tool_choice="required"), seed)
+        called = [json.loads(part.call.arguments) for part in parts if part.kind == "called"]
+        assert called
+        for arguments in called:
+            jsonschema.validate(arguments, schema)
+
+
+def test_an_answer_has_its_form_or_is_a_call(tmp_path: Path) -> None:
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=True)
+    asked = asking(tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"schema": ADD}})
+    found = [model.answer(asked, seed) for seed in range(20)]
+    assert {bool(calls_of(parts)) for parts in found} == {True, False}
+    for parts in found:
+        if not calls_of(parts):
+            jsonschema.validate(json.loads("".join(part.text for part in parts)), ADD)
+
+
+def test_a_strict_function_is_as_any_other_where_no_call_is_known(tmp_path: Path) -> None:
+    model = Model(Marks(), tmp_path, are_special=True)
+    assert chat_form(asking(tools=TOOLS), model.marks, model.codec, "") is None
+
+
 def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
     model = Model(Marks(reasoning=THOUGHTS), tmp_path, are_special=True)
     asked = asking(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": ADD}})
@@ -123,8 +151,8 @@ def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, "tool_choice is required, and there are no tools"),
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools.0 has no function.name"),
         (
-            {"tools": TOOLS, "response_format": {"type": "json_object"}},
-            "response_format is given with tools that have forms of their own",
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format is given with a tool_choice that must be called",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
