@@ -5,7 +5,7 @@ The cluster's spec (cluster/spec/model.py) is what a person writes; it is turned
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -89,17 +89,23 @@ def with_role(options: WorkerOptions, role: str, knobs: Mapping[str, Any] = Mapp
 
 def with_knobs_elsewhere(options: WorkerOptions, knobs: Mapping[str, Any]) -> WorkerOptions:
     """The same worker, which has these values in other roles that have such knobs."""
-    given = {role: dict(options.elsewhere.get(role, {})) for role in ROLES if role != options.role}
-    for role, its in given.items():
-        its.update({name: knobs[name] for name in knobs.keys() & knobs_of(ROLES[role].load_options()).keys()})
+    given = {
+        role: {**options.elsewhere.get(role, {}), **{name: knobs[name] for name in knobs.keys() & its}}
+        for role, its in _knobs_of_roles().items()
+        if role != options.role
+    }
     return replace(options, elsewhere={**options.elsewhere, **given})
+
+
+def _knobs_of_roles() -> Mapping[str, Collection[str]]:
+    return {role: knobs_of(kind.load_options()).keys() for role, kind in ROLES.items()}
 
 
 def worker_options(name: str, role: str, **settings: Any) -> WorkerOptions:
     """A worker's options from settings by name: knobs of its role's policy and of the transfer, and what else
     WorkerOptions has. Knobs of other roles are passed over, so that alike settings do for all workers of a cluster.
     Raises ValueError for a value out of range and for a name that is no setting."""
-    of_roles = {name: knobs_of(kind.load_options()).keys() for name, kind in ROLES.items()}
+    of_roles = _knobs_of_roles()
     knobs = knobs_of(TransferOptions).keys() | {knob for knobs in of_roles.values() for knob in knobs}
     own = {field.name for field in fields(WorkerOptions)} - {"name", "role", "policy", "transfer", "elsewhere"}
     if unknown := settings.keys() - knobs - own:

@@ -51,7 +51,11 @@ def grammar_of(form: str, text: str) -> str:
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        raise InvalidRequest(f"structured.{form} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise InvalidRequest(f"structured.{form} cannot be read: {_in_a_line(error)}") from error
+
+
+def _in_a_line(said: object) -> str:
+    return " ".join(str(said).split())[:300]
 
 
 def _schema(text: str) -> str:
@@ -95,7 +99,7 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int
 def check_grammar(form: str, grammar: str, tokens: LLTokenizer) -> None:
     """Raise InvalidRequest for one that means nothing, or costs too much. Takes up to some 100 ms."""
     if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS):
-        raise InvalidRequest(f"structured.{form} cannot be kept: {' '.join(why.split())[:300]}")
+        raise InvalidRequest(f"structured.{form} cannot be kept: {_in_a_line(why)}")
 
 
 class StructuredOutputs:
@@ -177,7 +181,7 @@ class Constraint:
             self._num_read = min(len(token_ids), self._num_read + SLICE)
         bits = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise ValueError(" ".join(self._matcher.get_error().split())[:300])
+            raise ValueError(_in_a_line(self._matcher.get_error()))
         return bits[: self._outputs.num_bytes]
 
 

@@ -281,12 +281,18 @@ def test_what_can_never_fit_is_rejected_for_good() -> None:
     assert assigned(policy.assign(shape("b", 60, max_tokens=4), 0.0))
 
 
-def test_what_only_a_worker_holds_that_changes_its_role_waits_for_it() -> None:
+def whose_only_holder_changes_its_role() -> RouterPolicy:
+    """`a` waits, which d1 alone could hold; that is about to come back."""
     policy = cluster("p0", "d1")
     policy.on_worker_up(view("d0", pages=4), 0.0)
     policy.on_report("d1", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
     assert isinstance(policy.assign(shape("a", 100, max_tokens=50), 1.0), Queued)
     assert policy.on_worker_lost("d1", "its role has changed", 2.0, is_death=False, comes_back=True) == []
+    return policy
+
+
+def test_what_only_a_worker_holds_that_changes_its_role_waits_for_it() -> None:
+    policy = whose_only_holder_changes_its_role()
     assert policy.on_worker_up(replace(view("m1", pages=100), name="d1"), 2.0) == []
     taken = policy.next_assignable(2.0)
     assert taken is not None
@@ -294,11 +300,7 @@ def test_what_only_a_worker_holds_that_changes_its_role_waits_for_it() -> None:
 
 
 def test_one_that_is_not_of_that_phase_any_more_leaves_those_it_alone_could_hold() -> None:
-    policy = cluster("p0", "d1")
-    policy.on_worker_up(view("d0", pages=4), 0.0)
-    policy.on_report("d1", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
-    assert isinstance(policy.assign(shape("a", 100, max_tokens=50), 1.0), Queued)
-    assert policy.on_worker_lost("d1", "its role has changed", 2.0, is_death=False, comes_back=True) == []
+    policy = whose_only_holder_changes_its_role()
     [given_up] = policy.on_worker_up(replace(view("p1", pages=100), name="d1"), 2.0)
     assert given_up.request_id == "a"
 

@@ -119,7 +119,7 @@ async def test_an_answer_is_one_of_those_that_are_possible(
     assert (status, body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (200, found[3], "stop")
 
 
-async def test_chats_have_openai_s_formats(served: Served) -> None:
+async def test_completions_have_openai_s_formats(served: Served) -> None:
     for given, schema in (
         ({"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}, SCHEMA),
         ({"type": "json_object"}, {"type": "object"}),

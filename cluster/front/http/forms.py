@@ -9,7 +9,7 @@ A mark that is a token of its own is asked for as that token; another one as tex
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def chat_form(
     """None: any. Raises InvalidRequest."""
     own, must_call = asked.form(), _must_call(asked)
     may_call = asked.may_call and bool(marks.tools[0])
-    is_strict = may_call and any(_function(number, tool).get("strict") for number, tool in _tools(asked))
+    is_strict = may_call and any(function.get("strict") for function in _functions(asked))
     if own is not None and must_call:
         raise InvalidRequest("response_format is given with a tool_choice that must be called; give one of them")
     if own is None and not must_call and not is_strict:
@@ -95,8 +95,8 @@ def _thought(marks: Marks, codec: TextCodec, prompt: str) -> str:
     return f"thought: (SPACE? {_mark('begin', begin, codec).alone} inside)?\n{inside}"
 
 
-def _tools(asked: ChatRequest) -> Sequence[tuple[int, Mapping[str, Any]]]:
-    return list(enumerate(asked.tools or ()))
+def _functions(asked: ChatRequest) -> Iterator[Mapping[str, Any]]:
+    return (_function(number, tool) for number, tool in enumerate(asked.tools or ()))
 
 
 def _function(number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ def _calls(asked: ChatRequest, marks: Marks, codec: TextCodec, *, must_call: boo
 
 
 def _wanted(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
-    functions = [_function(number, tool) for number, tool in _tools(asked)]
+    functions = list(_functions(asked))
     if isinstance(asked.tool_choice, FunctionChoice):
         name = asked.tool_choice.function.get("name")
         functions = [each for each in functions if each["name"] == name]
