@@ -35,6 +35,7 @@ NAMES = (
     "placement_search",
     "hybrids",
     "placements",
+    "structured",
     "fairness",
     "accounts",
     "accounts.cost",

@@ -1045,6 +1045,34 @@ def fuzz(result: Mapping[str, Any]) -> str:
     return table(["door", "cases", "outcomes", "unclear"], rows)
 
 
+def structured(result: Mapping[str, Any]) -> str:
+    served, libraries = result["served"], result["libraries"]
+    outcomes = ", ".join(f"{count:,} {how}" for how, count in served["outcomes"].items())
+    told = (
+        f"{outcomes}; workers killed {served['kills']} times, {served['computed_again']} answers computed again, "
+        f"{served['with_the_same_tokens']} of them with the same tokens as without a loss."
+    )
+    steps = [[batch, row["without_ms"], row["with_ms"], spread(row["ratio"])] for batch, row in result["cost"].items()]
+    beside = [
+        [
+            name,
+            f"{of['kept']:,} of {of['schemas']:,}",
+            f"{of['answers_taken']:,}",
+            f"{of['grammar_ms']['p50']:.1f} / {of['grammar_ms']['p99']:.1f}",
+            f"{1e3 * of['mask_ms']['p50']:.1f} / {1e3 * of['mask_ms']['p99']:.0f}",
+        ]
+        for name, of in libraries.items()
+    ]
+    columns = ["library", "schemas kept", "answers taken", "a grammar, ms", "what may follow a token, us"]
+    return "\n\n".join(
+        [
+            told,
+            table(["batch", "step, ms", "with a form", "speed of the latter"], steps),
+            folded("Both libraries, the same schemas and answers, P50 / P99", table(columns, beside)),
+        ]
+    )
+
+
 def gpu_env(result: Mapping[str, Any]) -> str:
     columns = ("name", "capability", "multiprocessors", "memory_gib")
     return table(("GPU", *columns[1:]), [[gpu[key] for key in columns] for gpu in result["gpus"]])
@@ -1130,6 +1158,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "replan": replan,
     "rolling": rolling,
     "shift": shift,
+    "structured": structured,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
