@@ -11,8 +11,9 @@ so far) by the prefill pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
@@ -43,7 +44,10 @@ class DecodeRole:
         self.peers = peers or Peers(host)
         pages = self.reservations.grant_queued
         self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end, on_pages=pages)
-        self.reservations.on_forgotten = self.moves.drop
+        self.reservations.on_forgotten = self._on_forgotten
+        self._drafts: Drafts | None = None
+        if self.policy.options.num_speculative_tokens:
+            self._drafts = Drafts(self.policy.options, host.step_costs, self._eos_token_ids)
         self._steps = StepClock()
 
     @property
@@ -132,11 +136,16 @@ class DecodeRole:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Penalties look at every token so far: such a request's next step waits for the last one's."""
-        return any(request.params.reads_output for request in self.requests.values())
+        """Penalties look at every token so far: such a request's next step waits for the last one's. So do guesses."""
+        return self._drafts is not None or any(request.params.reads_output for request in self.requests.values())
 
     def next_batch(self) -> DecodeBatch | None:
-        batch = self.policy.next_batch()
+        if self._drafts is None:
+            batch = self.policy.next_batch()
+        else:
+            running = [self.requests[each.request_id] for each in self.policy.running]
+            batch = self.policy.next_batch(self._drafts.wanted(running))
+            self._drafts.begin(batch)
         self._announce(batch)
         if not batch.entries:
             return None
@@ -160,24 +169,31 @@ class DecodeRole:
             self._host.streams.flush()
 
     def _chunk(self, entry: DecodeEntry) -> Chunk:
-        request = self.requests[entry.request_id]
+        request, engine, following = self.requests[entry.request_id], self._host.engine, entry.position + 1
+        guesses = self._drafts.of(request.id) if entry.drafted and self._drafts is not None else ()
         is_known = entry.position < len(request.tokens)
         return Chunk(
             request_id=request.id,
-            token_ids=(request.tokens[entry.position] if is_known else PENDING,),
+            token_ids=(request.tokens[entry.position] if is_known else PENDING, *guesses),
             start=entry.position,
             block_table=entry.pages,
-            sample=request.sample_spec(entry.position + 1, self._host.engine),
+            scores=[request.sample_spec(following + i, engine, guesses[:i]) for i in range(len(guesses))],
+            sample=request.sample_spec(following + len(guesses), engine, guesses),
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
         """`prompt_tokens`: that were computed in the same step."""
         self._trace(batch, self._steps.end(), prompt_tokens)
-        self.policy.on_batch_done(batch)
+        kept: Mapping[str, int] = {}
+        if self._drafts is not None:
+            tokens, kept = self._drafts.end(tokens)
+        self.policy.on_batch_done(batch, tuple(kept.items()))
+        drafted = {entry.request_id: entry.drafted for entry in batch.entries if entry.drafted}
         for token in tokens:
             request = self.requests.get(token.request_id)
             if request is not None and self.policy.holds(request.id):  # else: cancelled while it ran
-                self._on_token(request, token)
+                num_drafted = drafted.pop(request.id, 0)
+                self._on_token(request, token, num_drafted, kept[request.id] - 1 if num_drafted else 0)
         self.moves.on_step()
         self.reservations.grant_queued()
 
@@ -190,7 +206,13 @@ class DecodeRole:
             if (request := self.requests.get(entry.request_id)) is not None:
                 request.trace.slow_step(took, answers, prompt_tokens)
 
-    def _on_token(self, request: HeldAnswer, token: SampledToken) -> None:
+    def _on_forgotten(self, request_id: str) -> None:
+        self.moves.drop(request_id)
+        if self._drafts is not None:
+            self._drafts.forget(request_id)
+
+    def _on_token(self, request: HeldAnswer, token: SampledToken, num_drafted: int, num_accepted: int) -> None:
+        """`num_drafted`: guesses in the step that this is the first token of, of which so many were right."""
         if token.error:
             self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(request.id)
@@ -201,11 +223,18 @@ class DecodeRole:
             return
         self._publish_full_pages(request)
         request.tokens.append(token.token_id)
-        self._host.counters["generated_tokens"] += 1
+        counters = self._host.counters
+        counters["generated_tokens"] += 1
+        if num_drafted:
+            counters["drafted_tokens"] += num_drafted
+            counters["accepted_tokens"] += num_accepted
         reason = finish_reason(request.params, token.token_id, request.num_outputs, self._eos_token_ids)
         link = self._host.streams.link(request.state.router_id)
         if link is not None:
-            link.token(token_output(request.state, request.num_outputs - 1, token, reason))
+            output = token_output(request.state, request.num_outputs - 1, token, reason)
+            if num_drafted:
+                output.drafted, output.accepted = num_drafted, num_accepted
+            link.token(output)
             if reason is not None and (trace := request.trace.told()) is not None:
                 link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:

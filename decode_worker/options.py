@@ -16,5 +16,17 @@ class DecodeOptions:
         0.02, "that admission leaves free for running requests to grow into", unit="share of pages", ge=0, lt=1
     )
 
+    num_speculative_tokens: int = knob(
+        0,
+        "guessed ahead for a request in a step at most, by prompt lookup: see *Speculative decoding*; 0: none",
+        unit="tokens",
+        ge=0,
+        le=16,
+    )
+    prompt_lookup_min: int = knob(
+        2, "last ones that must have been there before, for a guess", unit="tokens", ge=1, le=16
+    )
+    prompt_lookup_max: int = knob(4, "in common that make one place better than another", unit="tokens", ge=1, le=64)
+
     def __post_init__(self) -> None:
         check(self)

@@ -31,6 +31,10 @@ admitted, and whoever asked for pages first, prompt or reservation of one priori
 
 The batch. Ready requests join by priority, then in order of their commit, up to max_batch_size. Each step computes one
 token for every running request that has no token in flight beyond what its pages can hold.
+
+Guesses. Behind a request's next token a step may run guesses at those that follow (drafts.py), in rows and pages that
+nobody else needs now: nobody leaves, or waits, for a guess. It is in no other step meanwhile; those that were wrong are
+forgotten with it (`kept`), and their places in the pages are written again.
 """
 
 from __future__ import annotations
@@ -54,11 +58,13 @@ _order = attrgetter("order")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeEntry:
-    """Run the token at `position` of a request; its KV goes to the last of `pages`' slots for that position."""
+    """Run the token at `position` of a request, and `drafted` guesses behind it; its KV goes to `pages`' slot for that
+    position, theirs to the following."""
 
     request_id: str
     position: int
     pages: Sequence[int]
+    drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,7 @@ class DecodeRequest:
     is_held: bool = False
     is_moving: bool = False  # its pages are read
     is_over: bool = False
+    drafted: int = 0  # guesses in flight, of what scheduled_len counts
     joined_step: int = 0  # with which its lengths began to lag behind: see DecodeRun
 
     @property
@@ -309,7 +316,7 @@ class DecodePolicy:
     def on_move_stops(self, request_id: str) -> None:
         """No more of it is computed here."""
         request = self._requests[request_id]
-        request.stops_at = min(request.stops_at, request.scheduled_len)
+        request.stops_at = min(request.stops_at, request.scheduled_len - request.drafted)
 
     def on_move_failed(self, request_id: str) -> None:
         """It is computed on, while its pages may still be read."""
@@ -330,13 +337,35 @@ class DecodePolicy:
         else:
             self._drop_if_unused(request)
 
-    def next_batch(self) -> DecodeBatch:
-        """Who computes a token next; preempts the last, by priority and age, while pages are short. May be empty."""
-        schedule = self.schedule()
-        entries = tuple(
-            DecodeEntry(request_id=r.request_id, position=r.scheduled_len - 1, pages=r.pages) for r in schedule.requests
-        )
-        return DecodeBatch(entries=entries, joined=schedule.joined, preempted=schedule.preempted)
+    def next_batch(self, drafts: Sequence[tuple[str, int]] = ()) -> DecodeBatch:
+        """Who computes a token next; preempts the last, by priority and age, while pages are short. May be empty.
+        `drafts`: for whom there are so many guesses."""
+        schedule, wanted = self.schedule(), dict(drafts)
+        rows = self.options.max_batch_size - len(schedule.requests)
+        entries: list[DecodeEntry] = []
+        for request in schedule.requests:
+            position = request.scheduled_len - 1
+            if wanted:
+                self._add_guesses(request, min(rows, wanted.get(request.request_id, 0)))
+                rows -= request.drafted
+            entries.append(
+                DecodeEntry(
+                    request_id=request.request_id, position=position, pages=request.pages, drafted=request.drafted
+                )
+            )
+        return DecodeBatch(entries=tuple(entries), joined=schedule.joined, preempted=schedule.preempted)
+
+    def _add_guesses(self, request: DecodeRequest, most: int) -> None:
+        """To its step, which is scheduled, if no other is in flight and none is its last here."""
+        if request.stops_at != NEVER or request.scheduled_len != request.computed_len + 1:
+            return
+        most = min(most, request.max_len - request.scheduled_len)
+        free = len(request.pages) * self.pool.page_size - request.scheduled_len
+        if free < most and self.spare_pages > len(self._running) + int(self.options.watermark * self.pool.num_pages):
+            request.pages.extend(self.pool.allocate(1))
+            free += self.pool.page_size
+        request.drafted = max(0, min(most, free))
+        request.scheduled_len += request.drafted
 
     def schedule(self) -> DecodeSchedule:
         """next_batch for a driver that needs no entries. Their step's end is told by on_steps_done."""
@@ -345,7 +374,7 @@ class DecodePolicy:
         scheduled: list[DecodeRequest] = []
         page_size = self.pool.page_size
         for request in list(self._by_age):  # who is preempted leaves it meanwhile
-            if request.is_over or request.scheduled_len >= min(request.max_len, request.stops_at):
+            if request.is_over or request.drafted or request.scheduled_len >= min(request.max_len, request.stops_at):
                 continue
             if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
                 scheduled.append(request)
@@ -358,12 +387,17 @@ class DecodePolicy:
         joined = tuple([r.request_id for r in scheduled if r.scheduled_len == r.prompt_len + 1])
         return DecodeSchedule(requests=scheduled, joined=joined, preempted=tuple(preempted))
 
-    def on_batch_done(self, batch: DecodeBatch) -> None:
-        """The engine has computed the batch; batches end in the order they were made."""
+    def on_batch_done(self, batch: DecodeBatch, kept: Sequence[tuple[str, int]] = ()) -> None:
+        """The engine has computed the batch; batches end in the order they were made. `kept`: of the tokens of each
+        entry with guesses those that stand, the first counted."""
+        counts = dict(kept)
         for entry in batch.entries:
             request = self._requests[entry.request_id]
             assert request.computed_len == entry.position, f"{entry.request_id}: batches ended out of order"
             request.computed_len += 1
+            if entry.drafted:
+                request.computed_len += counts[entry.request_id] - 1
+                request.scheduled_len, request.drafted = request.computed_len, 0
             self._drop_if_unused(request)
 
     def on_steps_done(self, request: DecodeRequest, steps: int) -> None:
@@ -523,6 +557,7 @@ class DecodePolicy:
         held: dict[int, int] = {}
         for request in self._requests.values():
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
+            assert request.drafted <= max(0, request.scheduled_len - request.computed_len - 1), "a guess stands first"
             assert bool(request.pages) == (request.stage not in (_Stage.QUEUED, _Stage.READING))
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
             assert not request.is_over or request.is_in_use

@@ -41,7 +41,8 @@ def run_step(engine: StepRunner, step: Step, *, max_failed_steps: int) -> list[S
 
 def has_failed(step: Step, tokens: Sequence[SampledToken]) -> bool:
     """Whether no chunk of the step could be computed."""
-    return bool(step.chunks) and len(tokens) == len(step.chunks) and all(token.error for token in tokens)
+    told = {token.request_id for token in tokens}
+    return bool(tokens) and all(token.error for token in tokens) and told == {c.request_id for c in step.chunks}
 
 
 def _isolated(engine: StepRunner, step: Step) -> list[SampledToken]:

@@ -105,7 +105,8 @@ class MixedRole:
     def next_batch(self) -> MixedBatch | None:
         self._decode.reservations.grant_queued()  # a prompt may have left its pages
         decode = self._decode.next_batch()
-        prefill = self._prefill.next_batch(self.policy.prompt_tokens(len(decode.entries) if decode else 0))
+        rows = sum(1 + entry.drafted for entry in decode.entries) if decode else 0
+        prefill = self._prefill.next_batch(self.policy.prompt_tokens(rows))
         return MixedBatch(decode, prefill) if decode or prefill else None
 
     def step_of(self, batch: MixedBatch) -> Step:

@@ -28,7 +28,7 @@ class MixedPolicy:
         self.prefill = PrefillPolicy(pool, options, beside=self.decode)
 
     def prompt_tokens(self, num_decoding: int) -> int:
-        """How many tokens of prompts may be in a step that decodes for so many requests."""
+        """How many tokens of prompts may be in a step in which so many of answers are, guesses counted."""
         if not num_decoding:
             return self.options.max_batch_tokens
         left = max(1, self.options.max_batch_tokens - num_decoding)  # or prompts wait for the last answer of many

@@ -34,6 +34,7 @@ from worker.recording import record_calls
 from worker.role import Role, RoleHost
 from worker.role_change import Receivers, RoleChange
 from worker.roles import kind_of
+from worker.steps.costs import StepCosts
 from worker.steps.run_ahead import BegunBatch, RunAhead
 from worker.steps.watch import WatchedEngine
 from worker.streams.router_link import RouterLink
@@ -265,7 +266,7 @@ class Worker(Generic[RoleT]):
         report.step_age_ms, report.loop_lag_ms = round(self._watched.age_s * 1e3), round(self.clock.lag_s * 1e3)
         report.num_tasks = self.clock.num_tasks
         report.prompt_share = self._watched.times.prompt_share
-        if costs := self._watched.times.costs(self._phases_computed):
+        if costs := self.step_costs():
             report.step_costs.CopyFrom(step_costs_to_proto(costs))
         for name, count in self.counters.items():
             report.counters[name] += count  # some count on both sides of a handoff: a worker may be on either
@@ -288,6 +289,9 @@ class Worker(Generic[RoleT]):
 
     def wake(self) -> None:
         self._wake.set()
+
+    def step_costs(self) -> StepCosts | None:
+        return self._watched.times.costs(self._phases_computed)
 
     def page_hashes(self, tokens: Sequence[int], parent: PageHash = b"") -> list[PageHash]:
         if not self.options.prefix_cache:

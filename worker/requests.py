@@ -37,23 +37,24 @@ class HeldRequest:
     def new_tokens_left(self) -> int:
         return self.params.max_tokens - self.num_outputs
 
-    def sample_spec(self, position: int, engine: Engine) -> SampleSpec:
-        """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it."""
+    def sample_spec(self, position: int, engine: Engine, guesses: Sequence[int] = ()) -> SampleSpec:
+        """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it, also those
+        that are guessed to follow all that are known."""
         eos_token_ids = engine.info.eos_token_ids
-        output_ids = self.tokens[self.prompt_len :] if self.params.reads_output else ()
+        output_ids = [*self.tokens[self.prompt_len :], *guesses] if self.params.reads_output else ()
         return SampleSpec(
             params=self.params,
             position=position,
             prompt_ids=self.state.prompt_ids if self.params.has_penalties else (),
             output_ids=output_ids,
             banned_ids=banned_token_ids(self.params, output_ids, position - self.prompt_len, eos_token_ids),
-            form=self._form(output_ids, engine) if self.params.grammar else None,
+            form=self._form(output_ids, len(guesses), engine) if self.params.grammar else None,
         )
 
-    def _form(self, output_ids: Sequence[int], engine: Engine) -> NextTokens:
+    def _form(self, output_ids: Sequence[int], num_guesses: int, engine: Engine) -> NextTokens:
         if self.constraint is None:
             self.constraint = engine.structured.constraint(self.params.grammar)
-        return self.constraint.after(output_ids)
+        return self.constraint.after(output_ids, num_guesses)
 
     def score_specs(self, start: int, end: int) -> list[SampleSpec]:
         """For the prompt's tokens that follow those at [start, end), where their log-probabilities are wanted."""

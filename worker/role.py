@@ -23,6 +23,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.options import WorkerOptions
 from worker.requests import HeldRequest
+from worker.steps.costs import StepCosts
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
 
@@ -44,6 +45,9 @@ class RoleHost(Protocol):
 
     def wake(self) -> None:
         """There may be something to compute."""
+
+    def step_costs(self) -> StepCosts | None:
+        """What its steps have taken of late; None while too few have been run."""
 
     def page_hashes(self, tokens: Sequence[int], parent: PageHash = b"") -> list[PageHash]:
         """Of the full pages of `tokens`, by which the pool finds them again; none without a prefix cache."""

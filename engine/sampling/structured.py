@@ -138,8 +138,10 @@ class StructuredOutputs:
                 self._vocabulary = vocabulary(told, self._info.vocab_size, self._info.eos_token_ids)
             return self._vocabulary
 
-    def submit(self, constraint: Constraint, token_ids: Sequence[int], before: Future[bytes] | None) -> Future[bytes]:
-        return self._threads.submit(constraint.bits_after, token_ids, before)
+    def submit(
+        self, constraint: Constraint, token_ids: Sequence[int], num_guesses: int, before: Future[bytes] | None
+    ) -> Future[bytes]:
+        return self._threads.submit(constraint.bits_after, token_ids, num_guesses, before)
 
 
 class Constraint:
@@ -150,39 +152,54 @@ class Constraint:
         self._outputs = outputs
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
-        self._num_read = 0  # tokens
+        self._read: list[int] = []  # tokens
         self._last: Future[bytes] | None = None
 
-    def after(self, token_ids: Sequence[int]) -> NextBits:
-        """What may follow these, all of the answer so far; returns at once."""
-        self._last = self._outputs.submit(self, token_ids, self._last)
+    def after(self, token_ids: Sequence[int], num_guesses: int = 0) -> NextBits:
+        """What may follow these, all of the answer so far; returns at once. The last ones may be guesses, which need
+        not keep the form: nothing may follow one that does not."""
+        self._last = self._outputs.submit(self, token_ids, num_guesses, self._last)
         return NextBits(self, self._last)
 
-    def bits_after(self, token_ids: Sequence[int], before: Future[bytes] | None) -> bytes:
+    def bits_after(self, token_ids: Sequence[int], num_guesses: int, before: Future[bytes] | None) -> bytes:
         """`before`: another's work with the same matcher, if a step was given up."""
         if before is not None:
             wait([before])
         try:
-            return self._bits_after(token_ids)
+            return self._bits_after(token_ids, num_guesses)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is no Exception
             self.error = f"the answer's form cannot be kept: {error}"
             return bytes(self._outputs.num_bytes)
 
-    def _bits_after(self, token_ids: Sequence[int]) -> bytes:
+    def _bits_after(self, token_ids: Sequence[int], num_guesses: int) -> bytes:
         if self._matcher is None:
             self._matcher = self._outputs.matcher(self._grammar)
-        if self._num_read > len(token_ids):
-            self._matcher.reset()
-            self._num_read = 0
-        while self._num_read < len(token_ids):
-            self._matcher.consume_tokens(list(token_ids[self._num_read : self._num_read + SLICE]))
-            self._num_read = min(len(token_ids), self._num_read + SLICE)
+        self._go_back(token_ids)
+        guesses = list(token_ids[max(len(self._read), len(token_ids) - num_guesses) :])
+        for start in range(len(self._read), len(token_ids) - len(guesses), SLICE):
+            part = list(token_ids[start : min(start + SLICE, len(token_ids) - len(guesses))])
+            self._matcher.consume_tokens(part)
+            self._read += part
+        if guesses and self._matcher.validate_tokens(guesses) < len(guesses):
+            return bytes(self._outputs.num_bytes)
+        self._matcher.consume_tokens(guesses)
+        self._read += guesses
         bits = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ValueError(_in_a_line(self._matcher.get_error()))
         return bits[: self._outputs.num_bytes]
+
+    def _go_back(self, token_ids: Sequence[int]) -> None:
+        """To where these are what was read: guesses were wrong, or a step was given up."""
+        assert self._matcher is not None
+        read = self._read
+        common = next((i for i, pair in enumerate(zip(read, token_ids, strict=False)) if pair[0] != pair[1]), len(read))
+        common = min(common, len(token_ids))
+        if common < len(read):
+            self._matcher.rollback(len(read) - common)
+            del read[common:]
 
 
 class NextBits:

@@ -116,6 +116,8 @@ class Timeline:
     decode_worker: str  # empty if the request ended at prefill
     attempts: int
     moves: int = 0  # from one worker to another, while it was decoded or read
+    drafted_tokens: int = 0  # guessed ahead while it was decoded (speculative decoding)
+    accepted_tokens: int = 0  # of those, right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

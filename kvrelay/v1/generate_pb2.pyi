@@ -158,7 +158,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("phases", "ttft_s", "tpot_s", "e2e_s", "prefill_worker", "decode_worker", "attempts", "moves")
+    __slots__ = ("phases", "ttft_s", "tpot_s", "e2e_s", "prefill_worker", "decode_worker", "attempts", "moves", "drafted_tokens", "accepted_tokens")
     PHASES_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,8 @@ class Timeline(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     phases: _containers.RepeatedCompositeFieldContainer[Phase]
     ttft_s: float
     tpot_s: float
@@ -175,7 +177,9 @@ class Timeline(_message.Message):
     decode_worker: str
     attempts: int
     moves: int
-    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffReceipt(_message.Message):
     __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s")

@@ -249,7 +249,7 @@ class Pong(_message.Message):
     def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ..., wall_ns: _Optional[int] = ...) -> None: ...
 
 class TokenOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs")
+    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs", "drafted", "accepted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,8 @@ class TokenOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -264,7 +266,9 @@ class TokenOutput(_message.Message):
     logprobs: _generate_pb2.PositionLogprobs
     finish_reason: _generate_pb2.FinishReason
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generate_pb2.PositionLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    drafted: int
+    accepted: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move", "trace")

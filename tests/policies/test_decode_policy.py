@@ -221,6 +221,11 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
     in_flight: list[DecodeBatch] = []
     reserved: set[str] = set()
     moving: dict[str, bool] = {}
+
+    def finish(batch: DecodeBatch) -> None:
+        guessed = [entry for entry in batch.entries if entry.drafted]
+        policy.on_batch_done(batch, [(entry.request_id, rng.randint(1, 1 + entry.drafted)) for entry in guessed])
+
     for turn in range(1000):
         match rng.randrange(8):
             case 0:
@@ -242,11 +247,12 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
                 name = reserved.pop()
                 policy.on_committed(name, rng.randint(0, policy._requests[name].room))
             case 2 | 3 if len(in_flight) < 2:
-                batch = policy.next_batch()
-                assert len(batch.entries) <= 4
+                drafts = [(r.request_id, rng.randrange(6)) for r in policy.running if rng.random() < 0.5]
+                batch = policy.next_batch(drafts)
+                assert sum(1 + entry.drafted for entry in batch.entries) <= 4
                 in_flight.append(batch)
             case 4 if in_flight:
-                policy.on_batch_done(in_flight.pop(0))
+                finish(in_flight.pop(0))
             case 5 if policy.request_ids and rng.random() < 0.4:
                 name = rng.choice(policy.request_ids)
                 reserved.discard(name)
@@ -263,11 +269,72 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
         reserved.update(name for name, _ in policy.next_grants())
         policy.check_invariants()
     for batch in in_flight:
-        policy.on_batch_done(batch)
+        finish(batch)
     for name in policy.request_ids:
         policy.on_cancelled(name)
     for name in moving:
         policy.on_move_closed(name, has_left=False)
+    assert policy.pool.usage.held == 0
+
+
+def test_guesses_stand_as_far_as_they_are_kept_and_their_places_are_written_again() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=4, max_new_tokens=20)
+    step(policy)
+    batch = policy.next_batch([("a", 3)])
+    assert [(entry.position, entry.drafted) for entry in batch.entries] == [(5, 3)]
+    policy.check_invariants()
+    assert policy.next_batch().entries == (), "what follows a guess is not known"
+    policy.on_batch_done(batch, [("a", 2)])
+    assert policy.computed_len_of("a") == 7
+    assert step(policy).entries[0].position == 7
+    policy.check_invariants()
+
+
+def test_guesses_take_pages_and_rows_that_nobody_needs() -> None:
+    policy = make(num_pages=16)
+    for name in ("a", "b", "c"):
+        admit(policy, name, num_tokens=4, max_new_tokens=20)
+    step(policy)
+    batch = policy.next_batch([(name, 3) for name in ("c", "b", "a")])
+    assert [(entry.request_id, entry.drafted) for entry in batch.entries] == [("a", 1), ("b", 0), ("c", 0)]
+    policy.on_batch_done(batch, [("a", 1)])
+    short = make(num_pages=3)
+    admit(short, "a", num_tokens=7, max_new_tokens=6)
+    assert short.next_batch([("a", 5)]).entries[0].drafted == 0, "it ends with its page, and the last page is spare"
+
+
+def test_nothing_is_guessed_beyond_the_last_token_or_of_one_that_moves() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=2, max_new_tokens=3)
+    assert policy.next_batch([("a", 9)]).entries[0].drafted == 1, "of three tokens prefill drew one, a step the last"
+    policy = make()
+    admit(policy, "a", num_tokens=4, max_new_tokens=20)
+    step(policy)
+    policy.on_move("a", room=9)
+    assert policy.next_batch([("a", 2)]).entries[0].drafted == 0
+
+
+def test_one_that_moves_while_its_guesses_are_computed_stands_still_with_them() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=4, max_new_tokens=20)
+    step(policy)
+    batch = policy.next_batch([("a", 2)])
+    policy.on_move("a", room=9)
+    policy.on_move_stops("a")
+    policy.on_batch_done(batch, [("a", 1)])
+    assert policy.stands_still("a")
+    assert policy.next_batch().entries == ()
+
+
+def test_one_that_is_cancelled_with_guesses_in_flight_keeps_its_pages_for_the_step() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=4, max_new_tokens=20)
+    batch = policy.next_batch([("a", 3)])
+    policy.on_cancelled("a")
+    policy.check_invariants()
+    assert policy.pool.usage.held > 0
+    policy.on_batch_done(batch, [("a", 1)])
     assert policy.pool.usage.held == 0
 
 

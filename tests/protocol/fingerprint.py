@@ -50,7 +50,9 @@ OPAQUE = (
     # they say how one came here
     *(Counter, RouterMetrics, Timeline, Notes, Kept, RequestTrace, StepClock, Took, Trail, pb.Trace),
 )
-COUNTED = frozenset(("cached_tokens", "recomputed_tokens", "_computed_len"))  # of a LiveRequest: so do these
+COUNTED = frozenset(  # of a LiveRequest: so do these
+    ("cached_tokens", "recomputed_tokens", "drafted_tokens", "accepted_tokens", "_computed_len")
+)
 Reader = Callable[[Any], Iterable[Any]]
 
 

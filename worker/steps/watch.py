@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from engine.errors import EngineBroken
 from engine.pending import PendingStep
-from engine.types import SampledToken, Step
+from engine.types import Chunk, SampledToken, Step
 from worker.steps.times import StepTimes
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class WatchedEngine:
 
     def _note(self, step: Step, begun_s: float) -> None:
         self._ended_s = self._now_s()
-        decoded = [chunk.start + 1 for chunk in step.chunks if chunk.start and len(chunk.token_ids) == 1]
+        decoded = [chunk.start + 1 for chunk in step.chunks if _decodes(chunk)]
         prompt_tokens = sum(len(chunk.token_ids) for chunk in step.chunks) - len(decoded)
         self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s)
 
@@ -85,6 +85,11 @@ class WatchedEngine:
             return call()
         finally:
             self._running = None
+
+
+def _decodes(chunk: Chunk) -> bool:
+    """One token, behind which guesses may stand: those count as a prompt's tokens, which they are as dear as."""
+    return chunk.start > 0 and (len(chunk.token_ids) == 1 or any(spec.given_id is None for spec in chunk.scores))
 
 
 def _described(step: Step) -> str:

@@ -102,6 +102,8 @@ class LiveRequest:
     last_move: int = 0  # the number of the last that was asked for
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     receipt: generate_pb2.HandoffReceipt | None = None
     moved: list[generate_pb2.HandoffReceipt] = field(default_factory=list)  # one for each of its moves
     finish: FinishReason | None = None
@@ -134,6 +136,9 @@ class LiveRequest:
                 self._early[index] = token
             return []
         outputs.append(token.token_id)
+        if token.drafted:
+            self.drafted_tokens += token.drafted
+            self.accepted_tokens += token.accepted
         ready = [token]
         while self._early and (early := self._early.pop(len(outputs), None)) is not None:
             outputs.append(early.token_id)
@@ -190,6 +195,8 @@ class LiveRequest:
             decode_worker=self.decode if self.is_handed_off else "",
             attempts=self.attempt,
             moves=self.num_moves,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def receipt_to_proto(self) -> generate_pb2.HandoffReceipt | None:

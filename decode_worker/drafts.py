@@ -1,0 +1,198 @@
+"""Drafts guesses the tokens that follow, so that one step computes several of a request's: speculative decoding.
+
+What stood behind a request's last tokens when they were there before, in its prompt or its answer, is a guess at what
+comes now (prompt lookup: Saxena, 2023; `ngram` in vLLM). A step runs the guesses behind the last token, and draws at
+each of these positions the target's own token, keyed by (seed, position): a guess is kept as long as it is what was
+drawn, so that the answer is that of a step for each token, at any temperature.
+
+How many guesses are run follows from what they bring and what they cost (compare SmartSpec, Liu et al.,
+arXiv 2406.14066). One more row of a step is worth its time while its chance to be kept is above what a step computes in
+that time without it; the chances are followed for each request, also of guesses that were not run, and the times are
+those that the worker has measured of its steps. Pure: no clock, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from decode_worker.options import DecodeOptions
+from decode_worker.policy import DecodeBatch
+from engine.types import SampledToken
+from worker.requests import HeldRequest
+from worker.steps.costs import StepCosts
+
+WINDOW = 8192  # tokens at the end of a prompt, that are looked through
+CANDIDATES = 8  # places of which the one with the most tokens in common is taken
+FIRST_CHANCE = 0.6  # of a guess, before any of the request has been seen
+REMEMBERED = 0.9  # of a chance, by each guess that is seen
+COSTS_ASKED = 32  # steps, after which what a step costs is asked anew
+TRIED = 64  # steps without a guess, after which some are run: what they cost is known of such steps only
+
+
+class PromptLookup:
+    """Guesses for one request, whose `tokens` may grow at their end."""
+
+    def __init__(self, tokens: Sequence[int], *, least: int, most: int) -> None:
+        """So many of the last tokens must have been there before; of several places that one counts where more were,
+        `most` at most, and then the latest."""
+        self._tokens = tokens
+        self._least = least
+        self._most = most
+        self._end = max(0, len(tokens) - WINDOW) + least  # of the next run of `least` tokens that is not noted yet
+        self._last: dict[tuple[int, ...], int] = {}  # by such a run: where it ended last
+        self._before: dict[int, int] = {}  # and where the same one ended before
+
+    def guess(self, num_tokens: int) -> list[int]:
+        """What may follow all tokens so far; none where their end is new."""
+        tokens, least = self._tokens, self._least
+        for end in range(self._end, len(tokens)):  # there is a token behind each
+            run = tuple(tokens[end - least : end])
+            if (last := self._last.get(run)) is not None:
+                self._before[end] = last
+            self._last[run] = end
+        self._end = max(self._end, len(tokens))
+        at = self._last.get(tuple(tokens[-least:])) if len(tokens) >= least else None
+        return [] if at is None else self._following(self._best(at), num_tokens)
+
+    def _best(self, at: int) -> int:
+        best, longest = at, self._common(at)
+        for _ in range(CANDIDATES - 1):
+            if longest >= self._most or (before := self._before.get(at)) is None:
+                break
+            at = before
+            if (common := self._common(at)) > longest:
+                best, longest = at, common
+        return best
+
+    def _common(self, at: int) -> int:
+        """How many tokens before `at` are the last ones, too."""
+        tokens, count = self._tokens, self._least
+        while count < min(self._most, at) and tokens[at - 1 - count] == tokens[-1 - count]:
+            count += 1
+        return count
+
+    def _following(self, at: int, num_tokens: int) -> list[int]:
+        """Also beyond the end, where what follows repeats itself."""
+        tokens = list(self._tokens[at : at + num_tokens])
+        period = len(tokens)
+        while len(tokens) < num_tokens:
+            tokens.append(tokens[-period])
+        return tokens
+
+
+@dataclass(slots=True)
+class _Guesses:
+    lookup: PromptLookup
+    chance: float
+    tokens: list[int] = field(default_factory=list)  # for what follows the last token
+
+    def see(self, was_right: bool) -> None:
+        self.chance = REMEMBERED * self.chance + (1 - REMEMBERED) * was_right
+
+
+class Drafts:
+    def __init__(
+        self, options: DecodeOptions, costs: Callable[[], StepCosts | None], eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """`costs`: of steps; None while they are not known."""
+        self._options = options
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._ask_costs = costs
+        self._costs: StepCosts | None = None
+        self._steps = 0
+        self._last_run = 0  # the step in which some were run last
+        self._guesses: dict[str, _Guesses] = {}
+        self._running: dict[str, Sequence[int]] = {}  # those in the step under way
+
+    def wanted(self, requests: Iterable[HeldRequest]) -> tuple[tuple[str, int], ...]:
+        """For which of those that are about to be computed a step should run how many guesses."""
+        if self._steps % COSTS_ASKED == 0:
+            self._costs = self._ask_costs()
+        self._steps += 1
+        context_tokens = num_requests = 0
+        chances: list[tuple[float, int, str]] = []  # to be kept: of each guess, its place among the request's
+        for request in requests:
+            num_requests += 1
+            context_tokens += len(request.tokens)
+            guesses = self._guesses_of(request)
+            guesses.tokens = self._guessed(request, guesses.lookup)
+            chances += [(guesses.chance ** (i + 1), i, request.id) for i in range(len(guesses.tokens))]
+        chances.sort(key=lambda one: (-one[0], one[1]))
+        counts: dict[str, int] = {}
+        for _, _, request_id in chances[: self._num_worthwhile(chances, num_requests, context_tokens)]:
+            counts[request_id] = counts.get(request_id, 0) + 1
+        return tuple(counts.items())
+
+    def _guesses_of(self, request: HeldRequest) -> _Guesses:
+        guesses = self._guesses.get(request.id)
+        if guesses is None:
+            options = self._options
+            lookup = PromptLookup(request.tokens, least=options.prompt_lookup_min, most=options.prompt_lookup_max)
+            guesses = self._guesses[request.id] = _Guesses(lookup, FIRST_CHANCE)
+        return guesses
+
+    def _guessed(self, request: HeldRequest, lookup: PromptLookup) -> list[int]:
+        """Before the end of the answer, behind which nothing is wanted."""
+        most = min(self._options.num_speculative_tokens, request.new_tokens_left - 1)
+        tokens = lookup.guess(most) if most > 0 else []
+        if not request.params.ignore_eos:
+            for i, token in enumerate(tokens):
+                if token in self._eos_token_ids:
+                    return tokens[:i]
+        return tokens
+
+    def _num_worthwhile(self, chances: Sequence[tuple[float, int, str]], requests: int, context_tokens: int) -> int:
+        """Of the guesses, the likeliest first, so many make the tokens of a step the most for its time."""
+        costs = self._costs
+        if costs is None or self._steps - self._last_run > TRIED:
+            return min(len(chances), 1 + requests // 8)
+        alone_s = costs.step_s(0, requests, context_tokens, both=0)
+        tokens, taken_s = float(requests), costs.step_s(0, requests, context_tokens, both=1)
+        count = 0
+        for chance, _, _ in chances:
+            if chance * taken_s < costs.prompt_token_s * tokens:
+                break
+            count += 1
+            tokens += chance
+            taken_s += costs.prompt_token_s
+        return count if tokens * alone_s > requests * taken_s else 0
+
+    def begin(self, batch: DecodeBatch) -> None:
+        """This step is run, with so many of the guesses as its entries say."""
+        self._running = {
+            entry.request_id: self._guesses[entry.request_id].tokens[: entry.drafted]
+            for entry in batch.entries
+            if entry.drafted
+        }
+        if self._running:
+            self._last_run = self._steps
+
+    def of(self, request_id: str) -> Sequence[int]:
+        """Those of the step under way that stand behind the request's last token."""
+        return self._running.get(request_id, ())
+
+    def end(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], Mapping[str, int]]:
+        """Of a step's draws those that count, in order; and how many of each request that had guesses in it."""
+        running, counted = self._running, list[SampledToken]()
+        kept: dict[str, int] = {}
+        done: set[str] = set()
+        for token in tokens:
+            request_id = token.request_id
+            if request_id in done:
+                continue
+            counted.append(token)
+            at = kept[request_id] = kept.get(request_id, 0) + 1
+            guesses = self._guesses.get(request_id)
+            if token.error or guesses is None or at > len(guesses.tokens):
+                done.add(request_id)
+                continue
+            is_right = guesses.tokens[at - 1] == token.token_id
+            guesses.see(is_right)
+            if not is_right or at > len(running.get(request_id, ())):
+                done.add(request_id)
+        return counted, {request_id: kept.get(request_id, 1) for request_id in running}
+
+    def forget(self, request_id: str) -> None:
+        """It is over, or elsewhere."""
+        self._guesses.pop(request_id, None)

@@ -1,0 +1,151 @@
+"""Guesses change when tokens come and never which: with and without speculation the same, to the last one, at any
+temperature, through the handoff, crowded pages, moves, mixed workers, a lost worker, penalties, forms and logprobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.deploy.local import LocalCluster
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion, GenerateOptions
+from tests.serving.conftest import ModelDir
+from tests.serving.harness import ROUTER, Gate, counters, engine_with, random_prompt, replays, until, worker_with
+
+NEW_TOKENS = 48
+PROMPT_LENS = (3, 16, 21, 35, 40, 47, 64, 70)
+GUESSES = 4
+FEW = [*range(5, 9)]  # so that guesses come true by chance, too
+OPTIONS: tuple[Any, ...] = (
+    GenerateOptions(temperature=0.0),
+    GenerateOptions(temperature=1.0, allowed_token_ids=FEW),
+    GenerateOptions(temperature=1.0, allowed_token_ids=FEW, frequency_penalty=0.4, repetition_penalty=1.1),
+    GenerateOptions(temperature=1.2, regex="(a[bc]a, ){60}"),
+    GenerateOptions(temperature=0.7, top_k=3, logprobs=2),
+    GenerateOptions(temperature=1.0, allowed_token_ids=FEW, bad_words=["w5 w6"]),
+    GenerateOptions(temperature=0.0, min_tokens=NEW_TOKENS),
+    GenerateOptions(temperature=1.0),
+)
+
+
+async def _run(client: AsyncClient, index: int) -> Completion:
+    return await client.generate(
+        random_prompt(PROMPT_LENS[index], seed=index),
+        seed=1000 + index,
+        max_tokens=NEW_TOKENS,
+        timeout_s=60,
+        **OPTIONS[index],
+    )
+
+
+async def _all(client: AsyncClient) -> list[Completion]:
+    return await asyncio.gather(*(_run(client, index) for index in range(len(OPTIONS))))
+
+
+def _cluster(directory: str, dtype: str, num_guesses: int, **more: Any) -> LocalCluster:
+    changes = more.pop("worker_changes", {})
+    return LocalCluster(
+        directory,
+        engine=engine_with(dtype=dtype),
+        worker=worker_with(num_speculative_tokens=num_guesses, prompt_lookup_min=1, **changes),
+        router=ROUTER,
+        **more,
+    )
+
+
+def _said(completions: Sequence[Completion]) -> list[Any]:
+    return [each.choices for each in completions]
+
+
+def _accepted(completions: Sequence[Completion]) -> int:
+    timelines = [each.timeline for each in completions if each.timeline is not None]
+    assert len(timelines) == len(completions)
+    assert all(0 <= each.accepted_tokens <= each.drafted_tokens for each in timelines)
+    return sum(each.accepted_tokens for each in timelines)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+async def test_the_tokens_are_those_without_speculation(name: str, dtype: str, model_dir: ModelDir) -> None:
+    directory = str(model_dir(name))
+    async with _cluster(directory, dtype, 0) as cluster, AsyncClient(cluster.endpoint) as client:
+        plain = await _all(client)
+        assert _accepted(plain) == counters(cluster)["drafted_tokens"] == 0
+    async with _cluster(directory, dtype, GUESSES) as cluster, AsyncClient(cluster.endpoint) as client:
+        guessed = await _all(client)
+        totals = counters(cluster) | {"decode_steps": cluster.decode[0].counters["steps"]}
+        assert _accepted(guessed) == totals["accepted_tokens"] > 0
+        assert totals["drafted_tokens"] > totals["accepted_tokens"]
+        alone = await _run(client, 1)
+        steps, accepted = cluster.decode[0].counters["steps"] - totals["decode_steps"], _accepted([alone])
+        assert steps == NEW_TOKENS - 1 - accepted < NEW_TOKENS - 1
+    assert _said([alone]) == _said(plain[1:2])
+    assert _said(guessed) == _said(plain)
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: ModelDir) -> list[Any]:
+    """Without speculation."""
+
+    async def run() -> list[Completion]:
+        async with _cluster(str(model_dir("llama")), "float32", 0) as cluster, AsyncClient(cluster.endpoint) as client:
+            return await _all(client)
+
+    return _said(asyncio.run(run()))
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [{"prefill": 2, "decode": 2, "decode_engine": engine_with(num_pages=14)}, {"prefill": 0, "decode": 0, "mixed": 1}],
+    ids=["crowded", "mixed"],
+)
+async def test_wherever_it_runs_it_is_the_same_and_replays(
+    roles: dict[str, Any], model_dir: ModelDir, plain: list[Any], tmp_path: Path
+) -> None:
+    changes = {"max_batch_tokens": 20, "record": str(tmp_path)}
+    cluster = _cluster(str(model_dir("llama")), "float32", GUESSES, worker_changes=changes, **roles)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        answers = await _all(client)
+        await cluster.settled()
+        cluster.check_invariants()
+        assert (counters(cluster)["preemptions"] > 0) == bool(roles["decode"])
+    assert _said(answers) == plain
+    assert _accepted(answers) > 0
+    replays(*(tmp_path / f"{worker.options.name}.jsonl" for worker in cluster.workers))
+
+
+@pytest.mark.parametrize("way", ["it drains", "it is lost"])
+async def test_who_leaves_a_worker_has_the_same_tokens_elsewhere(
+    way: str, model_dir: ModelDir, plain: list[Any]
+) -> None:
+    two = _cluster(str(model_dir("llama")), "float32", GUESSES, decode=2)
+    async with two as cluster, AsyncClient(cluster.endpoint) as client:
+        first = cluster.decode[0]
+        gate = Gate(first.engine, at=8)
+        running = asyncio.create_task(_all(client))
+        await gate.reached()
+        held = len(first.role.requests)
+        assert held > 0
+        if way == "it drains":
+            first.is_draining = True
+            gate.open()
+            await until(lambda: not first.role.requests, "it is left by all")
+        else:
+            await first._server.stop(0)
+            gate.open()
+        answers = await running
+        await cluster.settled()
+        cluster.check_invariants()
+    assert _said(answers) == plain
+    assert _accepted(answers) > 0
+    timelines = [each.timeline for each in answers if each.timeline is not None]
+    if way == "it drains":
+        assert sum(each.moves for each in timelines) > 0
+        assert {each.attempts for each in timelines} == {1}
+    else:
+        assert sum(each.attempts for each in timelines) >= len(answers) + held
