@@ -1,24 +1,26 @@
-"""Drafts guesses the tokens that follow, so that one step computes several of a request's: speculative decoding.
+"""Drafts has the tokens that follow guessed, so that one step computes several of a request's: speculative decoding.
 
 What stood behind a request's last tokens when they were there before, in its prompt or its answer, is a guess at what
-comes now (prompt lookup: Saxena, 2023; `ngram` in vLLM). A step runs the guesses behind the last token, and draws at
-each of these positions the target's own token, keyed by (seed, position): a guess is kept as long as it is what was
-drawn, so that the answer is that of a step for each token, at any temperature.
+comes now (prompt lookup: Saxena, 2023; `ngram` in vLLM); or a draft model makes them, just before the step
+(engine/drafting.py). A step runs the guesses behind the last token, and draws at each of these positions the target's
+own token, keyed by (seed, position): a guess is kept as long as it is what was drawn, so that the answer is that of a
+step for each token, at any temperature.
 
 How many guesses are run follows from what they bring and what they cost (compare SmartSpec, Liu et al.,
 arXiv 2406.14066). One more row of a step is worth its time while its chance to be kept is above what a step computes in
-that time without it; the chances are followed for each request, also of guesses that were not run, and the times are
-those that the worker has measured of its steps. Pure: no clock, no torch.
+that time without it; and one more pass of a draft model, while all rows of it are. The chances are followed for each
+request, also of guesses that were looked up and not run, and the times are those that the worker has measured of its
+steps. Pure: no clock, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodeBatch
-from engine.types import SampledToken
+from engine.types import Draft, SampledToken
 from worker.requests import HeldRequest
 from worker.steps.costs import StepCosts
 
@@ -83,9 +85,10 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class _Guesses:
-    lookup: PromptLookup
-    chance: float
-    tokens: list[int] = field(default_factory=list)  # for what follows the last token
+    chance: float = FIRST_CHANCE
+    lookup: PromptLookup | None = None
+    draft: Draft | None = None
+    tokens: Sequence[int] = ()  # for what follows the last token; a draft model's are known when they were run
 
     def see(self, was_right: bool) -> None:
         self.chance = REMEMBERED * self.chance + (1 - REMEMBERED) * was_right
@@ -93,17 +96,26 @@ class _Guesses:
 
 class Drafts:
     def __init__(
-        self, options: DecodeOptions, costs: Callable[[], StepCosts | None], eos_token_ids: Sequence[int] = ()
+        self,
+        options: DecodeOptions,
+        costs: Callable[[], StepCosts | None],
+        eos_token_ids: Sequence[int] = (),
+        *,
+        make_draft: Callable[[HeldRequest], Draft] | None = None,
+        pass_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`costs`: of steps; None while they are not known."""
+        """`costs`: of steps; None while they are not known. Where a draft model guesses: `make_draft`, for a request
+        that it has not heard of, and `pass_s`, what it takes to guess one more of all."""
         self._options = options
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ask_costs = costs
+        self._make_draft = make_draft
+        self._pass_s = pass_s
         self._costs: StepCosts | None = None
         self._steps = 0
         self._last_run = 0  # the step in which some were run last
         self._guesses: dict[str, _Guesses] = {}
-        self._running: dict[str, Sequence[int]] = {}  # those in the step under way
+        self._running: dict[str, int] = {}  # how many of whom are in the step under way
 
     def wanted(self, requests: Iterable[HeldRequest]) -> tuple[tuple[str, int], ...]:
         """For which of those that are about to be computed a step should run how many guesses."""
@@ -111,30 +123,31 @@ class Drafts:
             self._costs = self._ask_costs()
         self._steps += 1
         context_tokens = num_requests = 0
-        chances: list[tuple[float, int, str]] = []  # to be kept: of each guess, its place among the request's
+        chances: list[tuple[str, float, int]] = []  # whose, of one to be right, and how many there are
         for request in requests:
             num_requests += 1
             context_tokens += len(request.tokens)
-            guesses = self._guesses_of(request)
-            guesses.tokens = self._guessed(request, guesses.lookup)
-            chances += [(guesses.chance ** (i + 1), i, request.id) for i in range(len(guesses.tokens))]
-        chances.sort(key=lambda one: (-one[0], one[1]))
-        counts: dict[str, int] = {}
-        for _, _, request_id in chances[: self._num_worthwhile(chances, num_requests, context_tokens)]:
-            counts[request_id] = counts.get(request_id, 0) + 1
-        return tuple(counts.items())
+            most = min(self._options.num_speculative_tokens, request.new_tokens_left - 1)
+            guesses = self._guesses.get(request.id)
+            if guesses is None:
+                guesses = self._guesses[request.id] = self._made(request)
+            if guesses.lookup is not None:
+                guesses.tokens = self._looked_up(request, guesses.lookup, most)
+                most = len(guesses.tokens)
+            if most > 0:
+                chances.append((request.id, guesses.chance, most))
+        chances.sort(key=lambda one: -one[1])
+        return tuple(self._worthwhile(chances, num_requests, context_tokens).items())
 
-    def _guesses_of(self, request: HeldRequest) -> _Guesses:
-        guesses = self._guesses.get(request.id)
-        if guesses is None:
-            options = self._options
-            lookup = PromptLookup(request.tokens, least=options.prompt_lookup_min, most=options.prompt_lookup_max)
-            guesses = self._guesses[request.id] = _Guesses(lookup, FIRST_CHANCE)
-        return guesses
+    def _made(self, request: HeldRequest) -> _Guesses:
+        if self._make_draft is not None:
+            return _Guesses(draft=self._make_draft(request))
+        options = self._options
+        lookup = PromptLookup(request.tokens, least=options.prompt_lookup_min, most=options.prompt_lookup_max)
+        return _Guesses(lookup=lookup)
 
-    def _guessed(self, request: HeldRequest, lookup: PromptLookup) -> list[int]:
+    def _looked_up(self, request: HeldRequest, lookup: PromptLookup, most: int) -> list[int]:
         """Before the end of the answer, behind which nothing is wanted."""
-        most = min(self._options.num_speculative_tokens, request.new_tokens_left - 1)
         tokens = lookup.guess(most) if most > 0 else []
         if not request.params.ignore_eos:
             for i, token in enumerate(tokens):
@@ -142,56 +155,78 @@ class Drafts:
                     return tokens[:i]
         return tokens
 
-    def _num_worthwhile(self, chances: Sequence[tuple[float, int, str]], requests: int, context_tokens: int) -> int:
-        """Of the guesses, the likeliest first, so many make the tokens of a step the most for its time."""
+    def _worthwhile(
+        self, chances: Sequence[tuple[str, float, int]], requests: int, context_tokens: int
+    ) -> dict[str, int]:
+        """So many guesses of each, the likeliest first, make the tokens of a step the most for its time: first ones,
+        then what may follow those."""
+        counts: dict[str, int] = {}
         costs = self._costs
         if costs is None or self._steps - self._last_run > TRIED:
-            return min(len(chances), 1 + requests // 8)
-        alone_s = costs.step_s(0, requests, context_tokens, both=0)
-        tokens, taken_s = float(requests), costs.step_s(0, requests, context_tokens, both=1)
-        count = 0
-        for chance, _, _ in chances:
-            if chance * taken_s < costs.prompt_token_s * tokens:
+            return {request_id: 1 for request_id, _, _ in chances[: 1 + requests // 8]}
+        pass_s = self._pass_s()
+        tokens, taken_s = float(requests), costs.step_s(0, requests, context_tokens, both=0)
+        for depth in range(1, self._options.num_speculative_tokens + 1):
+            more, longer_s = tokens, taken_s + pass_s + (costs.both_s if depth == 1 else 0.0)
+            added: list[str] = []
+            for request_id, chance, most in chances:
+                is_kept = chance**depth
+                if is_kept * longer_s < costs.prompt_token_s * more:
+                    break
+                if counts.get(request_id, 0) == depth - 1 and depth <= most:
+                    added.append(request_id)
+                    more += is_kept
+                    longer_s += costs.prompt_token_s
+            if not added or more * taken_s <= tokens * longer_s:
                 break
-            count += 1
-            tokens += chance
-            taken_s += costs.prompt_token_s
-        return count if tokens * alone_s > requests * taken_s else 0
+            tokens, taken_s = more, longer_s
+            counts |= dict.fromkeys(added, depth)
+        return counts
 
     def begin(self, batch: DecodeBatch) -> None:
         """This step is run, with so many of the guesses as its entries say."""
-        self._running = {
-            entry.request_id: self._guesses[entry.request_id].tokens[: entry.drafted]
-            for entry in batch.entries
-            if entry.drafted
-        }
+        self._running = {entry.request_id: entry.drafted for entry in batch.entries if entry.drafted}
         if self._running:
             self._last_run = self._steps
 
     def of(self, request_id: str) -> Sequence[int]:
         """Those of the step under way that stand behind the request's last token."""
-        return self._running.get(request_id, ())
+        guesses = self._guesses.get(request_id)
+        return () if guesses is None else guesses.tokens[: self._running.get(request_id, 0)]
 
-    def end(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], Mapping[str, int]]:
-        """Of a step's draws those that count, in order; and how many of each request that had guesses in it."""
-        running, counted = self._running, list[SampledToken]()
-        kept: dict[str, int] = {}
+    def asked_of(self, request_id: str) -> Draft | None:
+        """What the draft model is asked for in the step under way."""
+        guesses, count = self._guesses.get(request_id), self._running.get(request_id, 0)
+        if not count or guesses is None or guesses.draft is None:
+            return None
+        guesses.draft.num_wanted = count
+        return guesses.draft
+
+    def end(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], dict[str, tuple[int, int]]]:
+        """Of a step's draws those that count, in order; and of each request that had guesses in it how many, and how
+        many draws count."""
+        counted: list[SampledToken] = []
+        counts: dict[str, int] = {}
         done: set[str] = set()
+        for request_id in self._running:
+            guesses = self._guesses.get(request_id)
+            if guesses is not None and guesses.draft is not None:
+                guesses.tokens = tuple(guesses.draft.guesses)
         for token in tokens:
             request_id = token.request_id
             if request_id in done:
                 continue
             counted.append(token)
-            at = kept[request_id] = kept.get(request_id, 0) + 1
+            at = counts[request_id] = counts.get(request_id, 0) + 1
             guesses = self._guesses.get(request_id)
             if token.error or guesses is None or at > len(guesses.tokens):
                 done.add(request_id)
                 continue
             is_right = guesses.tokens[at - 1] == token.token_id
             guesses.see(is_right)
-            if not is_right or at > len(running.get(request_id, ())):
+            if not is_right or at > self._running.get(request_id, 0):
                 done.add(request_id)
-        return counted, {request_id: kept.get(request_id, 1) for request_id in running}
+        return counted, {name: (len(self.of(name)), counts.get(name, 1)) for name in self._running}
 
     def forget(self, request_id: str) -> None:
         """It is over, or elsewhere."""

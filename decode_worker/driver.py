@@ -11,14 +11,14 @@ so far) by the prefill pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
 from engine.pages.pool import PageHash
-from engine.types import PENDING, Chunk, InvalidRequest, SampledToken, Step, finish_reason
+from engine.types import PENDING, Chunk, Draft, InvalidRequest, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -47,8 +47,18 @@ class DecodeRole:
         self.reservations.on_forgotten = self._on_forgotten
         self._drafts: Drafts | None = None
         if self.policy.options.num_speculative_tokens:
-            self._drafts = Drafts(self.policy.options, host.step_costs, self._eos_token_ids)
+            self._drafts = self._make_drafts(host)
         self._steps = StepClock()
+
+    def _make_drafts(self, host: RoleHost) -> Drafts:
+        options, eos_token_ids, model = self.policy.options, self._eos_token_ids, host.engine.draft_model
+        if model is None:
+            return Drafts(options, host.step_costs, eos_token_ids)
+
+        def make_draft(request: HeldRequest) -> Draft:
+            return Draft(tokens=request.tokens, spec=lambda at, guesses: request.sample_spec(at, host.engine, guesses))
+
+        return Drafts(options, host.step_costs, make_draft=make_draft, pass_s=lambda: model.pass_s)
 
     @property
     def max_batch(self) -> int:
@@ -170,7 +180,11 @@ class DecodeRole:
 
     def _chunk(self, entry: DecodeEntry) -> Chunk:
         request, engine, following = self.requests[entry.request_id], self._host.engine, entry.position + 1
-        guesses = self._drafts.of(request.id) if entry.drafted and self._drafts is not None else ()
+        draft: Draft | None = None
+        guesses: Sequence[int] = ()
+        if entry.drafted and self._drafts is not None:
+            draft = self._drafts.asked_of(request.id)
+            guesses = () if draft is not None else self._drafts.of(request.id)
         is_known = entry.position < len(request.tokens)
         return Chunk(
             request_id=request.id,
@@ -179,21 +193,21 @@ class DecodeRole:
             block_table=entry.pages,
             scores=[request.sample_spec(following + i, engine, guesses[:i]) for i in range(len(guesses))],
             sample=request.sample_spec(following + len(guesses), engine, guesses),
+            draft=draft,
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
         """`prompt_tokens`: that were computed in the same step."""
         self._trace(batch, self._steps.end(), prompt_tokens)
-        kept: Mapping[str, int] = {}
+        guessed: dict[str, tuple[int, int]] = {}
         if self._drafts is not None:
-            tokens, kept = self._drafts.end(tokens)
-        self.policy.on_batch_done(batch, tuple(kept.items()))
-        drafted = {entry.request_id: entry.drafted for entry in batch.entries if entry.drafted}
+            tokens, guessed = self._drafts.end(tokens)
+        self.policy.on_batch_done(batch, [(request_id, kept) for request_id, (_, kept) in guessed.items()])
         for token in tokens:
             request = self.requests.get(token.request_id)
             if request is not None and self.policy.holds(request.id):  # else: cancelled while it ran
-                num_drafted = drafted.pop(request.id, 0)
-                self._on_token(request, token, num_drafted, kept[request.id] - 1 if num_drafted else 0)
+                num_drafted, num_kept = guessed.pop(request.id, (0, 1))
+                self._on_token(request, token, num_drafted, num_kept - 1)
         self.moves.on_step()
         self.reservations.grant_queued()
 

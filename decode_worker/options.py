@@ -18,10 +18,15 @@ class DecodeOptions:
 
     num_speculative_tokens: int = knob(
         0,
-        "guessed ahead for a request in a step at most, by prompt lookup: see *Speculative decoding*; 0: none",
+        "guessed ahead for a request in a step at most: see *Speculative decoding*; 0: none",
         unit="tokens",
         ge=0,
         le=16,
+    )
+    speculative_model: str = knob(
+        "",
+        "a smaller model with the same tokens that guesses, a Hugging Face directory or hub name; its pages take their "
+        "share of kv_memory; empty: prompt lookup",
     )
     prompt_lookup_min: int = knob(
         2, "last ones that must have been there before, for a guess", unit="tokens", ge=1, le=16

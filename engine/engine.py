@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import device as devices
-from engine.loading.load import LoadedModel, Progress, load, silent
+from engine.drafting import DraftModel
+from engine.loading.load import LoadedModel, Progress, load_both, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.pending import DoneStep, PendingStep
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, draft_model: DraftModel | None = None) -> None:
         self.info = loaded.info
         self.model = loaded.model
         self.pages = loaded.pages
         self.memory = loaded.pages.memory
         self.layout = loaded.layout  # of the pages that requests may be given
         self.steps = loaded.steps
+        self.draft_model = draft_model
         self._source = loaded.source
         self.backend = loaded.model.backend
         self.device = loaded.model.device
@@ -42,7 +44,8 @@ class Engine:
 
         Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
         """
-        return cls(load(options, progress, platform))
+        loaded, draft = load_both(options, progress, platform)
+        return cls(loaded, None if draft is None else DraftModel(draft))
 
     @cached_property
     def structured(self) -> StructuredOutputs:
@@ -72,7 +75,12 @@ class Engine:
         if not step.chunks:
             return DoneStep([])
         with torch.inference_mode(), devices.current(self.device):
-            return self.steps.begin(step)
+            return self.steps.begin(step if self.draft_model is None else self.draft_model.with_guesses(step))
+
+    @property
+    def drafting_s(self) -> float:
+        """What guesses have taken of its steps' time, in all."""
+        return 0.0 if self.draft_model is None else self.draft_model.spent_s
 
     def probe(self) -> SampledToken:
         """Whether it still can: compute a page of tokens that nobody asked for, then the last one alone, in a page of

@@ -62,6 +62,7 @@ class EngineOptions:
         scope="pool",
         ge=1,
     )
+    speculative_model: str = ""  # guesses tokens ahead of the other: a directory or hub name; empty: none
     rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
 
     def validate(self) -> None:

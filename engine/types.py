@@ -199,6 +199,30 @@ class SampleSpec:
     given_id: int | None = None  # the token stands already, and nothing is drawn: its log-probability is wanted
 
 
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What a draft model has made of one request, and is asked for next: to guess what follows its known `tokens`.
+
+    `spec` says how to draw the token at a position, behind guesses from the end of `tokens` on. `num_read` tokens have
+    their KV in the request's pages of the draft model: the first `length` of its tokens, and guesses behind those.
+    """
+
+    tokens: Sequence[int]
+    spec: Callable[[int, Sequence[int]], SampleSpec]
+    num_wanted: int = 0  # guesses
+    guesses: list[int] = field(default_factory=list)
+    num_read: int = 0
+    length: int = 0
+
+    def go_back(self) -> None:
+        """To what is still true of what was read: guesses were wrong, perhaps."""
+        following = self.tokens[self.length : self.length + len(self.guesses)]
+        right = 0
+        while right < len(following) and following[right] == self.guesses[right]:
+            right += 1
+        self.num_read = min(self.num_read, self.length + right)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """One request's share of a step: run `token_ids`, which stand at positions start, start + 1, and so on.
@@ -214,6 +238,7 @@ class Chunk:
     block_table: Sequence[int]
     sample: SampleSpec | None = None
     scores: Sequence[SampleSpec] = ()
+    draft: Draft | None = None  # what a draft model guesses is run behind its one token
 
 
 OnLayer = Callable[[int], None]

@@ -230,6 +230,12 @@ def check_pool(index: int, pool: PoolSpec) -> None:
             raise ValueError(
                 f"pools[{index}].{name} is for {' and '.join(roles)} pools; take it out of this {pool.role} pool"
             )
+    draft = getattr(pool.policy, "speculative_model", "")
+    if draft and not pool.policy.num_speculative_tokens:
+        raise ValueError(
+            f"pools[{index}].speculative_model is {draft!r} with num_speculative_tokens 0; "
+            "give how many tokens it guesses, or take it out"
+        )
     if pool.kv_dtype != "auto" and pool.tensor_parallel > 1:
         raise ValueError(
             f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with tensor_parallel {pool.tensor_parallel}; "

@@ -228,6 +228,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
             "threads": pool.threads,
             "device": pool.device,
             "rank_cpus": tuple(ranks) if ranks[0] and len(ranks) > 1 else (),
+            "speculative_model": getattr(pool.policy, "speculative_model", ""),
             **(_gpu_options(pool) if is_on_gpu else {}),
         },
         cpus=ranks[0],

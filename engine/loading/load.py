@@ -52,9 +52,16 @@ def silent(stage: str, fraction: float) -> None:
     return
 
 
-def load(options: EngineOptions, progress: Progress = silent, platform: Platform | None = None) -> LoadedModel:
+def load(
+    options: EngineOptions,
+    progress: Progress = silent,
+    platform: Platform | None = None,
+    *,
+    page_bytes_beside: int = 0,
+) -> LoadedModel:
     """`progress` is called with a stage ("weights", "kernels", "parity check", "ready") and a fraction 0 .. 1. The
-    thread that loads need not be the one that computes: no threads of its own are left.
+    thread that loads need not be the one that computes: no threads of its own are left. `page_bytes_beside`: what
+    another model needs for each page, of the same memory.
 
     Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
     """
@@ -64,28 +71,55 @@ def load(options: EngineOptions, progress: Progress = silent, platform: Platform
     if platform is None:
         platform = platform_on(devices.resolve(options.device))
     with torch.inference_mode(), devices.current(platform.device):
-        loaded = _load(options, platform, progress)
+        loaded = _load(options, platform, progress, page_bytes_beside)
     end_team()
     return loaded
+
+
+def load_both(
+    options: EngineOptions, progress: Progress = silent, platform: Platform | None = None
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Also the options' speculative_model, with as many pages as the other has: kv_bytes are of both."""
+    if not options.speculative_model:
+        return load(options, progress, platform), None
+    alone = replace(options, model=options.speculative_model, tensor_parallel=1, rank_cpus=(), max_model_len=None)
+    draft = load(replace(alone, num_pages=1, kv_bytes=None, kv_dtype="auto"), silent, platform)
+    loaded = load(options, progress, platform, page_bytes_beside=draft.layout.page_bytes())
+    if draft.info.vocab_size != loaded.info.vocab_size:
+        raise ValueError(
+            f"speculative_model is {draft.source!r}, which has {draft.info.vocab_size} tokens; "
+            f"{loaded.source!r} has {loaded.info.vocab_size}: give one with the same"
+        )
+    draft.pages.memory.close()
+    layout, pages = _pages_of(draft.layout, loaded.layout.num_pages, None, draft.model.device)
+    if platform is None:
+        platform = platform_on(draft.model.device)
+    with torch.inference_mode(), devices.current(platform.device):
+        steps = platform.steps(draft.model, pages, alone, draft.info)
+    return loaded, replace(draft, layout=layout, pages=pages, steps=steps)
 
 
 def platform_on(device: torch.device) -> Platform:
     return GpuPlatform(device) if device.type == "cuda" else CpuPlatform()
 
 
-def _load(options: EngineOptions, platform: Platform, progress: Progress) -> LoadedModel:
+def _load(options: EngineOptions, platform: Platform, progress: Progress, page_bytes_beside: int = 0) -> LoadedModel:
     if options.tensor_parallel == 1:
-        return _load_beside(None, options, platform, progress)
+        return _load_beside(None, options, platform, progress, page_bytes_beside)
     ranks = StartedRanks.of(options, platform.device)
     try:
-        return _load_beside(ranks, ranks.options, platform, progress)
+        return _load_beside(ranks, ranks.options, platform, progress, page_bytes_beside)
     except BaseException:
         ranks.close()
         raise
 
 
 def _load_beside(
-    ranks: StartedRanks | None, options: EngineOptions, platform: Platform, progress: Progress
+    ranks: StartedRanks | None,
+    options: EngineOptions,
+    platform: Platform,
+    progress: Progress,
+    page_bytes_beside: int,
 ) -> LoadedModel:
     progress("weights", 0.0)
     served = served_config(options)
@@ -111,7 +145,7 @@ def _load_beside(
         _check_parity_or_in_float32(model, info, reference, options, platform)
     info, scales = _with_scales(model, info, reference, options)
     progress("parity check", 1.0)
-    layout, pages = _allocate(model, info, scales, options, platform)
+    layout, pages = _allocate(model, info, scales, options, platform, page_bytes_beside)
     steps = platform.steps(model, pages, options, info)
     progress("ready", 1.0)
     return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps, source=options.model)
@@ -154,12 +188,19 @@ def _allocate(
     scales: tuple[KvScale, ...] | None,
     options: EngineOptions,
     platform: Platform,
+    page_bytes_beside: int,
 ) -> tuple[KvLayout, KvPages]:
     """The pages, those that are the engine's own behind them; and the layout of the requests' pages."""
     peak_bytes = platform.peak_bytes(model, options, info, scales)
     one_page = model.layout(capacity.page_dtype(options, model.probe), 1)
-    page_bytes = one_page.page_bytes()
+    page_bytes = one_page.page_bytes() + page_bytes_beside
     count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
+    return _pages_of(one_page, count, scales, platform.device)
+
+
+def _pages_of(
+    layout: KvLayout, count: int, scales: tuple[KvScale, ...] | None, device: torch.device
+) -> tuple[KvLayout, KvPages]:
     with torch.inference_mode(False):  # transports write into the pages from outside inference mode
-        memory = KvMemory(replace(one_page, num_pages=count + OWN_PAGES), str(platform.device))
-    return replace(one_page, num_pages=count), KvPages(memory, scales)
+        memory = KvMemory(replace(layout, num_pages=count + OWN_PAGES), str(device))
+    return replace(layout, num_pages=count), KvPages(memory, scales)

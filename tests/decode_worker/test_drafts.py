@@ -86,7 +86,7 @@ def test_guesses_that_cost_nothing_are_all_run_and_stand_as_far_as_they_are_draw
     assert list(made.of("new")) == []
     counted, kept = made.end([*drawn("one", 5, 6, 9, 9), *drawn("new", 2)])
     assert [(token.request_id, token.token_id) for token in counted] == [("one", 5), ("one", 6), ("one", 9), ("new", 2)]
-    assert kept == {"one": 3}
+    assert kept == {"one": (3, 3)}
 
 
 def test_all_that_were_run_may_be_right_and_one_that_was_not_run_ends_nothing() -> None:
@@ -96,7 +96,7 @@ def test_all_that_were_run_may_be_right_and_one_that_was_not_run_ends_nothing() 
     begin(made, (("one", 2),))
     counted, kept = made.end(drawn("one", 5, 6, 7))
     assert [token.token_id for token in counted] == [5, 6, 7]
-    assert kept == {"one": 3}
+    assert kept == {"one": (2, 3)}
 
 
 def test_of_one_whose_tokens_did_not_come_the_first_counts() -> None:
@@ -104,7 +104,7 @@ def test_of_one_whose_tokens_did_not_come_the_first_counts() -> None:
     made.wanted([request("one", [3, 4, 5, 3, 4])])
     begin(made, (("one", 2),))
     made.forget("one")
-    assert made.end([]) == ([], {"one": 1})
+    assert made.end([]) == ([], {"one": (0, 1)})
 
 
 def test_nothing_is_guessed_beyond_the_end_of_the_answer() -> None:

@@ -27,6 +27,9 @@ class StepEngine(Protocol):
 
     def probe(self) -> SampledToken: ...
 
+    @property
+    def drafting_s(self) -> float: ...
+
 
 class WatchedEngine:
     def __init__(self, engine: StepEngine, now_s: Callable[[], float]) -> None:
@@ -36,6 +39,7 @@ class WatchedEngine:
         self._running: tuple[Step, float] | None = None  # what the engine's thread is at, and since when
         self._begun: deque[tuple[PendingStep, float]] = deque(maxlen=2)  # and when
         self._ended_s = 0.0  # of the last step
+        self._drafting_s = 0.0  # as the engine said after it
         self.times = StepTimes()
 
     def step(self, step: Step) -> list[SampledToken]:
@@ -76,8 +80,9 @@ class WatchedEngine:
     def _note(self, step: Step, begun_s: float) -> None:
         self._ended_s = self._now_s()
         decoded = [chunk.start + 1 for chunk in step.chunks if _decodes(chunk)]
-        prompt_tokens = sum(len(chunk.token_ids) for chunk in step.chunks) - len(decoded)
-        self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s)
+        prompt_tokens = sum(len(chunk.token_ids) + _guessed(chunk) for chunk in step.chunks) - len(decoded)
+        drafting_s, self._drafting_s = self._engine.drafting_s - self._drafting_s, self._engine.drafting_s
+        self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s - drafting_s)
 
     def _watched(self, step: Step, call: Callable[[], T]) -> T:
         self._running = step, self._now_s()
@@ -90,6 +95,10 @@ class WatchedEngine:
 def _decodes(chunk: Chunk) -> bool:
     """One token, behind which guesses may stand: those count as a prompt's tokens, which they are as dear as."""
     return chunk.start > 0 and (len(chunk.token_ids) == 1 or any(spec.given_id is None for spec in chunk.scores))
+
+
+def _guessed(chunk: Chunk) -> int:
+    return 0 if chunk.draft is None else len(chunk.draft.guesses)
 
 
 def _described(step: Step) -> str:

@@ -77,6 +77,11 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             spec_data(pools=pools({"watermark": 0.1, "max_batch_size": 2, "admission": "watermark"})),
             "pools[0].max_batch_size is for decode and mixed pools; take it out of this prefill pool",
         ),
+        (
+            spec_data(pools=[{"role": "mixed", "speculative_model": "small"}]),
+            "pools[0].speculative_model is 'small' with num_speculative_tokens 0; "
+            "give how many tokens it guesses, or take it out",
+        ),
         (spec_data(dtype="int8"), "dtype is 'int8'; give 'auto', 'float32' or 'bfloat16'"),
         (spec_data(max_model_len="long"), "max_model_len is 'long'; give a whole number"),
         (

@@ -67,12 +67,13 @@ ODD: dict[str, Any] = {  # no value is a default
             "admission": "worst_case",
             "watermark": 0.2,
             "num_speculative_tokens": 3,
+            "speculative_model": "small",
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 6,
             "chunk_tokens": 77,
         },
         {"role": "decode", "name": "tokens", "max_batch_size": 9, "admission": "worst_case", "watermark": 0.1}
-        | {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 5},
+        | {"num_speculative_tokens": 2, "speculative_model": "small", "prompt_lookup_min": 1, "prompt_lookup_max": 5},
     ],
 }
 WORKLOAD = from_rows([[0.1 * i, 300 + i, 20] for i in range(40)])

@@ -24,6 +24,10 @@ class Engine:
         self._end = end or tokens_of
         self._is_broken = is_broken
 
+    @property
+    def drafting_s(self) -> float:
+        return 0.0
+
     def step(self, step: Step) -> list[SampledToken]:
         if self._is_broken:
             raise RuntimeError("no such kernel")
