@@ -44,6 +44,13 @@ class EngineOptions:
     parity_check: bool = knob(
         True, "refuse a model whose paged path disagrees with its own code", scope="cluster", changes="rolling"
     )
+    quantization: Literal["none", "int8"] = knob(
+        "none",
+        "of weights as they are loaded; int8: of linear layers, a scale for each output, on CPUs in bfloat16: half the "
+        "bytes to read, so that few answers at once are written faster",
+        scope="cluster",
+        fixed="KV is of the weights that made it",
+    )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
     kv_dtype: Literal["auto", "fp8_e4m3"] = knob(
         "auto",
@@ -78,6 +85,11 @@ class EngineOptions:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             share = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization is {share:g}; give a share above 0 and up to 1")
+        if self.tensor_parallel > 1 and self.quantization != "none":
+            raise ValueError(
+                f"quantization is {self.quantization!r} with tensor_parallel {self.tensor_parallel}; "
+                "give one of the two"
+            )
         if self.tensor_parallel > 1 and self.kv_dtype != "auto":
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel} with kv_dtype {self.kv_dtype!r}; give one of the two"

@@ -60,8 +60,10 @@ class CpuKernels:
         for function in (self._rotate_and_write, self._rms_norm, self._add_norm, self._silu_mul):
             function.restype = None
 
-    def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear:
-        return PackedLinear(weight_ON, bias_O)
+    def linear(
+        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+    ) -> PackedLinear:
+        return PackedLinear(weight_ON, bias_O, scales_O)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         x = x.contiguous()

@@ -19,7 +19,10 @@ from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rot
 
 
 class TorchKernels:
-    def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def linear(
+        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        assert scales_O is None, "weights in int8 are for CPUs"
         return partial(functional.linear, weight=weight_ON, bias=bias_O)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:

@@ -56,8 +56,10 @@ class OneCall(Protocol):
 
 
 class Kernels(Protocol):
-    def linear(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x W^T + b over a weight that the caller gives up."""
+    def linear(
+        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x W^T + b over a weight that the caller gives up; of int8 where it has scales (engine/weights/int8.py)."""
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor: ...
 

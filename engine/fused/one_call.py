@@ -32,7 +32,7 @@ class _Norm(ctypes.Structure):
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs")),
     )
 
@@ -152,8 +152,8 @@ def _norm(norm: NormWeight) -> _Norm:
 
 
 def _linear(linear: Any) -> _Linear:
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Linear(linear.packed.data_ptr(), bias, linear.in_features, linear.out_features)
+    scales, bias = (None if tensor is None else tensor.data_ptr() for tensor in (linear.scales, linear.bias))
+    return _Linear(linear.packed.data_ptr(), scales, bias, linear.in_features, linear.out_features)
 
 
 def _told(on_layer: Callable[[int], None] | None) -> tuple[list[BaseException], Any]:

@@ -25,6 +25,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from engine.fused.kernels import Heads, Kernels, NormWeight
 from engine.fused.layers import Attention, Decoder, Layer, Mlp, Norm
 from engine.fused.one_call import LayersInOneCall
+from engine.weights.int8 import scales_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 TRIAL_ROWS = 5
@@ -159,14 +160,16 @@ def _decoder(module: nn.Module, kernels: Kernels, fused: dict[int, Any], max_len
 def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """One product for all of them, over their weights side by side in storage."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
+    scales = [scales_of(linear) for linear in linears]
+    joined = None if any(each is None for each in scales) else torch.cat([each for each in scales if each is not None])
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
-        return kernels.linear(weight, None)
+        return kernels.linear(weight, None, joined)
     filled = [
         weight.new_zeros(linear.out_features) if bias is None else bias.detach()
         for linear, bias in zip(linears, biases, strict=True)
     ]
-    return kernels.linear(weight, torch.cat(filled))
+    return kernels.linear(weight, torch.cat(filled), joined)
 
 
 def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:

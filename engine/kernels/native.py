@@ -114,7 +114,7 @@ def _product(library: ctypes.CDLL) -> Callable[[], torch.Tensor]:
 
     def run() -> torch.Tensor:
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, panels, to)]
-        library.kvrelay_product(*pointers[:2], None, pointers[2], *sizes, ctypes.c_int32(1))
+        library.kvrelay_product(*pointers[:2], None, None, pointers[2], *sizes, ctypes.c_int32(1))
         return to
 
     return run

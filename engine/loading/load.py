@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedModel
 
 from engine import device as devices
 from engine.attention import hooks
@@ -29,8 +30,8 @@ from engine.parallel.leader import StartedRanks
 from engine.pending import Steps
 from engine.process import end_team
 from engine.types import ModelInfo
-from engine.weights import loader
-from engine.weights.config import served_config
+from engine.weights import int8, linear, loader, panels
+from engine.weights.config import ServedConfig, served_config
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ def _load_beside(
     reference = None
     if options.parity_check:  # the model's own word, before its weights are repacked
         reference = parity.reference_logits(module, served.config.get_text_config().vocab_size, served.max_len)
+    if options.quantization == "int8":
+        reference = _in_int8(module, reference, served, platform)
     probe = loader.probe_model(module, served.max_len)
     loader.set_attention(module, hooks.SERVE)
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
@@ -151,6 +154,29 @@ def _load_beside(
     return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps, source=options.model)
 
 
+def _in_int8(
+    module: PreTrainedModel, reference: parity.Reference | None, served: ServedConfig, platform: Platform
+) -> parity.Reference | None:
+    """The module says from now on what its weights in int8 say; and the reference, which is held against those, too."""
+    if platform.device.type != "cpu" or not panels.can_multiply(linear.VECTOR, served.dtype):
+        raise ValueError(
+            f"quantization is 'int8', which is for bfloat16 on CPUs with a C++ compiler, not {served.dtype} on "
+            f"{platform.device}; leave it out"
+        )
+    count = int8.quantise(module)
+    if reference is None:
+        logger.info("weights of %d linear layers are in int8", count)
+        return None
+    again = parity.reference_logits(module, served.config.get_text_config().vocab_size, served.max_len)
+    error, same = parity.difference(again, reference)
+    logger.info(
+        "weights of %d linear layers are in int8: logits differ from those in %s by %.1f%% (median), "
+        "the likeliest token is the same at %.0f%% of positions",
+        *(count, str(served.dtype).removeprefix("torch."), 100 * error, 100 * same),
+    )
+    return again
+
+
 def _check_parity_or_in_float32(
     model: PagedModel, info: ModelInfo, reference: parity.Reference, options: EngineOptions, platform: Platform
 ) -> None:
@@ -162,7 +188,15 @@ def _check_parity_or_in_float32(
             raise
         logger.info("%s; checked again in float32", mismatch)
         attention = "auto" if options.attention == "flashinfer" else options.attention
-        exact = replace(options, dtype="float32", num_pages=1, kv_bytes=None, kv_dtype="auto", cuda_graphs=False)
+        exact = replace(
+            options,
+            dtype="float32",
+            quantization="none",
+            num_pages=1,
+            kv_bytes=None,
+            kv_dtype="auto",
+            cuda_graphs=False,
+        )
         again = _load(replace(exact, attention=attention), platform, silent)
         if again.model.ranks is not None:
             again.model.ranks.close()

@@ -86,6 +86,14 @@ def _own_noise(model: PreTrainedModel, sequences: Sequence[torch.Tensor], eager:
     return statistics.median(itertools.chain.from_iterable(errors))
 
 
+def difference(one: Reference, other: Reference) -> tuple[float, float]:
+    """Of two sets of weights: the median relative error of a row, and at what share the likeliest token is the same."""
+    pairs = list(zip(one.logits, other.logits, strict=True))
+    errors = [error for mine, wanted in pairs for error in _relative_errors(mine, wanted)]
+    same = torch.cat([mine.argmax(-1) == wanted.argmax(-1) for mine, wanted in pairs])
+    return statistics.median(errors), float(same.double().mean())
+
+
 def fp8_tolerance(reference: Reference) -> float:
     """How far logits may be off with pages in fp8: what shows wrong scales or pages, not what rounding costs."""
     return min(max(MAX_TOLERANCE, FP8_FACTOR * reference.tolerance), MAX_FP8_TOLERANCE)

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.weights import panels
+from engine.weights import int8, panels
 
 MIN_ROWS = 2
 FEW_ROWS = 32  # 2 to 32 rows are summed in one order, with AMX too (widths 512 to 14336, one and two threads)
@@ -50,15 +50,21 @@ _KEEP_WEIGHT |= {"__getitem__", "__get__", "unsqueeze", "view", "select", "unbin
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with W [out, in] in panels, or in oneDNN's own order; as it is where the CPU has neither."""
+    """x W^T + b with W [out, in] in panels, or in oneDNN's own order; as it is where the CPU has neither. `scales_O`:
+    each row of W is so many times whole numbers up to 127, and is kept as those (int8.py)."""
 
-    def __init__(self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_ON.shape
         self.bias = bias_O
         self._dtype = weight_ON.dtype
         self.is_in_panels = panels.can_multiply(self.in_features, self._dtype)
         self._is_reordered = not self.is_in_panels and can_pack(self._dtype)
+        self.scales = scales_O if self.is_in_panels else None
+        if self.scales is not None:
+            weight_ON = int8.whole_numbers(weight_ON, self.scales)
         self.packed = panels.in_panels(weight_ON) if self.is_in_panels else weight_ON.contiguous()
         if self._is_reordered:
             self.packed = _reorder(self.packed)
@@ -71,7 +77,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_in_panels:
-            return panels.multiply(x, self.packed, self.bias, self.out_features)
+            return panels.multiply(x, self.packed, self.scales, self.bias, self.out_features)
         if self._is_reordered:
             return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
         return nn.functional.linear(x, self.packed, self.bias)
@@ -193,7 +199,9 @@ def pack_linears(model: nn.Module) -> int:
             parameters = dict(child.named_parameters(recurse=False))
             weight, bias = parameters["weight"].detach(), parameters.get("bias")
             packed[id(child)] = PackedLinear(
-                weight.t() if isinstance(child, Conv1D) else weight, None if bias is None else bias.detach().clone()
+                weight.t() if isinstance(child, Conv1D) else weight,
+                None if bias is None else bias.detach().clone(),
+                int8.scales_of(child),
             )
         setattr(parent, name, packed[id(child)])
     bare = _wrap_bare_weights(model)

@@ -19,6 +19,7 @@ from engine.attention import hooks
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.types import ModelInfo
+from engine.weights import int8
 from engine.weights.config import first_sentence
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
@@ -131,7 +132,7 @@ def describe(model: PreTrainedModel, name: str, dtype: torch.dtype, max_len: int
         eos_token_ids=_eos_token_ids(model),
         num_layers=num_layers,
         num_params=sum(p.numel() for p in parameters.values()),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()) - int8.saved_bytes(model),
     )
 
 

@@ -27,7 +27,7 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
     except native.NativeUnavailable:
         return None
     pointer, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.kvrelay_product.argtypes = (pointer,) * 4 + (size,) * 3 + (code,)
+    library.kvrelay_product.argtypes = (pointer,) * 5 + (size,) * 3 + (code,)
     library.kvrelay_product.restype = None
     width: int = library.kvrelay_product_width()
     return (library, width) if width else None
@@ -48,22 +48,37 @@ def instructions() -> str:
 
 
 def in_panels(weight_ON: torch.Tensor) -> torch.Tensor:
-    """[panels, in / 2, outputs of a panel, 2]; what the last panel lacks is 0."""
-    _, width = _found()
-    pairs = weight_ON.contiguous().view(torch.int32)
+    """[panels, in / 2, outputs of a panel, 2], in bfloat16 or int8 as it is; what the last panel lacks is 0."""
+    library, width = _found()
+    pairs = weight_ON.contiguous().view(torch.int32 if weight_ON.dtype == torch.bfloat16 else torch.int16)
     pairs = pad(pairs, (0, 0, 0, -len(pairs) % width))
     panels = pairs.view(-1, width, pairs.shape[1]).transpose(1, 2).contiguous()
-    return panels.view(torch.bfloat16).view(*panels.shape, 2)
+    if weight_ON.dtype == torch.int8 and library.kvrelay_product_turns():
+        panels = _by_turns(panels)
+    return panels.view(weight_ON.dtype).view(*panels.shape, 2)
 
 
-def multiply(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    """[..., in] -> [..., out]."""
+def _by_turns(panels: torch.Tensor) -> torch.Tensor:
+    """Of each two vectors of 16 pairs 4 of the one, 4 of the other, and so on: as products.cpp looks them up."""
+    vectors = panels.view(*panels.shape[:-1], -1, 2, 4, 4)
+    return vectors.transpose(-3, -2).reshape(panels.shape)
+
+
+def multiply(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    scales_O: torch.Tensor | None,
+    bias_O: torch.Tensor | None,
+    out_features: int,
+) -> torch.Tensor:
+    """[..., in] -> [..., out]. Panels of int8 have scales, in float32."""
     library, _ = _found()
     x = x.contiguous()
     in_features = x.shape[-1]
+    scales, bias = (None if tensor is None else tensor.data_ptr() for tensor in (scales_O, bias_O))
     to = x.new_empty(*x.shape[:-1], out_features)
     library.kvrelay_product(
-        x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr(), to.data_ptr(),
+        x.data_ptr(), panels.data_ptr(), scales, bias, to.data_ptr(),
         x.numel() // in_features, in_features, out_features, torch.get_num_threads(),
     )  # fmt: skip
     return to

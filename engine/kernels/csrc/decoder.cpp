@@ -15,7 +15,9 @@ struct KvrelayNorm {
 };
 
 struct KvrelayLinear {
-    const void *panels, *bias;  // as in products.cpp
+    const void* panels;  // as in products.cpp
+    const float* scales;
+    const void* bias;
     int64_t in, out;
 };
 
@@ -53,7 +55,7 @@ struct Widths {
 };
 
 void multiply(const KvrelayLinear& linear, const void* x, void* to, const KvrelayStep& step) {
-    kvrelay_product(x, linear.panels, linear.bias, to, step.rows, linear.in, linear.out, step.threads);
+    kvrelay_product(x, linear.panels, linear.scales, linear.bias, to, step.rows, linear.in, linear.out, step.threads);
 }
 
 void add_norm(const KvrelayNorm& norm, const void* y, int64_t width, const KvrelayStep& step) {

@@ -46,6 +46,6 @@ void kvrelay_rms_norm(const void* x, const void* w, void* to, int64_t rows, int6
 void kvrelay_add_norm(const void* x, const void* y, const void* w, void* sum, void* to, int64_t rows, int64_t n,
                       float eps, int32_t plus_one, int32_t dtype, int32_t threads);
 void kvrelay_silu_mul(const void* gate_up, void* to, int64_t rows, int64_t n, int32_t dtype, int32_t threads);
-void kvrelay_product(const void* x, const void* panels, const void* bias, void* to, int64_t rows, int64_t in,
-                     int64_t out, int32_t threads);
+void kvrelay_product(const void* x, const void* panels, const float* scales, const void* bias, void* to, int64_t rows,
+                     int64_t in, int64_t out, int32_t threads);
 }

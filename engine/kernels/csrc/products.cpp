@@ -1,11 +1,15 @@
 // x W^T + b in bfloat16, summed in float32. Plain C interface; keeps no state.
 //
+// Weights of one byte, each output's times a scale of its own, are widened panel by panel on their way from memory: to
+// bfloat16, which holds all of them, so that a sum is that of the same weights in bfloat16, and is scaled at its end.
+//
 // The promise is that a row's bits do not depend on how many rows there are, nor on threads: every element of the result
 // has an accumulator of its own, to which pairs of inputs are added in rising order. A weight lies in panels of WIDE
 // outputs, which threads share out; few rows read each panel once, at the speed of memory. With AMX 16 pairs of 16 of a
 // panel's outputs are a tile as they lie. CPUs without instructions for bfloat16 widen both and multiply in float32.
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels.h"
 #include "tiles.h"
@@ -21,11 +25,74 @@ constexpr int64_t BLOCKS_AT_ONCE = 7;   // of so many rows, that go through all 
 
 struct Product {
     const uint16_t* x;       // [rows, in]
-    const uint16_t* panels;  // [panel][in / 2][WIDE][2]
+    const void* panels;      // [panel][in / 2][WIDE][2], of bfloat16, or of int8 where there are scales
+    const float* scales;     // [out] or null
     const uint16_t* bias;    // [out] or null
     uint16_t* to;            // [rows, out]
     int64_t rows, in, out;
+
+    int64_t panel_bytes() const { return in * WIDE * (scales ? 1 : 2); }
+    const void* panel(int64_t i) const { return (const char*)panels + i * panel_bytes(); }
 };
+
+#if defined __AVX512BF16__ && defined __AVX512VBMI__
+// Weights of int8 are looked up: of each absolute value the bytes of its bfloat16. They come out as they are wanted where
+// 8 of the one and 8 of the other vector's lie by turns (panels.py).
+#define LOOKS_UP
+
+struct Lookup {
+    alignas(64) uint8_t low[128], high[128];
+    constexpr Lookup() : low(), high() {
+        for (int i = 1; i < 128; i++) {
+            int power = 0;
+            while (i >> (power + 1)) power++;
+            const int bits = (127 + power) << 7 | ((i << (7 - power)) & 127);
+            low[i] = uint8_t(bits), high[i] = uint8_t(bits >> 8);
+        }
+    }
+};
+constexpr Lookup LOOKUP;
+
+inline void widen_two(const int8_t* from, __m512bh& first, __m512bh& second) {
+    const __m512i narrow = _mm512_loadu_si512(from), size = _mm512_abs_epi8(narrow);
+    const auto find = [&](const uint8_t* bytes) {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), size, _mm512_load_si512(bytes + 64));
+    };
+    const __m512i low = find(LOOKUP.low), sign = _mm512_set1_epi8(char(0x80));
+    const __m512i high = _mm512_ternarylogic_epi64(find(LOOKUP.high), narrow, sign, 0xf8);  // its sign, too
+    first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
+}
+#elif defined __AVX512BF16__
+inline __m512bh widened(const int8_t* from) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(both)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(both, 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+}
+
+inline void widen_two(const int8_t* from, __m512bh& first, __m512bh& second) {
+    first = widened(from), second = widened(from + 2 * LANES);
+}
+#endif
+
+// To bfloat16, which holds whole numbers up to 256; `count` fills vectors.
+inline void widen_weights(const int8_t* from, int64_t count, uint16_t* to) {
+#ifdef __AVX512BF16__
+    for (int64_t i = 0; i < count; i += 4 * LANES) {
+        __m512bh first, second;
+        widen_two(from + i, first, second);
+        std::memcpy(to + i, &first, sizeof first);
+        std::memcpy(to + i + 2 * LANES, &second, sizeof second);
+    }
+#else
+    for (int64_t i = 0; i < count; i++) {
+        const float f = from[i];
+        uint32_t bits;
+        std::memcpy(&bits, &f, sizeof bits);
+        to[i] = uint16_t(bits >> 16);
+    }
+#endif
+}
 
 // A task: a block of rows with a panel
 struct Place {
@@ -55,6 +122,8 @@ inline void finish(const Product& product, int64_t row, int64_t first, Vec sums)
     const int64_t count = std::min<int64_t>(LANES, product.out - first);
     if (count <= 0) return;
     uint16_t* to = product.to + row * product.out + first;
+    if (product.scales)
+        sums = sums * (count == LANES ? read(product.scales + first) : read_some(product.scales + first, count));
     if (product.bias)
         sums = sums + (count == LANES ? read(product.bias + first) : read_some(product.bias + first, count));
     count == LANES ? write(to, sums) : write_some(to, sums, count);
@@ -87,9 +156,12 @@ void finish_rows(const Product& product, int64_t row, int64_t rows, int64_t firs
     }
     const Vec left_bias = product.bias ? read(product.bias + first) : Vec{};
     const Vec right_bias = product.bias ? read(product.bias + first + LANES) : Vec{};
+    const Vec left_scale = product.scales ? read(product.scales + first) : Vec{};
+    const Vec right_scale = product.scales ? read(product.scales + first + LANES) : Vec{};
     uint16_t* to = product.to + row * product.out + first;
     for (int64_t r = 0; r < rows; r++, to += product.out, left += LANES, right += LANES) {
         Vec a = read(left), b = read(right);
+        if (product.scales) a = a * left_scale, b = b * right_scale;
         if (product.bias) a = a + left_bias, b = b + right_bias;
         const __m512bh line = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
         std::memcpy(to, &line, sizeof line);
@@ -105,6 +177,25 @@ class Worker {
     int64_t done_row, done_rows = 0, done_first;  // the block that waits to be written: sums[1 - turn]
     bool done_few;
     int64_t upper = 0, lower = 0;  // rows that the tiles have now
+    int64_t widened = -1;          // the panel that lies in wide()
+
+    // Kept from product to product: to be given memory anew takes longer than to fill it.
+    static std::vector<uint16_t>& wide() {
+        static thread_local std::vector<uint16_t> place;
+        return place;
+    }
+
+    const uint16_t* weights(int64_t panel) {
+        if (!product.scales) return (const uint16_t*)product.panel(panel);
+        const int64_t count = product.in * WIDE;
+        if (widened != panel) {
+            if (int64_t(wide().size()) < count) wide().resize(count);
+            widen_weights((const int8_t*)product.panel(panel), count, wide().data());
+            settle(wide().data());
+            widened = panel;
+        }
+        return wide().data();
+    }
 
     void shape(int64_t above, int64_t below) {
         if (above != upper || below != lower) shape_tiles(upper = above, lower = below);
@@ -131,7 +222,7 @@ class Worker {
     // At most 16 rows, all of a panel's outputs: the panel is read once, from end to end.
     void add_few(int64_t row, int64_t rows, int64_t panel, Ahead& ahead) {
         const int64_t stride = WIDE * 4;
-        const uint16_t *x = product.x + row * product.in, *w = product.panels + panel * product.in * WIDE;
+        const uint16_t *x = product.x + row * product.in, *w = weights(panel);
         shape(rows, rows);
         ZERO_SUMS;
         for (int64_t k = 0; k < product.in; k += INPUTS, x += INPUTS, w += INPUTS * WIDE) {
@@ -153,7 +244,7 @@ class Worker {
     void add_many(int64_t row, int64_t rows, int64_t panel, int half, Ahead& ahead) {
         const int64_t stride = WIDE * 4;
         const uint16_t *x = product.x + row * product.in, *below = x + TILE * product.in;
-        const uint16_t* w = product.panels + panel * product.in * WIDE + half * 4 * TILE;
+        const uint16_t* w = weights(panel) + half * 4 * TILE;
         shape(TILE, rows - TILE);
         ZERO_SUMS;
         for (int64_t k = 0; k < product.in; k += INPUTS, w += INPUTS * WIDE) {
@@ -177,8 +268,8 @@ class Worker {
     void operator()(const Place& at) {
         Ahead nothing, ahead;
         if (!at.is_last_panel) {
-            const int64_t bytes = product.in * WIDE * 2, share = bytes / at.blocks;
-            ahead.aim((const char*)product.panels + (at.panel + 1) * bytes + at.block * share, share);
+            const int64_t share = product.panel_bytes() / at.blocks;
+            ahead.aim((const char*)product.panel(at.panel + 1) + at.block * share, share);
         }
         bool is_new = at.block == 0;
         for (int64_t row = at.first_row; row < at.last_row; is_new = false) {
@@ -240,7 +331,9 @@ inline Sums spread(float x) {
 #endif
 
 constexpr int SUMS = sizeof(Sums) / sizeof(float);
-constexpr int64_t INPUTS = 2;  // that are multiplied at once
+constexpr int64_t INPUTS = 2;           // that are multiplied at once
+constexpr int64_t ROWS_NARROW = 36;     // up to which int8 is widened in registers, again for each ROWS_AT_ONCE
+constexpr int64_t PAIRS_WIDENED = 128;  // of a panel of int8, for more rows: 32 KB, which the smallest cache holds
 
 // ROWS rows' inputs of a part, as the micro-kernel takes them
 #ifdef __AVX512BF16__
@@ -256,12 +349,16 @@ struct Rows {
     }
 };
 
-template <int ROWS, int COUNT>
-inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void widen_two(const uint16_t* from, __m512bh& first, __m512bh& second) {
+    first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 2 * LANES);
+}
+
+template <int ROWS, int COUNT, class Weight>
+inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
         __m512bh weights[COUNT];
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * SUMS * 2);
+        for (int v = 0; v < COUNT; v += 2) widen_two(w + v * SUMS * 2, weights[v], weights[v + 1]);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
             int32_t both;
@@ -290,23 +387,40 @@ class Rows {  // widened once for all outputs of a panel
     }
 };
 
+// Weights of a pair of inputs, for as many outputs as a register holds
+inline Bits both_of(const uint16_t* from) {
+    Bits both;
+    std::memcpy(&both, from, sizeof both);
+    return both;
+}
+inline Bits both_of(const int8_t* from) {
+    typedef int16_t Halves __attribute__((vector_size(sizeof(Bits) / 2)));
+    Halves both;
+    std::memcpy(&both, from, sizeof both);
+    return __builtin_convertvector(both, Bits);
+}
+inline Sums first_of(Bits both, const uint16_t*) { return (Sums)(both << 16); }
+inline Sums second_of(Bits both, const uint16_t*) { return (Sums)(both & int32_t(0xffff0000)); }
+inline Sums first_of(Bits both, const int8_t*) { return __builtin_convertvector((both << 24) >> 24, Sums); }
+inline Sums second_of(Bits both, const int8_t*) { return __builtin_convertvector(both >> 8, Sums); }
+
 // All first inputs of the pairs, then all second ones, for what was read of a weight holds both.
-template <int ROWS, int COUNT>
-inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+template <int ROWS, int COUNT, class Weight>
+inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
         Bits both[COUNT];
         Sums weights[COUNT];
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            std::memcpy(&both[v], w + v * SUMS * 2, sizeof(Bits));
-            weights[v] = (Sums)(both[v] << 16);
+            both[v] = both_of(w + v * SUMS * 2);
+            weights[v] = first_of(both[v], w);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) sum[r][v] = multiply_add(spread(rows[r][2 * pair]), weights[v], sum[r][v]);
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) weights[v] = (Sums)(both[v] & int32_t(0xffff0000));
+        for (int v = 0; v < COUNT; v++) weights[v] = second_of(both[v], w);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -317,8 +431,8 @@ inline void add_pairs(const Rows& rows, const uint16_t* w, int64_t pairs, Sums (
 #endif
 
 // Adds to `sums` [ROWS][WIDE], which the first part finds empty, for OUTPUTS outputs from `output` on.
-template <int ROWS, int OUTPUTS>
-inline void add_part(const Rows& rows, const uint16_t* panel, int output, int64_t begin, int64_t end, float* sums) {
+template <int ROWS, int OUTPUTS, class Weight>
+inline void add_part(const Rows& rows, const Weight* part, int output, int64_t begin, int64_t end, float* sums) {
     constexpr int COUNT = OUTPUTS / SUMS;
     Sums sum[ROWS][COUNT];
     sums += output;
@@ -329,7 +443,7 @@ inline void add_part(const Rows& rows, const uint16_t* panel, int output, int64_
             sum[r][v] = Sums{};
             if (begin) std::memcpy(&sum[r][v], sums + r * WIDE + v * SUMS, sizeof(Sums));
         }
-    add_pairs<ROWS, COUNT>(rows, panel + (begin * WIDE + output) * 2, end - begin, sum);
+    add_pairs<ROWS, COUNT>(rows, part + output * 2, end - begin, sum);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -337,34 +451,48 @@ inline void add_part(const Rows& rows, const uint16_t* panel, int output, int64_
 }
 
 // A single row takes the whole panel as it comes.
-template <int ROWS>
-inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, int64_t panel, int64_t begin,
+template <int ROWS, class Weight>
+inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, const Weight* part, int64_t begin,
                      int64_t end, float* sums) {
     constexpr int OUTPUTS = ROWS == 1 ? WIDE : OUTPUTS_AT_ONCE;
     if (count == ROWS) {
-        const uint16_t* weights = product.panels + panel * product.in * WIDE;
         rows.template read<ROWS>(product, row, begin, end);
-        for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(rows, weights, o, begin, end, sums);
+        for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(rows, part, o, begin, end, sums);
         return;
     }
-    if constexpr (ROWS > 1) add_rest<ROWS - 1>(product, rows, count, row, panel, begin, end, sums);
+    if constexpr (ROWS > 1) add_rest<ROWS - 1>(product, rows, count, row, part, begin, end, sums);
 }
 
 class Worker {
     const Product& product;
     Rows rows;
     alignas(64) float sums[ROWS_OF_A_TASK * WIDE];
+    alignas(64) uint16_t wide[PAIRS_WIDENED * WIDE * 2];
+
+    template <class Weight>
+    void add(const Place& at, const Weight* weights, int64_t begin, int64_t end) {
+        for (int64_t row = at.first_row; row < at.last_row; row += ROWS_AT_ONCE)
+            add_rest<ROWS_AT_ONCE>(product, rows, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, weights,
+                                   begin, end, sums + (row - at.first_row) * WIDE);
+    }
 
    public:
     explicit Worker(const Product& product) : product(product) {}
 
     void operator()(const Place& at) {
-        const int64_t pairs = product.in / 2;
-        for (int64_t begin = 0; begin < pairs; begin += PAIRS_OF_A_PART) {
-            const int64_t end = std::min(pairs, begin + PAIRS_OF_A_PART);
-            for (int64_t row = at.first_row; row < at.last_row; row += ROWS_AT_ONCE)
-                add_rest<ROWS_AT_ONCE>(product, rows, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, at.panel,
-                                       begin, end, sums + (row - at.first_row) * WIDE);
+        const bool is_widened_once = product.scales && at.last_row - at.first_row > ROWS_NARROW;
+        const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
+        for (int64_t begin = 0; begin < pairs; begin += at_once) {
+            const int64_t end = std::min(pairs, begin + at_once), first = begin * WIDE * 2;
+            const int8_t* narrow = (const int8_t*)product.panel(at.panel) + first;
+            if (is_widened_once) {
+                widen_weights(narrow, (end - begin) * WIDE * 2, wide);
+                add(at, wide, begin, end);
+            } else if (product.scales) {
+                add(at, narrow, begin, end);
+            } else {
+                add(at, (const uint16_t*)product.panel(at.panel) + first, begin, end);
+            }
         }
         for (int64_t row = at.first_row; row < at.last_row; row++)
             for (int v = 0; v < VECTORS; v++)
@@ -384,12 +512,20 @@ int32_t kvrelay_product_width() { return may_multiply() ? WIDE : 0; }
 
 const char* kvrelay_product_instructions() { return INSTRUCTIONS; }
 
+// Whether in panels of int8 each 8 pairs' bytes of two vectors lie by turns
+int32_t kvrelay_product_turns() {
+#ifdef LOOKS_UP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 int32_t kvrelay_product_inputs() { return INPUTS; }  // whose multiples a product's rows are long
 
-void kvrelay_product(const void* x, const void* panels, const void* bias, void* to, int64_t rows, int64_t in,
-                     int64_t out, int32_t threads) {
-    const Product product{(const uint16_t*)x, (const uint16_t*)panels, (const uint16_t*)bias, (uint16_t*)to, rows, in,
-                          out};
+void kvrelay_product(const void* x, const void* panels, const float* scales, const void* bias, void* to, int64_t rows,
+                     int64_t in, int64_t out, int32_t threads) {
+    const Product product{(const uint16_t*)x, panels, scales, (const uint16_t*)bias, (uint16_t*)to, rows, in, out};
     const Tasks tasks(product);
     const int64_t count = tasks.count();
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
