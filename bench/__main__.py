@@ -36,6 +36,8 @@ NAMES = (
     "hybrids",
     "placements",
     "structured",
+    "speculation",
+    "int8",
     "fairness",
     "accounts",
     "accounts.cost",

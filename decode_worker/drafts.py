@@ -28,8 +28,10 @@ WINDOW = 8192  # tokens at the end of a prompt, that are looked through
 CANDIDATES = 8  # places of which the one with the most tokens in common is taken
 FIRST_CHANCE = 0.6  # of a guess, before any of the request has been seen
 REMEMBERED = 0.9  # of a chance, by each guess that is seen
+WORTH_IT = 1.05  # times as many tokens in the same time: what is measured of steps is no surer than that
 COSTS_ASKED = 32  # steps, after which what a step costs is asked anew
-TRIED = 64  # steps without a guess, after which some are run: what they cost is known of such steps only
+TRIALS = 8  # steps with guesses of one request alone, before more are run: what a guess costs is known of such steps
+TRIED = 64  # steps without any, after which there is another trial
 
 
 class PromptLookup:
@@ -114,6 +116,7 @@ class Drafts:
         self._costs: StepCosts | None = None
         self._steps = 0
         self._last_run = 0  # the step in which some were run last
+        self._num_run = 0  # steps with some
         self._guesses: dict[str, _Guesses] = {}
         self._running: dict[str, int] = {}  # how many of whom are in the step under way
 
@@ -162,10 +165,13 @@ class Drafts:
         then what may follow those."""
         counts: dict[str, int] = {}
         costs = self._costs
-        if costs is None or self._steps - self._last_run > TRIED:
-            return {request_id: 1 for request_id, _, _ in chances[: 1 + requests // 8]}
+        if costs is None or not chances:
+            return counts
+        if self._num_run < TRIALS or self._steps - self._last_run > TRIED:
+            return self._trial(chances)
         pass_s = self._pass_s()
-        tokens, taken_s = float(requests), costs.step_s(0, requests, context_tokens, both=0)
+        alone_s = costs.step_s(0, requests, context_tokens, both=0)
+        tokens, taken_s = float(requests), alone_s
         for depth in range(1, self._options.num_speculative_tokens + 1):
             more, longer_s = tokens, taken_s + pass_s + (costs.both_s if depth == 1 else 0.0)
             added: list[str] = []
@@ -181,13 +187,21 @@ class Drafts:
                 break
             tokens, taken_s = more, longer_s
             counts |= dict.fromkeys(added, depth)
-        return counts
+        return counts if tokens * alone_s > WORTH_IT * requests * taken_s else {}
+
+    def _trial(self, chances: Sequence[tuple[str, float, int]]) -> dict[str, int]:
+        """Of one request, the likeliest of those that a draft model has read, if it has read any."""
+        drafts = [(name, most, self._guesses[name].draft) for name, _, most in chances]
+        read = [(name, most) for name, most, draft in drafts if draft is None or draft.num_read]
+        name, most = read[0] if read else drafts[0][:2]
+        return {name: most}
 
     def begin(self, batch: DecodeBatch) -> None:
         """This step is run, with so many of the guesses as its entries say."""
         self._running = {entry.request_id: entry.drafted for entry in batch.entries if entry.drafted}
         if self._running:
             self._last_run = self._steps
+            self._num_run += 1
 
     def of(self, request_id: str) -> Sequence[int]:
         """Those of the step under way that stand behind the request's last token."""

@@ -1073,6 +1073,46 @@ def structured(result: Mapping[str, Any]) -> str:
     )
 
 
+def speculation(result: Mapping[str, Any]) -> str:
+    names = list(result["rows"][0]["ways"])
+    rows = []
+    for row in result["rows"]:
+        cells = [f"{row['ways'][names[0]]['tokens_per_s']:.0f}"]
+        for way in (row["ways"][name] for name in names[1:]):
+            share = "" if way["accepted_share"] is None else f"; {way['drafted']}, {way['accepted_share']:.0%}"
+            cells.append(f"{spread(way['ratio'])}{share}")
+        rows.append([f"{row['temperature']:g}", row["batch"], *cells])
+    columns = ["temperature", "batch", "tokens/s without", *(f"{name}; guesses, right" for name in names[1:])]
+    return f"{table(columns, rows)}\n\nBatches with other tokens than without: {result['answers_that_differ']}."
+
+
+def int8(result: Mapping[str, Any]) -> str:
+    parts = []
+    for name, of in result["models"].items():
+        speeds = [
+            [step, f"{t['bfloat16_ms']:.1f}", f"{t['int8_ms']:.1f}", spread(t["speed"])]
+            for step, t in of["times"].items()
+        ]
+        against = (of["int8_against_bfloat16"], of["bfloat16_against_float32"])
+        errors = [
+            ["relative error of logits, median", *(f"{100 * side['relative_error_median']:.1f}%" for side in against)],
+            ["positions with the same likeliest token", *(f"{side['same_likeliest']:.0%}" for side in against)],
+            ["KL divergence, mean, nats", *(cell(side["kl_mean_nats"]) for side in against)],
+        ]
+        ratio = (
+            of["perplexity"]["int8"] / of["perplexity"]["bfloat16"],
+            of["perplexity"]["bfloat16"] / of["perplexity"]["float32"],
+        )
+        errors.append(["perplexity, a multiple of", *(f"{value:.4f}" for value in ratio)])
+        weights = of["weight_mb"]
+        parts += [
+            f"{name}, {weights['int8']:.0f} MB of weights instead of {weights['bfloat16']:.0f}:",
+            table(["step", "bfloat16, ms", "int8, ms", "speed"], speeds),
+            folded("Accuracy", table(["", "int8 beside bfloat16", "bfloat16 beside float32"], errors)),
+        ]
+    return "\n\n".join(parts)
+
+
 def gpu_env(result: Mapping[str, Any]) -> str:
     columns = ("name", "capability", "multiprocessors", "memory_gib")
     return table(("GPU", *columns[1:]), [[gpu[key] for key in columns] for gpu in result["gpus"]])
@@ -1159,6 +1199,8 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "rolling": rolling,
     "shift": shift,
     "structured": structured,
+    "speculation": speculation,
+    "int8": int8,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 MOST = 127
 SCALES = "int8_scales"  # the attribute of a Linear, where its weights are such
@@ -17,17 +18,17 @@ SCALES = "int8_scales"  # the attribute of a Linear, where its weights are such
 
 def quantise(model: nn.Module) -> int:
     """Round the weights of every Linear; how many. An embedding that is a Linear's weight, too, stays as it is."""
-    count = 0
-    for module in model.modules():
-        if type(module) is not nn.Linear:
-            continue
-        weight = module.weight.detach().float()
-        scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / MOST
-        rounded = (weight / scales[:, None]).round() * scales[:, None]
-        module.weight = nn.Parameter(rounded.to(module.weight.dtype), requires_grad=False)
-        setattr(module, SCALES, scales)
-        count += 1
-    return count
+    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    for linear in linears:
+        weight = linear.weight
+        assert isinstance(weight, torch.Tensor)
+        weight_ON = (weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()).float()
+        scales_O = weight_ON.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / MOST
+        rounded_ON = ((weight_ON / scales_O[:, None]).round() * scales_O[:, None]).to(weight.dtype)
+        rounded = rounded_ON.t().contiguous() if isinstance(linear, Conv1D) else rounded_ON
+        linear.weight = nn.Parameter(rounded, requires_grad=False)
+        setattr(linear, SCALES, scales_O)
+    return len(linears)
 
 
 def scales_of(module: nn.Module) -> torch.Tensor | None:
@@ -42,5 +43,9 @@ def whole_numbers(weight_ON: torch.Tensor, scales_O: torch.Tensor) -> torch.Tens
 
 def saved_bytes(model: nn.Module) -> int:
     """By what its weights take less than those that its modules keep."""
-    linears = [module for module in model.modules() if type(module) is nn.Linear and scales_of(module) is not None]
-    return sum(m.weight.numel() * (m.weight.element_size() - 1) - 4 * m.out_features for m in linears)
+    saved = 0
+    for module in model.modules():
+        weight, scales_O = getattr(module, "weight", None), scales_of(module)
+        if scales_O is not None and isinstance(weight, torch.Tensor):
+            saved += weight.numel() * (weight.element_size() - 1) - scales_O.numel() * scales_O.element_size()
+    return saved

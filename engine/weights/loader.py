@@ -6,6 +6,7 @@ Every failure of transformers' from_pretrained, and of a model that is probed, l
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.attention import hooks
 from engine.attention.probe import Probe
@@ -35,7 +37,9 @@ VOLATILE_KEYS = (
 
 
 def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """transformers' own class with its weights on `device`, in eager attention. Raises UnsupportedModel."""
+    """transformers' own class with its weights on `device`, in eager attention; those of a quantised checkpoint in the
+    full width of `dtype`. Raises UnsupportedModel."""
+    _check_quantised(model, config)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # straight to the GPU, file by file
     try:
         with LOADING:
@@ -57,6 +61,22 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         )
     result: PreTrainedModel = loaded.eval().requires_grad_(False)
     return result
+
+
+def _check_quantised(model: str, config: Any) -> None:
+    """Have transformers give a quantised checkpoint's weights in full. Raises UnsupportedModel where it cannot."""
+    quantised = getattr(config, "quantization_config", None)
+    if not isinstance(quantised, dict):
+        return
+    method = str(quantised.get("quant_method", "no named method"))
+    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
+    able = sorted(name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters)
+    if method not in able:
+        raise UnsupportedModel(
+            f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
+            f"quantised, or by one of {', '.join(able)}"
+        )
+    config.quantization_config = quantised | {"dequantize": True}
 
 
 def probe_model(model: PreTrainedModel, max_len: int) -> Probe:

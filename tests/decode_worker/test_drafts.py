@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
-from decode_worker.drafts import CANDIDATES, WINDOW, Drafts, PromptLookup
+from decode_worker.drafts import CANDIDATES, TRIALS, WINDOW, Drafts, PromptLookup
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodeBatch, DecodeEntry
-from engine.types import SampledToken, SamplingParams
+from engine.types import Draft, SampledToken, SampleSpec, SamplingParams
 from kvrelay.v1 import worker_pb2 as pb
 from worker.requests import HeldRequest
 from worker.steps.costs import StepCosts
@@ -26,8 +27,10 @@ def request(name: str, tokens: list[int], **params: object) -> HeldRequest:
     return HeldRequest(state=state, params=SamplingParams(**{"max_tokens": 100, **params}), tokens=list(tokens))  # type: ignore[arg-type]
 
 
-def drafts(costs: StepCosts | None = FREE, tokens: int = 4, **options: int) -> Drafts:
-    return Drafts(DecodeOptions(num_speculative_tokens=tokens, **options), lambda: costs, [EOS])  # type: ignore[arg-type]
+def drafts(costs: StepCosts | None = FREE, tokens: int = 4, *, trials: int = 0) -> Drafts:
+    made = Drafts(DecodeOptions(num_speculative_tokens=tokens), lambda: costs, [EOS])
+    made._num_run = TRIALS - trials
+    return made
 
 
 def begin(made: Drafts, wanted: tuple[tuple[str, int], ...]) -> None:
@@ -137,6 +140,39 @@ def test_a_batch_gives_its_rows_to_those_whose_guesses_have_come_true() -> None:
     assert dict(made.wanted(requests)) == {"right": 2}
 
 
-def test_while_costs_are_not_known_some_are_tried() -> None:
-    made = drafts(None)
-    assert dict(made.wanted([request("one", [3, 4, 5, 6, 7, 3, 4])])) == {"one": 1}
+def test_before_more_are_run_those_of_one_request_are_tried() -> None:
+    requests = [request(name, [3, 4, 5, 6] * 3) for name in "abc"]
+    assert drafts(None).wanted(requests) == (), "nothing is known of steps"
+    made = drafts(trials=1)
+    assert made.wanted(requests) == (("a", 4),)
+    begin(made, (("a", 4),))
+    assert {name for name, _ in made.wanted(requests)} == {"a", "b", "c"}
+
+
+def test_of_a_draft_model_that_request_is_tried_which_it_has_read() -> None:
+    requests = [request(name, [3, 4, 5]) for name in "abc"]
+    states = {
+        each.id: Draft(tokens=each.tokens, spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
+        for each in requests
+    }
+    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda each: states[each.id])
+    assert made.wanted(requests) == (("a", 4),)
+    states["b"].num_read = 2
+    assert made.wanted(requests) == (("b", 4),)
+
+
+def test_a_pass_of_a_draft_model_is_made_for_as_many_as_pay_for_it() -> None:
+    states = {
+        name: Draft(tokens=[], spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
+        for name in "abc"
+    }
+    requests = [request(name, [3, 4, 5]) for name in "abc"]
+    for pass_s, wanted in ((1e-4, {"a": 4, "b": 4, "c": 4}), (4e-3, {}), (1.6e-3, {"a": 1, "b": 1, "c": 1})):
+        made = Drafts(
+            DecodeOptions(num_speculative_tokens=4),
+            lambda: FREE,
+            make_draft=lambda each: states[each.id],
+            pass_s=partial(float, pass_s),
+        )
+        made._num_run = TRIALS
+        assert dict(made.wanted(requests)) == wanted

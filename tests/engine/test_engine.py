@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,15 +107,55 @@ def all_logits(engine: Engine, sequences: list[list[int]], chunk: int, together:
     return [torch.cat(p) for p in parts]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_the_same_bits_in_any_batch_and_chunking(directories: dict[str, str], name: str, dtype: str) -> None:
-    engine = load(directories[name], dtype)
+def test_logits_are_the_same_bits_in_any_batch_and_chunking(directories: dict[str, str], name: str, kind: str) -> None:
+    weights = {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind}
+    engine = load(directories[name], **weights)
     wanted = all_logits(engine, prompts(), chunk=512, together=False)
     for chunk, together in ((512, True), (1, False), (1, True), (7, True)):
         got = all_logits(engine, prompts(), chunk, together)
         for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
             assert torch.equal(a, b), f"prompt {i} in chunks of {chunk}, together={together}"
+
+
+def test_int8_is_held_against_the_rounded_weights_and_says_what_they_cost(
+    directories: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "engine.loading.load")
+    plain, rounded = load(directories["llama"], "bfloat16"), load(directories["llama"], "bfloat16", quantization="int8")
+    assert re.search(r"15 linear layers are in int8: logits differ from those in bfloat16 by \d", caplog.text)
+    assert rounded.info.fingerprint != plain.info.fingerprint
+    linear_bytes = plain.info.weight_bytes - 2 * 2 * VOCAB * 64  # all but embedding and norms, about
+    assert plain.info.weight_bytes - rounded.info.weight_bytes > 0.4 * linear_bytes
+    errors = [
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(*(all_logits(e, prompts(), 512, True) for e in (rounded, plain)), strict=True)
+    ]
+    assert 0 < max(errors) < 0.3
+
+
+def test_an_embedding_that_is_the_head_too_keeps_its_width(tmp_path: Path) -> None:
+    directory = save(tmp_path, "LlamaConfig", tie_word_embeddings=True)
+    plain, rounded = load(directory, "bfloat16"), load(directory, "bfloat16", quantization="int8")
+    ids = torch.arange(VOCAB)
+    mine, theirs = (engine.model.module.get_input_embeddings()(ids) for engine in (rounded, plain))
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"dtype": "float32"},
+            "quantization is 'int8', which is for bfloat16 on CPUs with a C.. compiler, not torch.f",
+        ),
+        ({"dtype": "bfloat16", "tensor_parallel": 2}, "quantization is 'int8' with tensor_parallel 2; give one of the"),
+    ],
+)
+def test_int8_is_refused_where_it_cannot_be(directories: dict[str, str], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(directories["llama"], quantization="int8", **options)
 
 
 def test_logits_are_the_same_bits_on_one_thread_and_two(directories: dict[str, str]) -> None:

