@@ -134,6 +134,7 @@ class Drafts:
             guesses = self._guesses.get(request.id)
             if guesses is None:
                 guesses = self._guesses[request.id] = self._made(request)
+            guesses.tokens = ()
             if guesses.lookup is not None:
                 guesses.tokens = self._looked_up(request, guesses.lookup, most)
                 most = len(guesses.tokens)

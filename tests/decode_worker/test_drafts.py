@@ -161,6 +161,21 @@ def test_of_a_draft_model_that_request_is_tried_which_it_has_read() -> None:
     assert made.wanted(requests) == (("b", 4),)
 
 
+def test_what_a_draft_model_guessed_before_says_nothing_of_a_step_without_guesses() -> None:
+    state = Draft(tokens=[3, 4, 5], spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
+    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda each: state)
+    one = request("one", [3, 4, 5])
+    begin(made, made.wanted([one]))
+    assert made.asked_of("one") is state
+    state.guesses = [6, 7]
+    assert made.end(drawn("one", 6, 7, 8))[1] == {"one": (2, 3)}
+    chance = made._guesses["one"].chance
+    made.wanted([one])
+    begin(made, ())
+    made.end(drawn("one", 9))
+    assert made._guesses["one"].chance == chance
+
+
 def test_a_pass_of_a_draft_model_is_made_for_as_many_as_pay_for_it() -> None:
     states = {
         name: Draft(tokens=[], spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
