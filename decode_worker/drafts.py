@@ -153,11 +153,8 @@ class Drafts:
     def _looked_up(self, request: HeldRequest, lookup: PromptLookup, most: int) -> list[int]:
         """Before the end of the answer, behind which nothing is wanted."""
         tokens = lookup.guess(most) if most > 0 else []
-        if not request.params.ignore_eos:
-            for i, token in enumerate(tokens):
-                if token in self._eos_token_ids:
-                    return tokens[:i]
-        return tokens
+        ends = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else self._eos_token_ids)}
+        return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
     def _worthwhile(
         self, chances: Sequence[tuple[str, float, int]], requests: int, context_tokens: int

@@ -398,6 +398,10 @@ class DecodePolicy:
             if entry.drafted:
                 request.computed_len += counts[entry.request_id] - 1
                 request.scheduled_len, request.drafted = request.computed_len, 0
+                if not request.is_moving:  # pages for guesses that were wrong
+                    needed = self._pages_for(request.computed_len)
+                    self.pool.release(request.pages[needed:])
+                    del request.pages[needed:]
             self._drop_if_unused(request)
 
     def on_steps_done(self, request: DecodeRequest, steps: int) -> None:

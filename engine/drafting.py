@@ -56,14 +56,21 @@ class DraftModel:
             part = self._next_part(chunk, left)
             left -= len(part.token_ids) - (part.sample is not None)
             first.append(part)
+        began_s = time.perf_counter()
         self._take(asked, self._run([part for part in first if part.token_ids]))
+        if all(len(part.token_ids) == 1 for part in first):
+            self._note_pass(began_s)
         for number in range(1, max(_draft(chunk).num_wanted for chunk in asked)):
             began_s = time.perf_counter()
             going = [chunk for chunk in asked if len(_draft(chunk).guesses) == number < _draft(chunk).num_wanted]
             if not going:
                 break
             self._take(going, self._run([_one_more(chunk) for chunk in going]))
-            self.pass_s += 0.1 * (time.perf_counter() - began_s - self.pass_s)
+            self._note_pass(began_s)
+
+    def _note_pass(self, began_s: float) -> None:
+        taken_s = time.perf_counter() - began_s
+        self.pass_s += (taken_s - self.pass_s) * (0.1 if self.pass_s else 1.0)
 
     def _next_part(self, chunk: Chunk, most: int) -> Chunk:
         """Of the request's tokens those that were not read; drawn from if they are the last."""

@@ -84,13 +84,15 @@ def load_both(
     if not options.speculative_model:
         return load(options, progress, platform), None
     alone = replace(options, model=options.speculative_model, tensor_parallel=1, rank_cpus=(), max_model_len=None)
-    draft = load(replace(alone, num_pages=1, kv_bytes=None, kv_dtype="auto"), silent, platform)
-    loaded = load(options, progress, platform, page_bytes_beside=draft.layout.page_bytes())
-    if draft.info.vocab_size != loaded.info.vocab_size:
+    own, wanted = (served_config(each).config.get_text_config().vocab_size for each in (alone, options))
+    if own != wanted:
         raise ValueError(
-            f"speculative_model is {draft.source!r}, which has {draft.info.vocab_size} tokens; "
-            f"{loaded.source!r} has {loaded.info.vocab_size}: give one with the same"
+            f"speculative_model is {alone.model!r}, which has {own} tokens; {options.model!r} has {wanted}: "
+            "give one with the same"
         )
+    small = replace(alone, num_pages=1, kv_bytes=None, kv_dtype="auto", cuda_graphs=False)
+    draft = load(small, silent, platform)
+    loaded = load(options, progress, platform, page_bytes_beside=draft.layout.page_bytes())
     draft.pages.memory.close()
     layout, pages = _pages_of(draft.layout, loaded.layout.num_pages, None, draft.model.device)
     if platform is None:

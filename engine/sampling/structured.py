@@ -170,6 +170,9 @@ class Constraint:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is no Exception
+            if num_guesses:  # which need not be true: what follows the tokens that are known is asked anew
+                self._matcher, self._read = None, []
+                return bytes(self._outputs.num_bytes)
             self.error = f"the answer's form cannot be kept: {error}"
             return bytes(self._outputs.num_bytes)
 

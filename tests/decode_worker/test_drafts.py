@@ -114,6 +114,7 @@ def test_nothing_is_guessed_beyond_the_end_of_the_answer() -> None:
     repeated = [3, 4, 5, 6, EOS, 3, 4]
     assert drafts().wanted([request("one", repeated)]) == (("one", 2),)
     assert drafts().wanted([request("one", repeated, ignore_eos=True)]) == (("one", 4),)
+    assert drafts().wanted([request("one", repeated, stop_token_ids=(6,))]) == (("one", 1),)
     assert drafts().wanted([request("one", repeated, max_tokens=2)]) == (("one", 1),), "the step draws one more"
     assert drafts().wanted([request("one", repeated, max_tokens=1)]) == ()
 

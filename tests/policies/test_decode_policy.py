@@ -291,6 +291,17 @@ def test_guesses_stand_as_far_as_they_are_kept_and_their_places_are_written_agai
     policy.check_invariants()
 
 
+def test_pages_of_guesses_that_were_wrong_come_back() -> None:
+    policy = make()
+    admit(policy, "a", num_tokens=7, max_new_tokens=20)
+    batch = policy.next_batch([("a", 3)])
+    assert policy.pool.usage.held == 3
+    policy.on_batch_done(batch, [("a", 1)])
+    assert policy.pool.usage.held == 2
+    assert step(policy).entries[0].position == 8
+    policy.check_invariants()
+
+
 def test_guesses_take_pages_and_rows_that_nobody_needs() -> None:
     policy = make(num_pages=16)
     for name in ("a", "b", "c"):

@@ -31,13 +31,14 @@ class StepTimes:
         self._with_prompts = np.zeros((NUM_COSTS + 1, NUM_COSTS + 1))
         self._without = self._with_prompts
 
-    def note(self, prompt_tokens: int, requests: int, context_tokens: int, taken_s: float) -> None:
-        """A step with so many tokens of prompts, one token each of `requests`, and their context with those."""
+    def note(self, prompt_tokens: int, requests: int, context_tokens: int, taken_s: float, guesses: int = 0) -> None:
+        """A step with so many tokens of prompts, one token each of `requests`, and their context with those. `guesses`
+        behind those tokens cost what a prompt's tokens do, and hold up nobody: they are run where they pay."""
         if not taken_s > 0:
             return
-        has_both = bool(prompt_tokens and requests)
-        row = np.array((1.0, prompt_tokens, requests, context_tokens, has_both, taken_s)) / taken_s
-        if prompt_tokens:
+        read = prompt_tokens + guesses
+        row = np.array((1.0, read, requests, context_tokens, bool(read and requests), taken_s)) / taken_s
+        if read:
             self._with_prompts = KEPT * self._with_prompts + np.outer(row, row)
         else:
             self._without = KEPT * self._without + np.outer(row, row)

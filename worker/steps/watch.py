@@ -80,9 +80,10 @@ class WatchedEngine:
     def _note(self, step: Step, begun_s: float) -> None:
         self._ended_s = self._now_s()
         decoded = [chunk.start + 1 for chunk in step.chunks if _decodes(chunk)]
-        prompt_tokens = sum(len(chunk.token_ids) + _guessed(chunk) for chunk in step.chunks) - len(decoded)
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in step.chunks if not _decodes(chunk))
+        guesses = sum(_guessed(chunk) for chunk in step.chunks if _decodes(chunk))
         drafting_s, self._drafting_s = self._engine.drafting_s - self._drafting_s, self._engine.drafting_s
-        self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s - drafting_s)
+        self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s - drafting_s, guesses)
 
     def _watched(self, step: Step, call: Callable[[], T]) -> T:
         self._running = step, self._now_s()
@@ -93,12 +94,13 @@ class WatchedEngine:
 
 
 def _decodes(chunk: Chunk) -> bool:
-    """One token, behind which guesses may stand: those count as a prompt's tokens, which they are as dear as."""
+    """One token, behind which guesses may stand."""
     return chunk.start > 0 and (len(chunk.token_ids) == 1 or any(spec.given_id is None for spec in chunk.scores))
 
 
 def _guessed(chunk: Chunk) -> int:
-    return 0 if chunk.draft is None else len(chunk.draft.guesses)
+    """Behind its token; a draft model's are not among the chunk's own."""
+    return len(chunk.token_ids) - 1 + (0 if chunk.draft is None else len(chunk.draft.guesses))
 
 
 def _described(step: Step) -> str:

@@ -136,13 +136,14 @@ class LiveRequest:
                 self._early[index] = token
             return []
         outputs.append(token.token_id)
-        if token.drafted:
-            self.drafted_tokens += token.drafted
-            self.accepted_tokens += token.accepted
         ready = [token]
         while self._early and (early := self._early.pop(len(outputs), None)) is not None:
             outputs.append(early.token_id)
             ready.append(early)
+        for each in ready:
+            if each.drafted:
+                self.drafted_tokens += each.drafted
+                self.accepted_tokens += each.accepted
         return ready
 
     def on_prefill_started(self, cached_tokens: int) -> None:

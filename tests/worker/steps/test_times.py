@@ -95,3 +95,13 @@ def test_the_share_of_prompts_is_the_same_step_by_step_and_many_at_once() -> Non
         times.note(tokens, 0, 0, 0.01)  # nobody is held up by it
     assert times.prompt_share == pytest.approx(share_after(share_after(0.0, 512, 2), 0, 3))
     assert share_after(0.0, 512, 2000) == pytest.approx(512)
+
+
+def test_guesses_cost_what_a_prompt_s_tokens_do_and_are_no_share_of_prompts() -> None:
+    times = StepTimes()
+    for guesses in (0, 4, 8) * 8:
+        times.note(0, 4, 400, 5e-3 + 1e-4 * guesses, guesses)
+    assert times.prompt_share == 0.0
+    costs = times.costs(("decode",))
+    assert costs is not None
+    assert costs.prompt_token_s * 8 + costs.both_s == pytest.approx(8e-4, rel=0.05)
