@@ -55,6 +55,7 @@ NAMES = ("kvrelay", "generate", "generate_batch")
 PREFILL_TOKENS = (128, 256, 512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 PLAN = (*(("prefill", n) for n in PREFILL_TOKENS), *(("decode", n) for n in DECODE_BATCHES))
+VOCAB = 30_000  # ids that all contenders know
 PROMPT_TOKENS = 128  # of a request whose decode is measured
 LEAST_TURNS = 2  # measured, whatever they take; more only within
 MEASUREMENT_S = 75.0
@@ -76,10 +77,10 @@ class Contender:
     decode: Timed
 
 
-def prompts(count: int, tokens: int, turn: int) -> list[list[int]]:
+def prompts(count: int, tokens: int, turn: int, vocab_size: int = VOCAB) -> list[list[int]]:
     """New ones each turn and for each length, so that no cache of prefixes helps anybody."""
     generator = torch.Generator().manual_seed((turn * 1000 + count) * 10000 + tokens)
-    return torch.randint(3, 30000, (count, tokens), generator=generator).tolist()
+    return torch.randint(3, min(VOCAB, vocab_size), (count, tokens), generator=generator).tolist()
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -108,7 +109,7 @@ def ours(engine: Engine, new_tokens: int) -> Contender:
         )
 
     def decode(batch: int, turn: int) -> float:
-        step(prompts(batch, PROMPT_TOKENS, turn), 0)
+        step(prompts(batch, PROMPT_TOKENS, turn, engine.info.vocab_size), 0)
         last = [[5]] * batch
 
         def steps() -> None:
@@ -117,7 +118,10 @@ def ours(engine: Engine, new_tokens: int) -> Contender:
 
         return _seconds(steps) / new_tokens
 
-    return Contender("kvrelay", lambda tokens, turn: _seconds(lambda: step(prompts(1, tokens, turn), 0)), decode)
+    def prefill(tokens: int, turn: int) -> float:
+        return _seconds(lambda: step(prompts(1, tokens, turn, engine.info.vocab_size), 0))
+
+    return Contender("kvrelay", prefill, decode)
 
 
 def generate(model: Any, new_tokens: int) -> Contender:

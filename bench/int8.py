@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,20 +25,18 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from bench.common import REPO, RESULTS, about, demo_model, save
-from bench.engine import GREEDY, PAGE_SIZE
+from bench.engine import PAGE_SIZE, PROMPT_TOKENS, ours
 from bench.kv_fp8 import compare, logits_of
 from bench.rounds import spread
 from bench.speculation import pair
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.process import set_thread_counts
-from engine.types import Chunk, SampleSpec, Step
 
 TEXT = REPO / "docs" / "architecture.md"
 PIECES, PIECE_TOKENS = 4, 512  # of the text
 BATCHES, PREFILLS = (1, 8, 32), (128, 512, 2048)
 STEPS = 16  # of a turn
-CONTEXT = 256  # tokens of each request that is decoded
 THREADS = 2
 WAYS = {
     "float32": {"dtype": "float32"},
@@ -49,43 +46,20 @@ WAYS = {
 
 
 def engine_of(model: str, way: str) -> Engine:
-    longest = max(BATCHES) * (CONTEXT + STEPS + 1)
+    longest = max(BATCHES) * (PROMPT_TOKENS + STEPS + 1)
     options = {"num_pages": -(-longest // PAGE_SIZE) + 64, "page_size": PAGE_SIZE, "threads": THREADS}
     return Engine.load(EngineOptions(model=model, parity_check=False, **options, **WAYS[way]))  # type: ignore[arg-type]
 
 
-def turn_s(engine: Engine, rows: int, *, is_prefill: bool) -> float:
-    """A step's: `rows` tokens of one prompt, or one token each of so many requests."""
-    pages = -(-(CONTEXT + STEPS + 1) // PAGE_SIZE)
-
-    def step(number: int) -> None:
-        start, count = (0, 1) if is_prefill else (CONTEXT + number, rows)
-        chunks = [
-            Chunk(
-                request_id=str(i),
-                token_ids=[7] * (rows if is_prefill else 1),
-                start=start,
-                block_table=range(i * pages, i * pages + -(-(rows if is_prefill else start + 1) // PAGE_SIZE)),
-                sample=SampleSpec(params=GREEDY, position=start + 1),
-            )
-            for i in range(count)
-        ]
-        engine.step(Step(chunks=chunks))
-
-    count = 1 if is_prefill else STEPS
-    began_s = time.perf_counter()
-    for number in range(count):
-        step(number)
-    return (time.perf_counter() - began_s) / count
-
-
 def times(engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
     took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    contenders = {way: ours(engine, STEPS) for way, engine in engines.items()}
     for number in range(rounds + 1):
         for way in list(engines)[:: -1 if number % 2 else 1]:
-            for name, sizes, is_prefill in (("decode", BATCHES, False), ("prefill", PREFILLS, True)):
+            decode, prefill = contenders[way].decode, contenders[way].prefill
+            for name, sizes, turn_s in (("decode", BATCHES, decode), ("prefill", PREFILLS, prefill)):
                 for rows in sizes:
-                    seconds = turn_s(engines[way], rows, is_prefill=is_prefill)
+                    seconds = turn_s(rows, number)
                     if number:  # the first warms up
                         took[f"{name} {rows}"][way].append(seconds)
     return {

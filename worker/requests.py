@@ -41,7 +41,9 @@ class HeldRequest:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it, also those
         that are guessed to follow all that are known."""
         eos_token_ids = engine.info.eos_token_ids
-        output_ids = [*self.tokens[self.prompt_len :], *guesses] if self.params.reads_output else ()
+        output_ids: Sequence[int] = self.tokens[self.prompt_len :] if self.params.reads_output else ()
+        if guesses and self.params.reads_output:
+            output_ids = [*output_ids, *guesses]
         return SampleSpec(
             params=self.params,
             position=position,

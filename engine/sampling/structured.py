@@ -198,8 +198,9 @@ class Constraint:
         """To where these are what was read: guesses were wrong, or a step was given up."""
         assert self._matcher is not None
         read = self._read
-        common = next((i for i, pair in enumerate(zip(read, token_ids, strict=False)) if pair[0] != pair[1]), len(read))
-        common = min(common, len(token_ids))
+        common = min(len(read), len(token_ids))
+        while read[:common] != list(token_ids[:common]):  # the last few differ, if any
+            common -= 1
         if common < len(read):
             self._matcher.rollback(len(read) - common)
             del read[common:]

@@ -148,7 +148,7 @@ def plain(model_dir: ModelDir) -> list[Any]:
 @pytest.mark.parametrize("by", ["lookup", "near"])
 @pytest.mark.parametrize(
     "roles",
-    [{"prefill": 2, "decode": 2, "decode_pages": 14}, {"prefill": 0, "decode": 0, "mixed": 1}],
+    [{"prefill": 2, "decode": 2, "decode_pages": 9}, {"prefill": 0, "decode": 0, "mixed": 1}],
     ids=["crowded", "mixed"],
 )
 async def test_wherever_it_runs_it_is_the_same_and_replays(

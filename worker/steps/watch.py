@@ -79,9 +79,13 @@ class WatchedEngine:
 
     def _note(self, step: Step, begun_s: float) -> None:
         self._ended_s = self._now_s()
-        decoded = [chunk.start + 1 for chunk in step.chunks if _decodes(chunk)]
-        prompt_tokens = sum(len(chunk.token_ids) for chunk in step.chunks if not _decodes(chunk))
-        guesses = sum(_guessed(chunk) for chunk in step.chunks if _decodes(chunk))
+        prompt_tokens, guesses, decoded = 0, 0, list[int]()
+        for chunk in step.chunks:
+            if _decodes(chunk):
+                decoded.append(chunk.start + 1)
+                guesses += _guessed(chunk)
+            else:
+                prompt_tokens += len(chunk.token_ids)
         drafting_s, self._drafting_s = self._engine.drafting_s - self._drafting_s, self._engine.drafting_s
         self.times.note(prompt_tokens, len(decoded), sum(decoded), self._ended_s - begun_s - drafting_s, guesses)
 
