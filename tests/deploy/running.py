@@ -69,13 +69,13 @@ class Running:
 
     def actors(self, kind: str) -> set[int]:
         """Process ids of the actors of a class, such as PrefillActor. Ray writes the name into the command line."""
-        return {process.pid for process in self.processes() if kind in _title(process)}
+        return {process.pid for process in self.processes() if kind in title(process)}
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads(kvrelay(self.state_dir, "status", "--endpoint", self.endpoint, "--json").stdout))
 
 
-def _title(process: psutil.Process) -> str:
+def title(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

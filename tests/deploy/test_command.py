@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvrelay.demo_model import make_demo_model
-from tests.deploy.running import COMMAND, RETURN_TIMEOUT_S, environment, gone, kvrelay
+from tests.deploy.running import COMMAND, RETURN_TIMEOUT_S, environment, gone, kvrelay, title, until
 
 
 @pytest.fixture(scope="module")
@@ -153,16 +153,20 @@ def test_ctrl_c_while_it_starts_ends_all_of_it(tmp_path: Path, model: Path) -> N
         text=True,
         start_new_session=True,
     )
-    assert up.stderr is not None
-    for line in up.stderr:
-        if "prefill-0: started" in line:
-            break
-    processes = psutil.Process(up.pid).children(recursive=True)
-    assert processes
+    processes = _while_it_starts(up)
     up.send_signal(signal.SIGINT)
     up.communicate(timeout=RETURN_TIMEOUT_S)
     assert up.returncode == 130
     assert not gone(processes)
+
+
+def _while_it_starts(up: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes of a cluster of which one worker has just begun. Not by what `up` prints: that tells how all stand
+    now, so that a stage of some milliseconds may never be seen."""
+    command = psutil.Process(up.pid)
+    until(lambda: any("PrefillActor" in title(p) for p in command.children(recursive=True)), "a worker has begun")
+    processes: list[psutil.Process] = command.children(recursive=True)
+    return processes
 
 
 def _is_ours(process: psutil.Process, state_dir: Path) -> bool:
@@ -177,10 +181,7 @@ def test_down_after_a_killed_up_says_so_and_forgets_it(tmp_path: Path, model: Pa
     up = subprocess.Popen(
         [*COMMAND, "up", *flags], env=environment(tmp_path), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert up.stderr is not None
-    for line in up.stderr:
-        if "prefill-0: started" in line:
-            break
+    _while_it_starts(up)
     up.kill()
     up.communicate(timeout=RETURN_TIMEOUT_S)
     told = kvrelay(tmp_path, "down", "killed")
