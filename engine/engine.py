@@ -33,6 +33,7 @@ class Engine:
         self.memory = loaded.pages.memory
         self.layout = loaded.layout  # of the pages that requests may be given
         self.steps = loaded.steps
+        self.adapters = loaded.adapters
         self.draft_model = draft_model
         self._source = loaded.source
         self.backend = loaded.model.backend
@@ -75,7 +76,10 @@ class Engine:
         if not step.chunks:
             return DoneStep([])
         with torch.inference_mode(), devices.current(self.device):
-            return self.steps.begin(step if self.draft_model is None else self.draft_model.with_guesses(step))
+            if self.draft_model is not None:
+                step = self.draft_model.with_guesses(step)
+            with self.adapters.of(step.chunks):
+                return self.steps.begin(step)
 
     @property
     def drafting_s(self) -> float:

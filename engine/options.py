@@ -69,6 +69,13 @@ class EngineOptions:
         scope="pool",
         ge=1,
     )
+    max_adapters: int = knob(
+        16,
+        "LoRA adapters that a worker keeps in memory, those used last, where a step needs no more",
+        unit="adapters",
+        scope="pool",
+        ge=1,
+    )
     speculative_model: str = ""  # guesses tokens ahead of the other: a directory or hub name; empty: none
     rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
 

@@ -175,6 +175,16 @@ class ModelInfo:
     weight_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The LoRA adapter that a request asks for: a directory as PEFT saves it, on each worker's host, and a digest of
+    what it held when it was named."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class NextTokens(Protocol):
     """Those that keep the form of an answer."""
 
@@ -239,6 +249,7 @@ class Chunk:
     sample: SampleSpec | None = None
     scores: Sequence[SampleSpec] = ()
     draft: Draft | None = None  # what a draft model guesses is run behind its one token
+    adapter: Adapter | None = None
 
 
 OnLayer = Callable[[int], None]

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import nn
 
+from engine.adapters.products import Site
 from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, Rotation
 from engine.kernels import native
@@ -61,9 +62,13 @@ class CpuKernels:
             function.restype = None
 
     def linear(
-        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+        self,
+        weight_ON: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        scales_O: torch.Tensor | None,
+        site: Site | None,
     ) -> PackedLinear:
-        return PackedLinear(weight_ON, bias_O, scales_O)
+        return PackedLinear(weight_ON, bias_O, scales_O, site)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         x = x.contiguous()

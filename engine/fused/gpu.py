@@ -14,16 +14,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.adapters.products import AdaptedProduct, Site
 from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rotation
 
 
 class TorchKernels:
     def linear(
-        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+        self,
+        weight_ON: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        scales_O: torch.Tensor | None,
+        site: Site | None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         assert scales_O is None, "weights in int8 are for CPUs"
-        return partial(functional.linear, weight=weight_ON, bias=bias_O)
+        product = partial(functional.linear, weight=weight_ON, bias=bias_O)
+        return product if site is None else AdaptedProduct(product, site)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         exact = x.float()

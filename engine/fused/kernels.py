@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from engine.adapters.products import Site
 from engine.attention.forward_pass import ForwardPass
 
 
@@ -57,9 +58,14 @@ class OneCall(Protocol):
 
 class Kernels(Protocol):
     def linear(
-        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None
+        self,
+        weight_ON: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        scales_O: torch.Tensor | None,
+        site: Site | None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x W^T + b over a weight that the caller gives up; of int8 where it has scales (engine/weights/int8.py)."""
+        """x W^T + b over a weight that the caller gives up; of int8 where it has scales (engine/weights/int8.py).
+        `site`: what adapters add."""
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor: ...
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from engine.adapters.products import NativeSite
+from engine.adapters.weights import NativeAdapters
 from engine.attention.forward_pass import ForwardPass
 from engine.attention.native_backend import NO_MEMORY, AttentionArgs, NativeBackend, layer_args
 from engine.fused.cpu import Rotary, layer_rotary
@@ -34,6 +36,7 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs")),
+        ("site", NativeSite),
     )
 
 
@@ -55,6 +58,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "query_starts", "starts", "block_tables")),
         *((name, ctypes.c_int64) for name in ("rows", "written", "sequences", "table_stride")),
         ("threads", ctypes.c_int32),
+        ("adapters", ctypes.c_void_p),
         ("on_layer", _OnLayer),
     )
 
@@ -97,6 +101,7 @@ class LayersInOneCall:
             sequences=meta.num_sequences,
             table_stride=meta.block_tables.stride(0),
             threads=torch.get_num_threads(),
+            adapters=self._adapters(),
             on_layer=on_layer,
         )
         code = self._library.kvrelay_decode(
@@ -107,6 +112,15 @@ class LayersInOneCall:
         if code == NO_MEMORY_CODE:
             raise MemoryError(NO_MEMORY)
         return normed
+
+    def _adapters(self) -> int | None:
+        """The address of what the step's adapters add, where it has any."""
+        qkv: Any = self._layers[0].attention.qkv
+        step = qkv.site.adaptable.step if qkv.site is not None else None
+        if step is None:
+            return None
+        assert isinstance(step, NativeAdapters), "products in panels are adapted by the kernels beside them"
+        return ctypes.addressof(step.step)
 
     def _make_args(self, state: ForwardPass) -> None:
         """The arguments that are the same in every step over these pages."""
@@ -153,7 +167,8 @@ def _norm(norm: NormWeight) -> _Norm:
 
 def _linear(linear: Any) -> _Linear:
     scales, bias = (None if tensor is None else tensor.data_ptr() for tensor in (linear.scales, linear.bias))
-    return _Linear(linear.packed.data_ptr(), scales, bias, linear.in_features, linear.out_features)
+    site = NativeSite() if linear.site is None else linear.site.native
+    return _Linear(linear.packed.data_ptr(), scales, bias, linear.in_features, linear.out_features, site)
 
 
 def _told(on_layer: Callable[[int], None] | None) -> tuple[list[BaseException], Any]:

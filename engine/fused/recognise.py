@@ -22,6 +22,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from engine.adapters.products import site_of
 from engine.fused.kernels import Heads, Kernels, NormWeight
 from engine.fused.layers import Attention, Decoder, Layer, Mlp, Norm
 from engine.fused.one_call import LayersInOneCall
@@ -164,12 +165,12 @@ def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch
     joined = None if any(each is None for each in scales) else torch.cat([each for each in scales if each is not None])
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
-        return kernels.linear(weight, None, joined)
+        return kernels.linear(weight, None, joined, site_of(linears))
     filled = [
         weight.new_zeros(linear.out_features) if bias is None else bias.detach()
         for linear, bias in zip(linears, biases, strict=True)
     ]
-    return kernels.linear(weight, torch.cat(filled), joined)
+    return kernels.linear(weight, torch.cat(filled), joined, site_of(linears))
 
 
 def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:

@@ -76,8 +76,9 @@ class GpuSteps:
     def _takes_graph(self, step: Step) -> bool:
         if self.graphs is None or step.on_layer is not None:
             return False
-        if any(len(chunk.token_ids) != 1 or chunk.sample is None or chunk.scores for chunk in step.chunks):
-            return False
+        for chunk in step.chunks:
+            if len(chunk.token_ids) != 1 or chunk.sample is None or chunk.scores or chunk.adapter is not None:
+                return False
         return self.graphs.size_for(len(step.chunks)) is not None
 
     def _replay(

@@ -15,6 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import device as devices
+from engine.adapters.products import hook_linears, name_linears
+from engine.adapters.store import Adapters
+from engine.adapters.weights import has_kernels
 from engine.attention import hooks
 from engine.loading import capacity, checks, parity
 from engine.loading.cpu import CpuPlatform
@@ -46,6 +49,7 @@ class LoadedModel:
     pages: KvPages
     layout: KvLayout  # of the pages that requests may be given
     steps: Steps
+    adapters: Adapters
     source: str  # a directory, or a name on the hub
 
 
@@ -139,8 +143,10 @@ def _load_beside(
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
 
     progress("kernels", 0.0)
+    adaptable = name_linears(module)
     cuts = ranks.cut(module, probe, served.max_len) if ranks is not None else []
     model = platform.prepare(module, probe, options, served)
+    hook_linears(module)
     if ranks is not None:
         model = replace(model, ranks=ranks.join(cuts))
     progress("kernels", 1.0)
@@ -152,8 +158,18 @@ def _load_beside(
     progress("parity check", 1.0)
     layout, pages = _allocate(model, info, scales, options, platform, page_bytes_beside)
     steps = platform.steps(model, pages, options, info)
+    adapters = Adapters(
+        adaptable,
+        dtype=served.dtype,
+        device=platform.device,
+        is_native=has_kernels(platform.device, served.dtype),
+        most=options.max_adapters,
+        why_none="" if ranks is None else f"its workers have tensor_parallel {options.tensor_parallel}; give 1",
+    )
     progress("ready", 1.0)
-    return LoadedModel(info=info, model=model, pages=pages, layout=layout, steps=steps, source=options.model)
+    return LoadedModel(
+        info=info, model=model, pages=pages, layout=layout, steps=steps, adapters=adapters, source=options.model
+    )
 
 
 def _in_int8(

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.adapters.products import Site, site_of
 from engine.weights import int8, panels
 
 MIN_ROWS = 2
@@ -51,12 +52,18 @@ _KEEP_WEIGHT |= {"__getitem__", "__get__", "unsqueeze", "view", "select", "unbin
 
 class PackedLinear(nn.Module):
     """x W^T + b with W [out, in] in panels, or in oneDNN's own order; as it is where the CPU has neither. `scales_O`:
-    each row of W is so many times whole numbers up to 127, and is kept as those (int8.py)."""
+    each row of W is so many times whole numbers up to 127, and is kept as those (int8.py). `site`: what adapters
+    add."""
 
     def __init__(
-        self, weight_ON: torch.Tensor, bias_O: torch.Tensor | None, scales_O: torch.Tensor | None = None
+        self,
+        weight_ON: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        scales_O: torch.Tensor | None = None,
+        site: Site | None = None,
     ) -> None:
         super().__init__()
+        self.site = site
         self.out_features, self.in_features = weight_ON.shape
         self.bias = bias_O
         self._dtype = weight_ON.dtype
@@ -76,6 +83,10 @@ class PackedLinear(nn.Module):
         return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self._product(x)
+        return product if self.site is None else self.site.add(x, product)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_in_panels:
             return panels.multiply(x, self.packed, self.scales, self.bias, self.out_features)
         if self._is_reordered:
@@ -202,6 +213,7 @@ def pack_linears(model: nn.Module) -> int:
                 weight.t() if isinstance(child, Conv1D) else weight,
                 None if bias is None else bias.detach().clone(),
                 int8.scales_of(child),
+                site_of([child]),
             )
         setattr(parent, name, packed[id(child)])
     bare = _wrap_bare_weights(model)

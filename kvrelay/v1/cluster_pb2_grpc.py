@@ -95,6 +95,16 @@ class ClusterStub:
                 request_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvrelay.v1.Cluster/ListAdapters',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.SetAdapters = channel.unary_unary(
+                '/kvrelay.v1.Cluster/SetAdapters',
+                request_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -190,6 +200,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """The LoRA adapters that requests may name, and what stands in the way of one. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAdapters(self, request, context):
+        """Have requests name other adapters from now on, at all routers: those given, or nothing changes. For operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -252,6 +276,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'SetAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapters,
+                    request_deserializer=kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -579,6 +613,60 @@ class Cluster:
             '/kvrelay.v1.Cluster/GetUsage',
             kvrelay_dot_v1_dot_cluster__pb2.GetUsageRequest.SerializeToString,
             kvrelay_dot_v1_dot_cluster__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/ListAdapters',
+            kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Cluster/SetAdapters',
+            kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersRequest.SerializeToString,
+            kvrelay_dot_v1_dot_cluster__pb2.SetAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

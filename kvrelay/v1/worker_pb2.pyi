@@ -68,7 +68,7 @@ WORKER_SPAN_KIND_FIRST_STEP: WorkerSpanKind
 WORKER_SPAN_KIND_SLOW_STEP: WorkerSpanKind
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class RequestState(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -89,7 +90,18 @@ class RequestState(_message.Message):
     held: bool
     priority: int
     move: int
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("name", "address", "incarnation")

@@ -19,6 +19,7 @@ struct KvrelayLinear {
     const float* scales;
     const void* bias;
     int64_t in, out;
+    KvrelaySite site;  // of what adapters add to it
 };
 
 struct KvrelayLayer {
@@ -37,6 +38,7 @@ struct KvrelayStep {
     const int32_t *query_starts, *starts, *block_tables;
     int64_t rows, written, sequences, table_stride;
     int32_t threads;
+    const KvrelayAdapters* adapters;  // or null
     int32_t (*on_layer)(int32_t);  // or null: told of a layer whose K and V are written; ends the step unless it gives 0
 };
 }
@@ -56,6 +58,8 @@ struct Widths {
 
 void multiply(const KvrelayLinear& linear, const void* x, void* to, const KvrelayStep& step) {
     kvrelay_product(x, linear.panels, linear.scales, linear.bias, to, step.rows, linear.in, linear.out, step.threads);
+    if (step.adapters && linear.site.count)
+        kvrelay_adapt(x, to, linear.in, linear.out, &linear.site, step.adapters, BFLOAT16, step.threads);
 }
 
 void add_norm(const KvrelayNorm& norm, const void* y, int64_t width, const KvrelayStep& step) {

@@ -39,6 +39,30 @@ struct KvrelayAttention {
     int32_t window, dtype, threads;
 };
 
+// Of a LoRA adapter, what it adds to one Linear: (x a^T) b * scale; rank 0: nothing
+struct KvrelayPart {
+    const void* a;  // [rank, in]
+    const void* b;  // [rank, out]
+    int64_t rank;
+    float scale;
+};
+
+// A product of one Linear, or of several side by side
+struct KvrelaySite {
+    const int64_t* numbers;  // of their parts, in an adapter's list
+    const int64_t* ends;     // where their outputs end
+    int64_t count;
+};
+
+// A step's rows that have adapters, in blocks of one adapter each
+struct KvrelayAdapters {
+    const KvrelayPart* const* parts;  // [blocks]: the adapter's list
+    const int64_t *starts, *rows;     // [blocks]
+    int64_t blocks;
+};
+
+void kvrelay_adapt(const void* x, void* y, int64_t in, int64_t out, const KvrelaySite* site,
+                   const KvrelayAdapters* step, int32_t dtype, int32_t threads);
 void kvrelay_rotate_and_write(const KvrelayRotary* args);
 int kvrelay_attend(const KvrelayAttention* args);
 void kvrelay_rms_norm(const void* x, const void* w, void* to, int64_t rows, int64_t n, float eps, int32_t plus_one,

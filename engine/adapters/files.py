@@ -1,0 +1,143 @@
+"""AdapterFiles is a LoRA adapter (Hu et al., 2021) as PEFT saves it: adapter_config.json and adapter_model.safetensors
+in a directory. What it says is read here, and what cannot be served is refused; its weights are another matter
+(weights.py).
+
+No torch: a router reads it, too, for the digest by which its workers know the same adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+MAX_RANK = 512
+READ_BYTES = 1 << 20
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of the weights: others change the base model's
+
+
+class AdapterError(ValueError):
+    """It cannot be read or served: one sentence."""
+
+
+class LoraPart(NamedTuple):
+    """What it adds to one Linear: (x A^T) B^T * scale."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    path: str
+    digest: str  # of both files
+    parts: Mapping[str, LoraPart]  # by the Linear's name in the model
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(part.rank for part in self.parts.values())
+
+    @property
+    def num_params(self) -> int:
+        return sum(part.rank * (part.in_features + part.out_features) for part in self.parts.values())
+
+
+def describe(path: str) -> tuple[Mapping[str, LoraPart], bytes]:
+    """What it adds, by the Linears' names in the model; and its config, as it stands there. Raises AdapterError."""
+    with _reading(path) as folder:
+        raw = (folder / CONFIG).read_bytes()
+        config = json.loads(raw)
+        with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    if why := _why_not(config):
+        raise AdapterError(f"{path}: {why}")
+    return dict(_parts(path, config, shapes)), raw
+
+
+def read_adapter(path: str) -> AdapterFiles:
+    """All but the weights; reads them through, for the digest. Raises AdapterError."""
+    parts, raw = describe(path)
+    digest = xxhash.xxh3_128(raw)
+    with _reading(path) as folder, (folder / WEIGHTS).open("rb") as weights:
+        while block := weights.read(READ_BYTES):
+            digest.update(block)
+    return AdapterFiles(path=path, digest=digest.hexdigest(), parts=parts)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[Path]:
+    """What goes wrong with its files is an AdapterError."""
+    folder = Path(path)
+    try:
+        yield folder
+    except FileNotFoundError as error:
+        missing = Path(str(error.filename or folder / WEIGHTS)).name
+        raise AdapterError(f"{path} has no {missing}; give a directory as PEFT saves one, with {WEIGHTS}") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+
+def _why_not(config: Any) -> str:
+    """What of its config cannot be served."""
+    if not isinstance(config, dict):
+        return f"{CONFIG} holds no object"
+    if (kind := config.get("peft_type")) != "LORA":
+        return f"peft_type is {kind!r}, and LORA adapters are served"
+    if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
+        return f"task_type is {task!r}, and CAUSAL_LM is served"
+    for key in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"):
+        if config.get(key):
+            return f"{key} is {config[key]!r:.80}, which is not served; train it without"
+    for key in ("layer_replication", "alora_invocation_tokens", "use_qalora", "arrow_config"):
+        if config.get(key):
+            return f"{key} is {config[key]!r:.80}, which is not served; train it without"
+    if config.get("bias", "none") != "none":
+        return f"bias is {config['bias']!r}, and none is served; train it without"
+    if (start := config.get("init_lora_weights")) not in PLAIN_STARTS:
+        return f"init_lora_weights is {start!r}, which changes the base model; save it converted to a plain LoRA"
+    return ""
+
+
+def _parts(
+    path: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, LoraPart]]:
+    pairs: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        found = KEY.fullmatch(key)
+        if found is None or len(shape) != 2:
+            raise AdapterError(
+                f"{path}: {WEIGHTS} has {key!r} of shape {list(shape)}, which is no part of a plain LoRA"
+            )
+        pairs.setdefault(found["module"], {})[found["which"]] = shape
+    if not pairs:
+        raise AdapterError(f"{path}: {WEIGHTS} is empty")
+    for module, pair in pairs.items():
+        if len(pair) != 2 or pair["A"][0] != pair["B"][1]:
+            raise AdapterError(f"{path}: lora_A and lora_B of {module} do not fit each other: {pair}")
+        rank = pair["A"][0]
+        if not 0 < rank <= MAX_RANK:
+            raise AdapterError(f"{path}: {module} has rank {rank}; up to {MAX_RANK} is served")
+        yield module, LoraPart(rank, pair["A"][1], pair["B"][0], _scale(path, config, module, rank))
+
+
+def _scale(path: str, config: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); alpha may differ between modules."""
+    alphas = config.get("alpha_pattern") or {}
+    key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
+    alpha = config.get("lora_alpha") if key is None else alphas[key]
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise AdapterError(f"{path}: lora_alpha of {module} is {alpha!r}; give a number")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
