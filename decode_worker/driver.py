@@ -194,6 +194,7 @@ class DecodeRole:
             scores=[request.sample_spec(following + i, engine, guesses[:i]) for i in range(len(guesses))],
             sample=request.sample_spec(following + len(guesses), engine, guesses),
             draft=draft,
+            adapter=request.adapter,
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_worker.policy import DecodePolicy
-from engine.pages.pool import PageHash, chain_root
+from engine.adapters.files import AdapterError
+from engine.pages.pool import PageHash
 from engine.types import InvalidRequest
 from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.requests import HeldRequest, read_request
+from worker.requests import HeldRequest, adapter_of, read_request, root_of
 from worker.role import RoleHost
 from worker.wire.credentials import FollowedTls
 
@@ -82,9 +83,11 @@ class Reservations:
             return denied
         try:
             params, tokens = read_request(request, self._host.engine.info)
-        except InvalidRequest as error:
+            if (adapter := adapter_of(request)) is not None:
+                self._host.engine.adapters.expect(adapter)
+        except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
-        root = chain_root(request.cache_salt)
+        root = root_of(request)
         hashes = self._host.page_hashes(tokens, root)
         held = HeldAnswer(
             state=request,
@@ -148,7 +151,7 @@ class Reservations:
             state=request.state,
             params=request.params,
             tokens=[*request.tokens, token_id],
-            parent=hashes[-1] if hashes else chain_root(request.state.cache_salt),
+            parent=hashes[-1] if hashes else root_of(request.state),
             hashed_pages=len(hashes),
         )
         self.requests[held.id] = held

@@ -10,12 +10,14 @@ another attempt may do better, and the pages come back once neither the engine n
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.pages.pool import PageHash, chain_root, pages_for
+from engine.adapters.files import AdapterError
+from engine.pages.pool import PageHash, pages_for
 from engine.types import Chunk, InvalidRequest, OnLayer, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied
 from kvrelay.v1 import worker_pb2 as pb
@@ -25,7 +27,7 @@ from prefill_worker.passing import Passing
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import failure_cause, logprobs_to_proto, token_output
 from worker.peers.peers import Peers, Undelivered
-from worker.requests import HeldRequest, read_request
+from worker.requests import HeldRequest, read_request, root_of
 from worker.role import RoleHost
 from worker.steps.slow import StepClock
 from worker.streams.router_link import RouterLink
@@ -96,10 +98,13 @@ class PrefillRole:
         request = HeldPrompt(state=state, link=link, params=params, tokens=tokens, decode=submit.decode)
         self.requests[request.id] = request
         request.stays = self._beside is not None and request.decode.name == self._name
-        if request.new_tokens_left <= 1 or request.stays or self.handoffs.peers.open_pair(request.decode) is not None:
+        needs_pair = request.new_tokens_left > 1 and not request.stays
+        is_connected = not needs_pair or self.handoffs.peers.open_pair(request.decode) is not None
+        adapters = self._host.engine.adapters
+        if is_connected and (request.adapter is None or adapters.is_loaded(request.adapter)):
             self._enqueue(request)
         else:
-            self.handoffs.spawn(self._enqueue_when_connected(request))
+            self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
 
     def on_begin(self, request_id: str) -> None:
         """It holds none."""
@@ -158,8 +163,10 @@ class PrefillRole:
             trace=request.told(),
         )
 
-    async def _enqueue_when_connected(self, request: HeldPrompt) -> None:
-        failure = await self.handoffs.wait_connected(request)
+    async def _enqueue_when_ready(self, request: HeldPrompt, *, needs_pair: bool) -> None:
+        failure = await self._load_adapter(request)
+        if failure is None and needs_pair:
+            failure = await self.handoffs.wait_connected(request)
         if failure is None and not request.is_cancelled:
             self._enqueue(request)
             return
@@ -168,13 +175,22 @@ class PrefillRole:
             self._tell_undelivered(request, failure)
             self._host.streams.flush()
 
+    async def _load_adapter(self, request: HeldPrompt) -> Undelivered | None:
+        """Why it cannot be had."""
+        try:
+            if request.adapter is not None:
+                await asyncio.to_thread(self._host.engine.adapters.load, request.adapter)
+        except AdapterError as error:
+            return Undelivered(f"{self._name}: {error}", pb.FAILURE_CAUSE_REQUEST, "")
+        return None
+
     def _enqueue(self, request: HeldPrompt) -> None:
         if self._beside is not None and (denied := self._beside.expect(request, stays=request.stays)):
             del self.requests[request.id]
             self._refuse(request.link, request.state, denied.reason)
             return
         is_scored = request.params.prompt_logprobs is not None  # all of it must be read
-        hashes = () if is_scored else self._host.page_hashes(request.tokens, chain_root(request.state.cache_salt))
+        hashes = () if is_scored else self._host.page_hashes(request.tokens, root_of(request.state))
         chunk = SCORED_CHUNK if is_scored else len(request.tokens)
         self.policy.add(request.id, len(request.tokens), hashes, request.state.priority, longest_chunk=chunk)
         self._host.wake()
@@ -247,6 +263,7 @@ class PrefillRole:
             block_table=self.policy.pages_of(request.id)[: pages_for(end, self._host.pool.page_size)],
             sample=request.sample_spec(len(request.tokens), self._host.engine) if plan.is_last else None,
             scores=request.score_specs(plan.start, end),
+            adapter=request.adapter,
         )
 
     def on_step(self, batch: PreparedBatch, tokens: Sequence[SampledToken]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.types import InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
+from engine.pages.pool import PageHash, chain_root
+from engine.types import Adapter, InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import sampling_from_proto
 from worker.tracing import RequestTrace
@@ -25,9 +26,11 @@ class HeldRequest:
     constraint: Constraint | None = None  # made with the first token that it is for
     id: str = field(init=False)  # asked for at every step: a message is slow to say so
     prompt_len: int = field(init=False)
+    adapter: Adapter | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.id, self.prompt_len = self.state.request_id, len(self.state.prompt_ids)
+        self.adapter = adapter_of(self.state)
 
     @property
     def num_outputs(self) -> int:
@@ -65,6 +68,17 @@ class HeldRequest:
         params = SamplingParams(temperature=0.0, logprobs=self.params.prompt_logprobs)
         following = range(start + 1, min(end + 1, self.prompt_len))
         return [SampleSpec(params=params, position=at, given_id=self.tokens[at]) for at in following]
+
+
+def adapter_of(state: pb.RequestState) -> Adapter | None:
+    if not state.HasField("adapter"):
+        return None
+    return Adapter(name=state.adapter.name, path=state.adapter.path, digest=state.adapter.digest)
+
+
+def root_of(state: pb.RequestState) -> PageHash:
+    """Of the chain of its pages' hashes."""
+    return chain_root(state.cache_salt, state.adapter.digest)
 
 
 def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -218,6 +218,9 @@ class Controller:
 
     async def apply_spec(self, data: object, sources: Sources, max_surge: int | None, dry_run: bool) -> dict[str, Any]:
         return await self._changes.apply(data, sources, max_surge, dry_run=dry_run)
+
+    async def set_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> str:
+        return await self._changes.set_adapters(add, remove)
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         return await self._changes.roll(pools, max_surge)

@@ -58,11 +58,14 @@ class RouterActor(MemberActor):
 
     def why_not(self, spec: ClusterSpec) -> str:
         """Why it could not go by this spec; empty if it could. Nothing changes."""
-        if not spec.router.tokens_file:
-            return ""
+        from engine.adapters.files import AdapterError, describe
+
         try:
-            read_tokens(spec.router.tokens_file)
-        except TokenError as error:
+            if spec.router.tokens_file:
+                read_tokens(spec.router.tokens_file)
+            for path in spec.router.options(FrontOptions).adapters.values():
+                describe(path)
+        except (TokenError, AdapterError) as error:
             return str(error)
         return ""
 
@@ -108,6 +111,9 @@ class ControllerPools:
         self, data: object, sources: Mapping[str, str], max_surge: int | None, *, dry_run: bool
     ) -> dict[str, Any]:
         return dict(await self._ask("apply_spec", data, dict(sources), max_surge, dry_run))
+
+    async def set_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> str:
+        return str(await self._ask("set_adapters", dict(add), list(remove)))
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         return str(await self._ask("roll", list(pools), max_surge))

@@ -14,13 +14,14 @@ from typing import Literal, Protocol
 
 import grpc
 
+from cluster.front.adapters import AdapterBook
 from cluster.front.allowance.allowances import Allowances, Refused, Standing
 from cluster.front.answers import ChoiceAnswer, conclude, merged, trailers
 from cluster.front.bounds.limits import CallLimit
 from cluster.front.bounds.stalls import Stalls
 from cluster.front.endings import Ending, Endings
 from cluster.front.options import FrontOptions
-from cluster.front.requests import CheckedRequest, TimeLimits, check_model, check_request, encode
+from cluster.front.requests import CheckedRequest, TimeLimits, check_request, encode
 from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed, Submission
@@ -52,10 +53,12 @@ class Generation:
         calls: CallLimit,
         num_routers: int = 1,
         counting: Counting | None = None,
+        adapters: AdapterBook | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_routers`: of the cluster, each of which gives a part of what an account allows."""
         self.codec = codec
+        self.adapters = adapters or AdapterBook()
         self.stalls = Stalls(options.max_stall_s)
         self.endings = Endings(router.metrics, options.log_requests)
         self.allowances = Allowances(options.accounts, num_routers)
@@ -151,6 +154,7 @@ class Generation:
             request,
             model=model,
             served_name=self.model_name,
+            adapters=self.adapters,
             codec=self.codec,
             admit=partial(self._admit, ending),
             limits=limits,
@@ -192,10 +196,10 @@ class Generation:
         return self.checked_model(name)
 
     def checked_model(self, name: str) -> generate_pb2.GetModelInfoResponse:
-        """What is served, if that is its name. Raises RequestFailed."""
+        """What is served, if that is its name, or an adapter's. Raises RequestFailed."""
         if self._router.model is None:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker is ready yet; try again later")
-        check_model(name, self.model_name)
+        self.adapters.check_name(name, self.model_name)
         return self._router.model
 
 

@@ -84,11 +84,11 @@ class GenerateService:
         self, request: generate_pb2.GetModelInfoRequest | None, context: Any
     ) -> generate_pb2.GetModelInfoResponse:
         try:
-            model = generate_pb2.GetModelInfoResponse()
-            model.CopyFrom(self._generation.checked_model(_read(request).model))
+            asked, model = _read(request).model, generate_pb2.GetModelInfoResponse()
+            model.CopyFrom(self._generation.checked_model(asked))
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
-        model.name = self._generation.model_name
+        model.name = asked or self._generation.model_name
         return model
 
 

@@ -66,6 +66,11 @@ class FrontOptions:
         "what the tokens of a name may take, `{NAME: {requests_per_minute: 60}}`; `default`: of each name that is not "
         "there. See *Account keys*",
     )
+    adapters: Mapping[str, str] = knob(
+        {},
+        "LoRA adapters that requests may name, `{NAME: DIRECTORY}` as PEFT saves them, on the hosts of routers and "
+        "workers; `kvrelay adapter` changes them, too. See *Adapters*",
+    )
     max_watches: int = knob(1000, "of health; more are refused with RESOURCE_EXHAUSTED", unit="streams", ge=1)
     max_connections: int = knob(
         4096, "that clients hold; more are closed at once", unit="connections", ge=1, fixed=BY_GRPC

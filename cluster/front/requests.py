@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import grpc
 
+from cluster.front.adapters import AdapterBook
 from cluster.front.allowance.options import NO_LIMITS, Account
 from cluster.front.structured import check_form
 from cluster.front.tokenizer import TextCodec
@@ -50,6 +51,7 @@ async def check_request(
     *,
     model: generate_pb2.GetModelInfoResponse,
     served_name: str,
+    adapters: AdapterBook,
     codec: TextCodec | None,
     admit: Callable[[str, int], None],
     limits: TimeLimits,
@@ -60,7 +62,8 @@ async def check_request(
     `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
     the caller gets nothing now.
     """
-    check_model(request.model, served_name)
+    adapters.check_name(request.model, served_name)
+    adapter = adapters.asked(request.model, request.adapter)
     request_id = checked_id(request.request_id)
     caller = CALLER.get()
     cache_salt = _cache_salt(request.cache_salt, caller)
@@ -94,6 +97,7 @@ async def check_request(
         owner=caller,
         weight=account.weight,
         cache_salt=cache_salt,
+        adapter=adapter,
         slo=slo,
         priority=priority,
         pair=pair,
@@ -120,11 +124,6 @@ def _bad_words(words: Sequence[str], codec: TextCodec | None) -> tuple[tuple[int
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
             raise InvalidRequest(f"bad_words has one of {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARS}")
     return tuple(ids for word in words for ids in codec.spellings(word))
-
-
-def check_model(name: str, served: str) -> None:
-    if name not in ("", served):
-        raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"model is {name[:200]!r}; this router serves {served!r}")
 
 
 def checked_id(request_id: str) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
+from cluster.front.adapters import AdapterBook
 from cluster.front.authentication import client_door, owner_of
 from cluster.front.bounds.limits import CallLimit, grpc_options
 from cluster.front.bounds.memory import let_go_forever
@@ -129,6 +130,7 @@ class RouterServer:
         self.http_port: int | None = None
         self._codec = codec
         self._pools = pools
+        self._adapters = AdapterBook()
         self._accounting: Accounting | None = None
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
@@ -146,6 +148,7 @@ class RouterServer:
             self._codec = await asyncio.to_thread(
                 load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
             )
+        await self.take_adapters(options.front.adapters)
         if options.usage_db is not None:
             self._accounting = await asyncio.to_thread(Accounting.open, options.usage_db, options.name)
             self._accounting.start()
@@ -153,6 +156,7 @@ class RouterServer:
             self.router,
             codec=self._codec,
             model_name=options.model_name,
+            adapters=self._adapters,
             options=options.front,
             calls=self._calls,
             num_routers=options.num_routers,
@@ -165,7 +169,7 @@ class RouterServer:
         )
         services = {
             GENERATE_SERVICE: GenerateService(self._generation).handlers(),
-            CLUSTER_SERVICE: ClusterService(self.router, self._pools, self._usage).handlers(),
+            CLUSTER_SERVICE: ClusterService(self.router, self._pools, self._usage, self._adapters).handlers(),
             health.SERVICE_NAME: self._health.handlers(),
         }
         _serve(self._server, services)
@@ -202,6 +206,10 @@ class RouterServer:
             self._codec.max_waiting_bytes = front.max_tokenizing_bytes
         if self._generation is not None:
             self._generation.take_options(front)
+
+    async def take_adapters(self, wanted: Mapping[str, str]) -> None:
+        """Requests may name these from now on, once their files are read: directories by name."""
+        self._adapters.known = await asyncio.to_thread(self._adapters.read, wanted)
 
     def take_prices(self, prices: Prices | None) -> None:
         """Tell these from now on."""

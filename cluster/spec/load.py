@@ -39,7 +39,7 @@ def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tupl
     beside = Path(path).resolve().parent / spec.model
     if spec.model.startswith(".") and beside.is_dir():
         spec = spec.model_copy(update={"model": str(beside)})
-    return spec, sources
+    return spec.with_adapters_in(Path(path).resolve().parent), sources
 
 
 def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:

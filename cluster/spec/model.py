@@ -8,6 +8,7 @@ sentence (SpecError). Keys that are knobs of a running part come from that part'
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from worker.roles import PHASES, ROLES
 from worker.wire.tls import why_open
 
 Name = Annotated[str, Field(min_length=1)]
+ADAPTER_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 MAX_PORT = 65_535
 USUAL_HTTP_PORT = 8000  # vLLM's
 LISTENED = "routers listen by it from their start"
@@ -105,6 +107,27 @@ class RouterSpec(Spec):
     @classmethod
     def _no_url(cls, value: str | None) -> str | None:
         return UsageOptions(usage_db=value).usage_db
+
+    @field_validator("adapters", mode="before", check_fields=False)
+    @classmethod
+    def _adapters_in_words(cls, value: object) -> object:
+        """As vLLM's --lora-modules has them: NAME=DIRECTORY, several with spaces between."""
+        if not isinstance(value, str):
+            return value
+        pairs = [word.partition("=") for word in value.split()]
+        if not pairs or not all(name and path for name, _, path in pairs):
+            raise ValueError(f"{show(value)} does not say which; give NAME=DIRECTORY, or {{NAME: DIRECTORY}}")
+        return {name: path for name, _, path in pairs}
+
+    @field_validator("adapters", mode="after", check_fields=False)
+    @classmethod
+    def _adapters_have_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name, path in value.items():
+            if not ADAPTER_NAME.fullmatch(name):
+                raise ValueError(f"{show(name)} is no adapter's name; give letters, digits and . _ - : / , at most 128")
+            if not path:
+                raise ValueError(f"{name} has no directory; give one as PEFT saves it")
+        return value
 
     def why_open(self, host: str) -> str:
         return why_open(host, auth=self.auth, tls=self.tls.files if self.tls else None)
@@ -216,6 +239,10 @@ class ClusterSpec(Spec):
         _check_ports(self.router)
         _check_auth(self.router)
         self._check_replan()
+        if self.model_name in self.router.options(FrontOptions).adapters:
+            raise ValueError(
+                f"router.adapters has {show(self.model_name)}, which is the model's own name; take another"
+            )
         return self
 
     def _check_replan(self) -> None:
@@ -239,11 +266,24 @@ class ClusterSpec(Spec):
         given_ms = {"ttft_s": options.slo_ttft_ms, "tpot_s": options.slo_tpot_ms}
         return {name: ms / 1e3 for name, ms in given_ms.items() if ms}
 
+    def with_adapters_in(self, folder: Path) -> ClusterSpec:
+        """Their directories by whole paths: a relative one is meant from there, where it is found there."""
+        adapters = self.router.options(FrontOptions).adapters
+        if not adapters:
+            return self
+        found = {name: _found_in(folder, path) for name, path in adapters.items()}
+        return self.model_copy(update={"router": self.router.model_copy(update={"adapters": found})})
+
     @property
     def model_name(self) -> str:
         """What requests call the model."""
         is_path = self.model.startswith((".", "/", "~"))
         return self.served_model_name or (Path(self.model).name if is_path else self.model)
+
+
+def _found_in(folder: Path, path: str) -> str:
+    whole = folder / Path(path).expanduser()
+    return str(whole.absolute()) if whole.is_dir() else path
 
 
 def _check_auth(router: RouterSpec) -> None:

@@ -27,6 +27,18 @@ def pools(incomplete: str) -> list[str]:
     return _beginning(incomplete, {worker.name.rpartition("-")[0] for worker in _workers()})
 
 
+def adapters(incomplete: str) -> list[str]:
+    from kvrelay.client import known_clusters
+    from kvrelay.client.client import Client
+    from kvrelay.client.types import KvrelayError
+
+    names: set[str] = set()
+    for endpoint in (cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints):
+        with suppress(KvrelayError), Client(endpoint) as client:
+            names |= {adapter.name for adapter in client.adapters(timeout_s=TIMEOUT_S)}
+    return _beginning(incomplete, names)
+
+
 def _workers() -> Iterator[WorkerState]:
     from kvrelay.client import known_clusters
     from kvrelay.client.client import Client

@@ -18,6 +18,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from kvrelay.cli import completing
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import JsonOption
 from kvrelay.cli.groups import grouped
@@ -70,6 +71,10 @@ class Sampling:
     grammar: Annotated[str | None, typer.Option(help="The answer keeps this (Lark's or GBNF); @FILE reads it.")] = None
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
+
+    adapter: Annotated[
+        str | None, typer.Option(help="A LoRA adapter of the cluster's.", autocompletion=completing.adapters)
+    ] = None
 
     cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes with the same salt only.")] = None
     slo_ttft_ms: Annotated[

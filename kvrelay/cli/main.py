@@ -51,6 +51,7 @@ COMMANDS = {
     "drain": "cluster.drain",
     "role": "cluster.role",
     "scale": "cluster.scale",
+    "adapter": "adapter",
     "apply": "spec.apply",
     "roll": "spec.roll",
     "config": "spec.config",
@@ -101,8 +102,8 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 
 ASK_A_ROUTER = (
-    *("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "apply", "roll", "config", "replan"),
-    *("decisions", "explain", "usage", "token"),
+    *("generate", "bench", "calibrate", "verify", "drain", "role", "scale", "adapter", "apply", "roll", "config"),
+    *("replan", "decisions", "explain", "usage", "token"),
 )
 
 

@@ -28,6 +28,7 @@ ROUTER_FLAGS = {
     "auth": "--auth/--no-auth",
     "tokens_file": "--tokens-file",
     "otlp_traces_endpoint": "--otlp-traces-endpoint",
+    "adapters": "--adapters",
 }
 
 

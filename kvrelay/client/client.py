@@ -27,6 +27,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.client.access import Access, FoundAccess, find_access
+from kvrelay.client.adapters import AdapterInfo, adapters_from
 from kvrelay.client.failures import cancelled_error, raise_kvrelay
 from kvrelay.client.messages import (
     build_request,
@@ -168,6 +169,17 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.ApplySpecRequest(spec=spec, sources=sources, dry_run=dry_run, max_surge=max_surge)
         return changes_from(self._call(stub.ApplySpec, request, _CALL_TIMEOUT_S))
+
+    def adapters(self, timeout_s: float = _CALL_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name. Raises KvrelayError as `drain` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return adapters_from(self._call(stub.ListAdapters, cluster_pb2.ListAdaptersRequest(), timeout_s))
+
+    def set_adapters(self, *, add: Mapping[str, str], remove: Sequence[str] = ()) -> None:
+        """Have requests name these, directories by name, and those not any more; or nothing changes. Raises
+        KvrelayError as `scale` does, and FAILED_PRECONDITION for one that cannot be."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        self._call(stub.SetAdapters, cluster_pb2.SetAdaptersRequest(add=add, remove=remove), _CALL_TIMEOUT_S)
 
     def roll(self, *pools: str, max_surge: int | None = None) -> None:
         """Have the workers of these pools, or of all, replaced one after another, with nothing lost; `spec` says how
@@ -330,6 +342,17 @@ class AsyncClient:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.ApplySpecRequest(spec=spec, sources=sources, dry_run=dry_run, max_surge=max_surge)
         return changes_from(await self._call(stub.ApplySpec, request, _CALL_TIMEOUT_S))
+
+    async def adapters(self) -> tuple[AdapterInfo, ...]:
+        """See Client.adapters."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        return adapters_from(await self._call(stub.ListAdapters, cluster_pb2.ListAdaptersRequest(), _CALL_TIMEOUT_S))
+
+    async def set_adapters(self, *, add: Mapping[str, str], remove: Sequence[str] = ()) -> None:
+        """See Client.set_adapters."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.SetAdaptersRequest(add=add, remove=remove)
+        await self._call(stub.SetAdapters, request, _CALL_TIMEOUT_S)
 
     async def roll(self, *pools: str, max_surge: int | None = None) -> None:
         """See Client.roll."""

@@ -42,7 +42,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     """The wire's form. Raises KvrelayError for an unknown option or a value that the wire cannot carry."""
     values: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     request = generate_pb2.GenerateRequest()
-    for key in ("model", "request_id", "cache_salt", "prefill_worker", "decode_worker"):
+    for key in ("model", "adapter", "request_id", "cache_salt", "prefill_worker", "decode_worker"):
         _set(request, key, values.pop(key, ""))
     for key in ("slo_ttft_ms", "slo_tpot_ms"):
         _set(request, key, values.pop(key, 0.0))

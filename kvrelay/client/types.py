@@ -54,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
         a grammar (Lark's notation or GBNF). The answer ends where its form is whole.
     n [1]: how many choices; choice i draws with seed + i.
     model [the one served], request_id [made by the server].
+    adapter [none]: a LoRA adapter of the server's, which `model` may name as well.
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
         another has asked; where clients have names, each shares with itself only.
     slo_ttft_ms, slo_tpot_ms [the server's]: what its first token, and each after it, should take; it is placed by them.
@@ -86,6 +87,7 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str
     n: int
     model: str
+    adapter: str
     request_id: str
     cache_salt: str
     slo_ttft_ms: float

@@ -75,6 +75,19 @@ class Changes:
             "changes": [change.shown(planned.sources_before, sources) for change in planned.changes],
         }
 
+    async def set_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> str:
+        """Have requests name others. Returns why not; then nothing changes."""
+        async with self._lock:
+            try:
+                planned = self._running.plan_adapters(add, remove)
+            except SpecError as error:
+                return str(error)
+            why = await self._why_not_at_routers(planned)
+            if not why:
+                self._running.take_now(planned)
+                await self._host.on_spec_taken()
+            return why
+
     def _why_not_watched(self, planned: Planned) -> str:
         replan = planned.written.replan
         if replan == "off" or self._host.is_watched:

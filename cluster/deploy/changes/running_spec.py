@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from cluster.front.options import FrontOptions
 from cluster.spec.compare import KeyChange, compare, live_knobs, made_by, merged
+from cluster.spec.errors import SpecError
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec
@@ -33,6 +35,12 @@ class Planned:
     @property
     def why_not(self) -> str:
         return "\n".join(change.why_not for change in self.changes if change.why_not)
+
+
+def _with_adapters(spec: ClusterSpec, adapters: Mapping[str, str]) -> ClusterSpec:
+    """Raises SpecError."""
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    return parse_spec({**data, "router": {**data.get("router", {}), "adapters": dict(adapters)}})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +109,25 @@ class RunningSpec:
         return Planned(
             written=written, resolved=resolved, sources=sources, sources_before=self.sources, changes=changes
         )
+
+    def plan_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> Planned:
+        """With other adapters, and all else as it is. Raises SpecError."""
+        there = self.resolved.router.options(FrontOptions).adapters
+        if unknown := [name for name in remove if name not in there]:
+            have = f"there are {', '.join(there)}" if there else "there is none"
+            raise SpecError(f"there is no adapter {unknown[0]!r}; {have}")
+        left = {name: path for name, path in there.items() if name not in remove}
+        for name, path in add.items():
+            if left.get(name, path) != path:
+                raise SpecError(f"adapter {name!r} is {left[name]} already; remove it first, or take another name")
+        written, resolved = (_with_adapters(spec, {**left, **add}) for spec in (self.written, self.resolved))
+        sources = {**self.sources, "router.adapters": "kvrelay adapter"}
+        return Planned(written=written, resolved=resolved, sources=sources, sources_before=self.sources, changes=())
+
+    def take_now(self, planned: Planned) -> None:
+        """What changes at once, wherever it is."""
+        self.written, self.resolved, self.sources = planned.written, planned.resolved, planned.sources
+        self.number += 1
 
     def _sizes_beside(self, written: ClusterSpec) -> dict[str, tuple[int, int]]:
         """By pool, how many it has and shall have. Where a replanner scales pools, one that is written as before stays

@@ -129,26 +129,27 @@ def _add_tokens(app: FastAPI, generation: Generation, template: ChatTemplate | N
 def _add_models(app: FastAPI, generation: Generation) -> None:
     began = int(time.time())
 
-    def described() -> ModelBody:
-        model, name = generation.checked_model(""), generation.model_name
-        return {
-            "id": name,
+    def described(name: str) -> ModelBody:
+        """`name`: of the model or of an adapter, which vLLM tells by its parent."""
+        model, base = generation.checked_model(name), generation.model_name
+        body: ModelBody = {
+            "id": name or base,
             "object": "model",
             "created": began,
             "owned_by": "kvrelay",
-            "root": name,
+            "root": name or base,
             "max_model_len": model.max_model_len,
         }
+        return body if name in ("", base) else {**body, "parent": base}
 
     @app.get("/v1/models", responses={200: {"model": ModelsBody}})
     async def models() -> Response:
-        body: ModelsBody = {"object": "list", "data": [described()]}
+        body: ModelsBody = {"object": "list", "data": [described(name) for name in ("", *generation.adapters.known)]}
         return JSONResponse(body)
 
     @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}})
     async def model(name: str) -> Response:
-        generation.checked_model(name)
-        return JSONResponse(described())
+        return JSONResponse(described(name))
 
 
 def _add_probes(app: FastAPI, probes: Probes) -> None:

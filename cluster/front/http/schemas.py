@@ -113,6 +113,7 @@ class Sampled(BaseModel):
     return_tokens_as_token_ids: bool | None = False
     request_id: str = ""
     cache_salt: str | None = None
+    adapter: str | None = None
     priority: Int32 = 0
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
@@ -162,6 +163,7 @@ class Sampled(BaseModel):
             sampling=self._sampling(),
             request_id=request_id,
             cache_salt=self.cache_salt or "",
+            adapter=self.adapter or "",
             priority=self.priority,
             slo_ttft_ms=self.slo_ttft_ms,
             slo_tpot_ms=self.slo_tpot_ms,

@@ -129,6 +129,7 @@ class ModelBody(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    parent: NotRequired[str]  # an adapter's model
 
 
 class ModelsBody(TypedDict):

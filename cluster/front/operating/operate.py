@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from cluster.front.adapters import AdapterBook
 from cluster.front.grpc import refuse_with, unary
 from cluster.front.operating import spec_calls
 from cluster.front.operating.explain import explain, list_slow
@@ -49,11 +50,16 @@ class Pools(SpecKeeper, Protocol):
 
 class ClusterService:
     def __init__(
-        self, router: Router, pools: Pools | None = None, usage: Callable[[], Usage] = lambda: Usage(None, None)
+        self,
+        router: Router,
+        pools: Pools | None = None,
+        usage: Callable[[], Usage] = lambda: Usage(None, None),
+        adapters: AdapterBook | None = None,
     ) -> None:
         self._router = router
         self._pools = pools
         self._usage = usage
+        self._adapters = adapters or AdapterBook()
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
@@ -63,6 +69,8 @@ class ClusterService:
             "Scale": unary(_for_operators(self.scale), cluster_pb2.ScaleRequest),
             "GetSpec": unary(_for_operators(self.get_spec), cluster_pb2.GetSpecRequest),
             "ApplySpec": unary(_for_operators(self.apply_spec), cluster_pb2.ApplySpecRequest),
+            "ListAdapters": unary(_for_operators(self.list_adapters), cluster_pb2.ListAdaptersRequest),
+            "SetAdapters": unary(_for_operators(self.set_adapters), cluster_pb2.SetAdaptersRequest),
             "RollPools": unary(_for_operators(self.roll_pools), cluster_pb2.RollPoolsRequest),
             "GetLoad": unary(_for_operators(self.get_load), cluster_pb2.GetLoadRequest),
             "Explain": unary(_answering(self.explain), cluster_pb2.ExplainRequest),
@@ -129,6 +137,12 @@ class ClusterService:
 
     async def apply_spec(self, asked: cluster_pb2.ApplySpecRequest) -> cluster_pb2.ApplySpecResponse:
         return await spec_calls.apply_spec(self._kept(), asked)
+
+    async def list_adapters(self, _: cluster_pb2.ListAdaptersRequest) -> cluster_pb2.ListAdaptersResponse:
+        return spec_calls.list_adapters(self._adapters)
+
+    async def set_adapters(self, asked: cluster_pb2.SetAdaptersRequest) -> cluster_pb2.SetAdaptersResponse:
+        return await spec_calls.set_adapters(self._kept(), asked)
 
     async def roll_pools(self, asked: cluster_pb2.RollPoolsRequest) -> cluster_pb2.RollPoolsResponse:
         return await spec_calls.roll_pools(self._kept(), asked)

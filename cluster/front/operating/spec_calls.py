@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from cluster.front.adapters import AdapterBook, KnownAdapter
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2 as pb
@@ -27,6 +28,9 @@ class SpecKeeper(Protocol):
         self, data: object, sources: Mapping[str, str], max_surge: int | None, *, dry_run: bool
     ) -> Mapping[str, Any]:
         """changes: what changes; why_not: why it is not done, empty if it is."""
+
+    async def set_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> str:
+        """Returns why not; empty if it is so."""
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         """Returns why not; empty if it is so."""
@@ -52,6 +56,25 @@ async def apply_spec(keeper: SpecKeeper, asked: pb.ApplySpecRequest) -> pb.Apply
 def _change(change: Mapping[str, Any]) -> pb.SpecChange:
     before, after = json.dumps(change["before"]), json.dumps(change["after"])
     return pb.SpecChange(key=change["key"], before=before, after=after, how=change["how"], reason=change["why"])
+
+
+async def set_adapters(keeper: SpecKeeper, asked: pb.SetAdaptersRequest) -> pb.SetAdaptersResponse:
+    if not asked.add and not asked.remove:
+        raise InvalidRequest("add and remove are empty; give one or the other")
+    if why := await keeper.set_adapters(asked.add, asked.remove):
+        raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+    return pb.SetAdaptersResponse()
+
+
+def list_adapters(book: AdapterBook) -> pb.ListAdaptersResponse:
+    return pb.ListAdaptersResponse(adapters=[_adapter(known) for known in book.known.values()])
+
+
+def _adapter(known: KnownAdapter) -> pb.AdapterInfo:
+    told = pb.AdapterInfo(name=known.name, path=known.path, why_not=known.why_not)
+    if (files := known.files) is not None:
+        told.digest, told.rank, told.num_params = files.digest, files.rank, files.num_params
+    return told
 
 
 async def roll_pools(keeper: SpecKeeper, asked: pb.RollPoolsRequest) -> pb.RollPoolsResponse:

@@ -10,12 +10,12 @@ from engine.pages.pool import PageHash, chain_root, page_hashes
 
 
 class PromptHashes:
-    """Only calls with the same `cache_salt` share pages."""
+    """Only calls with the same `cache_salt` and the same adapter (by its digest) share pages."""
 
-    def __init__(self, prompt_ids: Sequence[int], cache_salt: str) -> None:
+    def __init__(self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = "") -> None:
         self.cache_salt = cache_salt
         self._prompt_ids = prompt_ids
-        self._root = chain_root(cache_salt)
+        self._root = chain_root(cache_salt, adapter)
         self._pages = (0, b"")  # size and salt of the hashes below
         self._hashes: list[PageHash] = []
 

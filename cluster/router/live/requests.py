@@ -52,6 +52,7 @@ class NewRequest(NamedTuple):
     owner: str = ""  # the client whose it is; empty: not known
     weight: float = 1.0  # of the client's turns in line
     cache_salt: str = ""  # only requests with the same share cached prefixes
+    adapter: pb.Adapter | None = None  # likewise
     slo: tuple[float, float] = (0.0, 0.0)  # seconds that it wants to its first token, and for each after it; 0: any
     priority: int = 0  # lower goes first
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
@@ -85,6 +86,7 @@ class LiveRequest:
     priority: int = 0
     pair: tuple[str, str] | None = None
     num_choices: int = 1  # of its call
+    adapter: pb.Adapter | None = None
     trace: Mapping[str, list[str]] | None = None
     notes: Notes = field(default_factory=Notes)
     attempt: int = 1
@@ -183,6 +185,8 @@ class LiveRequest:
         state.sampling.CopyFrom(self.sampling)
         state.attempt = self.attempt
         state.cache_salt = self.hashes.cache_salt
+        if self.adapter is not None:
+            state.adapter.CopyFrom(self.adapter)
         state.held = is_held
         state.priority = self.priority
 
@@ -238,7 +242,8 @@ class Submission:
         """
         many = len(request.sampling) > 1
         prefix = f"{router_id}/{serial}/{request.id}"
-        hashes = PromptHashes(request.prompt_ids, request.cache_salt)
+        digest = request.adapter.digest if request.adapter is not None else ""
+        hashes = PromptHashes(request.prompt_ids, request.cache_salt, digest)
         choices = [
             LiveRequest(
                 id=f"{prefix}-{i}" if many else prefix,
@@ -254,6 +259,7 @@ class Submission:
                 priority=request.priority,
                 pair=request.pair,
                 num_choices=len(request.sampling),
+                adapter=request.adapter,
                 trace=request.trace,
             )
             for i, sampling in enumerate(request.sampling)

@@ -47,10 +47,10 @@ class Wanted:
 
         if must_be_here and (why := why_not_found(self.spec.model)):
             raise CliError(why, USAGE)
-        path = Path(self.spec.model).expanduser()
+        path, spec = Path(self.spec.model).expanduser(), self.spec.with_adapters_in(Path.cwd())
         if path.is_dir():
-            return replace(self, spec=self.spec.model_copy(update={"model": str(path.absolute())}))
-        return self
+            spec = spec.model_copy(update={"model": str(path.absolute())})
+        return replace(self, spec=spec)
 
     def with_tokens_file(self) -> Self:
         """The one that the environment names, where the spec names none."""

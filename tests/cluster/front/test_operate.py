@@ -51,6 +51,10 @@ class Kept:
         change = {"key": "page_size", "before": 16, "after": 8, "how": "fixed", "why": "KV is"}
         return {"why_not": "" if dry_run else "KV is", "changes": [change]}
 
+    async def set_adapters(self, add: Mapping[str, str], remove: Sequence[str]) -> str:
+        self.asked.append((dict(add), list(remove)))
+        return "there is no adapter 'x'; there is none" if "x" in remove else ""
+
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         self.asked.append((list(pools), max_surge))
         return ""
