@@ -181,7 +181,7 @@ class PrefillRole:
             if request.adapter is not None:
                 await asyncio.to_thread(self._host.engine.adapters.load, request.adapter)
         except AdapterError as error:
-            return Undelivered(f"{self._name}: {error}", pb.FAILURE_CAUSE_REQUEST, "")
+            return Undelivered(str(error), pb.FAILURE_CAUSE_REQUEST, "")
         return None
 
     def _enqueue(self, request: HeldPrompt) -> None:

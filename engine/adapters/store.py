@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from engine.adapters.files import AdapterError, AdapterFiles, describe, read_adapter
-from engine.adapters.products import Adaptable, StepAdapters
+from engine.adapters.products import Adaptable, Numbered, StepAdapters
 from engine.adapters.weights import AdapterWeights, NativeAdapters, Rows, TorchAdapters, check_fits, load_weights
 from engine.types import Adapter, Chunk
 
@@ -44,6 +44,11 @@ class Adapters:
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, AdapterWeights] = OrderedDict()  # by digest; the last used last
         self._in_use: frozenset[str] = frozenset()  # by the step that runs
+
+    @property
+    def linears(self) -> Sequence[Numbered]:
+        """Those that an adapter may change."""
+        return self._adaptable.linears
 
     @property
     def names(self) -> Sequence[str]:

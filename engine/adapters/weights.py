@@ -22,7 +22,12 @@ from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
 
 
+LANES, GROUP, PANEL = 16, 4, 64  # of csrc/adapters.cpp
+
+
 class Pair(NamedTuple):
+    """As they are, or in the kernels' order."""
+
     a_RI: torch.Tensor
     b_RO: torch.Tensor
     scale: float
@@ -114,9 +119,18 @@ def load_weights(
     parts = None
     if is_native:
         parts = (_Part * len(adaptable.linears))()
+        pairs = {number: Pair(*_as_read(pair.a_RI, pair.b_RO), pair.scale) for number, pair in pairs.items()}
         for number, pair in pairs.items():
-            parts[number] = _Part(pair.a_RI.data_ptr(), pair.b_RO.data_ptr(), len(pair.a_RI), pair.scale)
+            rank = files.parts[adaptable.linears[number].name].rank
+            parts[number] = _Part(pair.a_RI.data_ptr(), pair.b_RO.data_ptr(), rank, pair.scale)
     return AdapterWeights(files.digest, pairs, parts)
+
+
+def _as_read(a_RI: torch.Tensor, b_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the order in which csrc/adapters.cpp reads them, flat."""
+    blocks = [part.flatten() for group in a_RI.split(GROUP) for part in group.split(LANES, dim=1)]
+    panels = [panel.flatten() for panel in b_RO.split(PANEL, dim=1)]
+    return torch.cat(blocks), torch.cat(panels)
 
 
 class TorchAdapters:

@@ -11,21 +11,25 @@ namespace {
 constexpr int MAX_ROWS = 16;    // of a block
 constexpr int MAX_RANK = 512;
 
-// to[row][i] = scale * the sum over n of x[row][n] * a[i][n], for R rows and I of the rank at once
+// a [rank, in] lies in groups of GROUP of the rank, and of those LANES inputs of each beside each other; what a last group
+// lacks of GROUP it has not. b [rank, out] lies in panels of PANEL outputs, of which the last may have fewer.
+constexpr int GROUP = 4, PANEL = 4 * LANES;
+
+// to[row][i] = scale * the sum over n of x[row][n] * a[i][n], for R rows and a group of I of the rank
 template <int R, int I, class Element>
 inline void shrink(const Element* x, const Element* a, int64_t in, float scale, float (*to)[MAX_RANK], int64_t at) {
     Vec sums[R][I] = {};
-    int64_t n = 0;
-    const auto add = [&](auto get) {
+    const auto add = [&](int64_t n, int64_t width, auto get) {
         Vec rows[R];
         for (int r = 0; r < R; r++) rows[r] = get(x + r * in + n);
         for (int i = 0; i < I; i++) {
-            const Vec weights = get(a + (at + i) * in + n);
+            const Vec weights = get(a + n * I + i * width);
             for (int r = 0; r < R; r++) sums[r][i] = fma(rows[r], weights, sums[r][i]);
         }
     };
-    for (; n + LANES <= in; n += LANES) add([](const Element* p) { return read(p); });
-    if (const int64_t rest = in - n) add([rest](const Element* p) { return read_some(p, rest); });
+    int64_t n = 0;
+    for (; n + LANES <= in; n += LANES) add(n, LANES, [](const Element* p) { return read(p); });
+    if (const int64_t rest = in - n) add(n, rest, [rest](const Element* p) { return read_some(p, rest); });
     for (int r = 0; r < R; r++)
         for (int i = 0; i < I; i++) to[r][at + i] = scale * sum_lanes(sums[r][i]);
 }
@@ -34,36 +38,45 @@ template <int R, class Element>
 inline void shrink_rows(const Element* x, const KvrelayPart& part, int64_t in, float (*to)[MAX_RANK]) {
     const Element* a = (const Element*)part.a;
     int64_t i = 0;
-    for (; i + 4 <= part.rank; i += 4) shrink<R, 4>(x, a, in, part.scale, to, i);
-    for (; i < part.rank; i++) shrink<R, 1>(x, a, in, part.scale, to, i);
+    for (; i + GROUP <= part.rank; i += GROUP) shrink<R, GROUP>(x, a + i * in, in, part.scale, to, i);
+    switch (part.rank - i) {
+        case 3: return shrink<R, 3>(x, a + i * in, in, part.scale, to, i);
+        case 2: return shrink<R, 2>(x, a + i * in, in, part.scale, to, i);
+        case 1: return shrink<R, 1>(x, a + i * in, in, part.scale, to, i);
+    }
 }
 
-// y[row][n] += the sum over i of t[row][i] * b[i][n], for R rows and V vectors at once
+// y[row][n] += the sum over i of t[row][i] * b[i][n], for R rows and V vectors of a panel of so many outputs
 template <int R, int V, class Element, class Get, class Put>
-inline void expand(const float (*t)[MAX_RANK], const KvrelayPart& part, int64_t width, Element* y, int64_t stride,
-                   int64_t n, Get get, Put put) {
-    const Element* b = (const Element*)part.b + n;
+inline void expand(const float (*t)[MAX_RANK], const Element* b, int64_t rank, int64_t outputs, Element* y,
+                   int64_t stride, Get get, Put put) {
     Vec sums[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sums[r][v] = get(y + r * stride + n + v * LANES);
-    for (int64_t i = 0; i < part.rank; i++)
+        for (int v = 0; v < V; v++) sums[r][v] = get(y + r * stride + v * LANES);
+    for (int64_t i = 0; i < rank; i++)
         for (int v = 0; v < V; v++) {
-            const Vec weights = get(b + i * width + v * LANES);
+            const Vec weights = get(b + i * outputs + v * LANES);
             for (int r = 0; r < R; r++) sums[r][v] = fma(splat(t[r][i]), weights, sums[r][v]);
         }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) put(y + r * stride + n + v * LANES, sums[r][v]);
+        for (int v = 0; v < V; v++) put(y + r * stride + v * LANES, sums[r][v]);
 }
 
 template <int R, class Element>
 inline void expand_rows(const float (*t)[MAX_RANK], const KvrelayPart& part, int64_t width, Element* y, int64_t stride) {
     const auto get = [](const Element* p) { return read(p); };
     const auto put = [](Element* p, Vec v) { write(p, v); };
+    const Element* b = (const Element*)part.b;
+    const int64_t whole = width / PANEL * PANEL, last = width - whole;
+    for (int64_t n = 0; n < whole; n += PANEL)
+        expand<R, PANEL / LANES>(t, b + n * part.rank, part.rank, PANEL, y + n, stride, get, put);
+    const Element* panel = b + whole * part.rank;
     int64_t n = 0;
-    for (; n + 4 * LANES <= width; n += 4 * LANES) expand<R, 4>(t, part, width, y, stride, n, get, put);
-    for (; n + LANES <= width; n += LANES) expand<R, 1>(t, part, width, y, stride, n, get, put);
-    if (const int64_t rest = width - n)
-        expand<R, 1>(t, part, width, y, stride, n, [rest](const Element* p) { return read_some(p, rest); },
+    for (; n + LANES <= last; n += LANES)
+        expand<R, 1>(t, panel + n, part.rank, last, y + whole + n, stride, get, put);
+    if (const int64_t rest = last - n)
+        expand<R, 1>(t, panel + n, part.rank, last, y + whole + n, stride,
+                     [rest](const Element* p) { return read_some(p, rest); },
                      [rest](Element* p, Vec v) { write_some(p, v, rest); });
 }
 

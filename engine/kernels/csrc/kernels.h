@@ -39,7 +39,8 @@ struct KvrelayAttention {
     int32_t window, dtype, threads;
 };
 
-// Of a LoRA adapter, what it adds to one Linear: (x a^T) b * scale; rank 0: nothing
+// Of a LoRA adapter, what it adds to one Linear: (x a^T) b * scale; rank 0: nothing. Both lie in the order in which they
+// are read (adapters.cpp).
 struct KvrelayPart {
     const void* a;  // [rank, in]
     const void* b;  // [rank, out]
