@@ -2,11 +2,11 @@
 
     python -m bench.adapters [--rounds 9] [--quick]
 
-One engine, which takes turns with and without: decode steps at batch 1, 8 and 32, prefill of 128 and 512 tokens; with 64
-adapters, those of rank 8 on q_proj and v_proj (PEFT's usual ones) and of rank 16 on every Linear. The rows of a step
-are of as many adapters as there are rows, one turn's of others than the last one's; and all of one, for comparison. Tokens
-a second of a batch are its rows over a step's time. What all adapters of a step hold is read in each step, beside the
-model's weights: the floor is the ratio of the bytes. Writes bench/results/adapters.json.
+One engine, which takes turns with and without: decode steps at batch 1, 8 and 32, prefill of 128 and 512 tokens; with
+64 adapters, those of rank 8 on q_proj and v_proj (PEFT's usual ones) and of rank 16 on every Linear. The rows of a step
+are of as many adapters as there are rows, one turn's of others than the last one's; and all of one, for comparison.
+Tokens a second of a batch are its rows over a step's time. What all adapters of a step hold is read in each step,
+beside the model's weights: the floor is the ratio of the bytes. Writes bench/results/adapters.json.
 """
 
 from __future__ import annotations

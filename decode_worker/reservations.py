@@ -83,8 +83,8 @@ class Reservations:
             return denied
         try:
             params, tokens = read_request(request, self._host.engine.info)
-            if (adapter := adapter_of(request)) is not None:
-                self._host.engine.adapters.expect(adapter)
+            if (adapter := adapter_of(request)) is not None and self._host.engine.adapters.expect(adapter):
+                self._host.counters["adapter_loads"] += 1
         except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
         root = root_of(request)

@@ -100,8 +100,8 @@ class PrefillRole:
         request.stays = self._beside is not None and request.decode.name == self._name
         needs_pair = request.new_tokens_left > 1 and not request.stays
         is_connected = not needs_pair or self.handoffs.peers.open_pair(request.decode) is not None
-        adapters = self._host.engine.adapters
-        if is_connected and (request.adapter is None or adapters.is_loaded(request.adapter)):
+        is_loaded = request.adapter is None or self._host.engine.adapters.is_loaded(request.adapter)
+        if is_connected and is_loaded:
             self._enqueue(request)
         else:
             self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
@@ -178,7 +178,8 @@ class PrefillRole:
     async def _load_adapter(self, request: HeldPrompt) -> Undelivered | None:
         """Why it cannot be had."""
         try:
-            if request.adapter is not None:
+            if request.adapter is not None and self._host.engine.adapters.expect(request.adapter):
+                self._host.counters["adapter_loads"] += 1
                 await asyncio.to_thread(self._host.engine.adapters.load, request.adapter)
         except AdapterError as error:
             return Undelivered(str(error), pb.FAILURE_CAUSE_REQUEST, "")

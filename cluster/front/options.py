@@ -69,7 +69,7 @@ class FrontOptions:
     adapters: Mapping[str, str] = knob(
         {},
         "LoRA adapters that requests may name, `{NAME: DIRECTORY}` as PEFT saves them, on the hosts of routers and "
-        "workers; `kvrelay adapter` changes them, too. See *Adapters*",
+        "workers; `kvrelay adapter add` changes them, too. See *Adapters*",
     )
     max_watches: int = knob(1000, "of health; more are refused with RESOURCE_EXHAUSTED", unit="streams", ge=1)
     max_connections: int = knob(

@@ -58,14 +58,16 @@ class Adapters:
     def is_loaded(self, adapter: Adapter) -> bool:
         return adapter.digest in self._loaded
 
-    def expect(self, adapter: Adapter) -> None:
-        """It will be wanted soon: begin to load it. Returns at once. Raises AdapterError where it is plain that it
-        cannot be had; what comes out later, `load` says."""
-        if not self.is_loaded(adapter):
-            with self._told(adapter):
-                parts, _ = describe(adapter.path)
-                check_fits(adapter.path, parts, self._adaptable)
-            threading.Thread(target=self._try_to_load, args=(adapter,), name="adapter", daemon=True).start()
+    def expect(self, adapter: Adapter) -> bool:
+        """It will be wanted soon: begin to load it, unless it is there (False). Returns at once. Raises AdapterError
+        where it is plain that it cannot be had; what comes out later, `load` says."""
+        if self.is_loaded(adapter):
+            return False
+        with self._told(adapter):
+            parts, _ = describe(adapter.path)
+            check_fits(adapter.path, parts, self._adaptable)
+        threading.Thread(target=self._try_to_load, args=(adapter,), name="adapter", daemon=True).start()
+        return True
 
     def _try_to_load(self, adapter: Adapter) -> None:
         with suppress(AdapterError):

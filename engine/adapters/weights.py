@@ -21,7 +21,6 @@ from engine.adapters.products import Adaptable, Site
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
 
-
 LANES, GROUP, PANEL = 16, 4, 64  # of csrc/adapters.cpp
 
 

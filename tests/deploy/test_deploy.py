@@ -21,7 +21,9 @@ from openai import OpenAI
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
+from tests.adapters import make_adapter
 from tests.deploy.running import COMMAND, Running, environment, gone, kvrelay, until
+from tests.zoo import make_tiny_model
 from worker.wire.tls import is_loopback
 
 pytestmark = pytest.mark.alone
@@ -273,6 +275,41 @@ def test_another_spec_is_applied_while_streams_run(cluster: Running, client: Cli
     until(lambda: not client.scale("decode", 2), "decode-2 has left")
 
 
+def test_an_adapter_comes_and_goes_while_it_serves(cluster: Running, client: Client, tmp_path: Path) -> None:
+    model = Path(cluster.summary["model"])
+    kept, other = (make_adapter(model, "everywhere", tmp_path / name, i) for i, name in enumerate(("kept", "other")))
+    wrong = make_adapter(make_tiny_model("gpt2", tmp_path / "gpt2"), {"target_modules": ["c_attn"]}, tmp_path / "wrong")
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return kvrelay(cluster.state_dir, "adapter", *arguments)
+
+    def answer(adapter: str = "") -> tuple[int, ...]:
+        asked = client.generate("Hello", max_tokens=8, temperature=0.0, ignore_eos=True, adapter=adapter)
+        return tuple(asked.token_ids)
+
+    assert [command("add", name, str(path)).returncode for name, path in (("kept", kept), ("other", other))] == [0, 0]
+    refused = command("add", "wrong", str(wrong))
+    assert refused.returncode == 2
+    assert "changes transformer.h.0.attn.c_attn, which the model does not have" in refused.stderr
+    again = command("add", "kept", str(other))
+    assert again.returncode == 2
+    assert again.stderr == f"error: adapter 'kept' is {kept} already; remove it first, or take another name\n"
+    assert [each["name"] for each in json.loads(command("list", "--json").stdout)["adapters"]] == ["kept", "other"]
+    answers = [answer(), answer(adapter="kept"), answer(adapter="other")]
+    assert len(set(answers)) == 3
+    [base_url] = cluster.summary["http"]
+    with OpenAI(base_url=f"{base_url}/v1", api_key=cluster.token, max_retries=0) as openai:
+        assert [model.id for model in openai.models.list()] == ["tiny", "kept", "other"]
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        told = openai.completions.create(model="other", prompt="Hello", max_tokens=8, temperature=0.0, extra_body=extra)
+        assert (told.model, tuple(told.choices[0].token_ids)) == ("other", answers[2])  # type: ignore[attr-defined]
+    assert command("remove", "other").returncode == 0
+    with pytest.raises(KvrelayError, match="NOT_FOUND: adapter is 'other'; there are kept"):
+        answer(adapter="other")
+    known = {value.key: (value.value, value.source) for value in client.spec().values}
+    assert known["router.adapters"] == ({"kept": str(kept)}, "kvrelay adapter")
+
+
 def test_a_killed_decode_worker_costs_no_token_and_comes_back(cluster: Running, client: Client) -> None:
     expected = [client.generate(f"prompt {i}", max_tokens=200, ignore_eos=True, temperature=0.0) for i in range(4)]
     victims = cluster.actors("DecodeActor")
@@ -363,7 +400,7 @@ def test_a_killed_router_comes_back_at_its_address(cluster: Running, client: Cli
         assert (again.status().cluster_id, again.status().limits) == (cluster_id, limits), "as it was told last"
     [base_url] = cluster.summary["http"]
     with OpenAI(base_url=f"{base_url}/v1", api_key=cluster.token, max_retries=0) as openai:
-        assert [model.id for model in openai.models.list()] == ["tiny"]
+        assert [model.id for model in openai.models.list()] == ["tiny", "kept"]
 
 
 def test_workers_are_forked_of_one_process_and_come_back_without_it(cluster: Running, client: Client) -> None:

@@ -121,6 +121,7 @@ async def test_prefixes_are_found_by_the_same_adapter_only(model_dir: ModelDir, 
 
         async def cached(adapter: str) -> int:
             answer = await client.generate(SHARED, adapter=adapter, max_tokens=2, timeout_s=60)
+            assert answer.usage is not None
             return answer.usage.cached_tokens
 
         assert [await cached(name) for name in ("", "usual", "odd")] == [0, 0, 0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from cluster.front.adapters import AdapterBook
 from cluster.front.operating.operate import ClusterService
 from cluster.router.live.requests import RequestFailed
 from cluster.router.takers import Takers, why_alone, without
@@ -107,6 +109,23 @@ async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> Non
             (data, {"model": "--model"}, None, False),
             (["decode"], 0),
         ]
+
+
+async def test_adapters_go_to_who_keeps_them_and_are_listed_as_the_router_knows_them(tmp_path: Path) -> None:
+    book = AdapterBook()
+    book.known = book.read({"a": str(tmp_path)})
+    async with serving(1, 1) as h:
+        service = ClusterService(h.router, kept := Kept(), adapters=book)
+        [listed] = (await service.list_adapters(cluster_pb2.ListAdaptersRequest())).adapters
+        assert (listed.name, listed.path, listed.rank) == ("a", str(tmp_path), 0)
+        assert listed.why_not.startswith(f"{tmp_path} has no adapter_config.json")
+        await service.set_adapters(cluster_pb2.SetAdaptersRequest(add={"b": "/b"}, remove=["a"]))
+        assert kept.asked == [({"b": "/b"}, ["a"])]
+        with pytest.raises(RequestFailed, match="there is no adapter 'x'; there is none") as refused:
+            await service.set_adapters(cluster_pb2.SetAdaptersRequest(remove=["x"]))
+        assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        with pytest.raises(InvalidRequest, match="add and remove are empty"):
+            await service.set_adapters(cluster_pb2.SetAdaptersRequest())
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,35 @@ def told(plan: Planned) -> list[tuple[str, Any, Any, str]]:
     return [(each.key, each.before, each.after, each.change.how) for each in plan.changes]
 
 
+def test_adapters_come_and_go_and_nothing_else_changes() -> None:
+    known = running(data(router={"adapters": {"a": "/a"}, "max_calls": 7}))
+    known.resize("decode", 3, "kvrelay scale")
+    known.take_now(known.plan_adapters({"b": "/b"}, []))
+    known.take_now(known.plan_adapters({"b": "/b"}, ["a"]))
+    rows = {row.key: row for row in known.rows}
+    assert rows["router.adapters"].value == {"b": "/b"}
+    assert rows["router.adapters"].source == "kvrelay adapter"
+    assert (rows["router.max_calls"].value, rows["pools[1].replicas"].value) == (7, 3)
+    assert not known.is_rolling
+    for add, remove, why in (
+        ({}, ["a"], "there is no adapter 'a'; there are b"),
+        ({"b": "/c"}, [], "adapter 'b' is /b already; remove it first, or take another name"),
+        ({"m": "/c"}, [], "router.adapters has 'm', which is the model's own name; take another"),
+        ({"a b": "/c"}, [], "is no adapter's name"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            known.plan_adapters(add, remove)
+    known.take_now(known.plan_adapters({"b": "/c"}, ["b"]))
+    assert known.resolved.router.adapters == {"b": "/c"}  # type: ignore[attr-defined]
+
+
+def test_adapters_may_be_written_as_vllms_flag_has_them() -> None:
+    spec = parse_spec(data(router={"adapters": "a=/a b=./b"}))
+    assert spec.router.adapters == {"a": "/a", "b": "./b"}  # type: ignore[attr-defined]
+    with pytest.raises(SpecError, match="does not say which; give NAME=DIRECTORY"):
+        parse_spec(data(router={"adapters": "a"}))
+
+
 @pytest.mark.parametrize("part", [ClusterSpec, RouterSpec, TransferSpec, PoolSpec])
 def test_every_key_says_how_it_changes(part: type[Spec]) -> None:
     for key in part.model_fields:
