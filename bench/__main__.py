@@ -38,6 +38,7 @@ NAMES = (
     "structured",
     "speculation",
     "int8",
+    "adapters",
     "fairness",
     "accounts",
     "accounts.cost",

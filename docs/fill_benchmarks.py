@@ -1113,6 +1113,26 @@ def int8(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def adapters(result: Mapping[str, Any]) -> str:
+    parts = []
+    for kind, of in result["kinds"].items():
+        rows = [
+            [
+                step,
+                f"{t['alone_ms']:.1f}",
+                *(
+                    cell
+                    for way in ("each its own", "all the same")
+                    for cell in (f"{t[f'{way}_ms']:.1f}", spread(t[f"{way}_speed"]))
+                ),
+            ]
+            for step, t in of["times"].items()
+        ]
+        heads = ["step", "alone, ms", "each row its own, ms", "speed", "all rows one, ms", "speed"]
+        parts += [f"{kind}, {of['adapter_mb']:g} MB each:", table(heads, rows)]
+    return "\n\n".join(parts)
+
+
 def gpu_env(result: Mapping[str, Any]) -> str:
     columns = ("name", "capability", "multiprocessors", "memory_gib")
     return table(("GPU", *columns[1:]), [[gpu[key] for key in columns] for gpu in result["gpus"]])
@@ -1201,6 +1221,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "structured": structured,
     "speculation": speculation,
     "int8": int8,
+    "adapters": adapters,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,
