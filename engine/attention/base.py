@@ -54,6 +54,7 @@ class AttentionCall:
     sinks: torch.Tensor | None = None  # [H]: one more logit in each softmax, with no value
     k_scale: float = 1.0  # a page's element times this is the key; 1 unless pages are in fp8
     v_scale: float = 1.0
+    slopes: torch.Tensor | None = None  # [H], float32: taken from a score for each token between (ALiBi, Press, 2022)
 
 
 class AttentionBackend(Protocol):

@@ -40,12 +40,17 @@ class ForwardPass:
         return k_pages, v_pages
 
     def call(
-        self, layer: int, scaling: float, softcap: float = 0.0, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> AttentionCall:
         """What the layer's attention is, its window and the pages' scales included."""
         scale = KvScale() if self.scales is None else self.scales[layer]
         window = self.probe.layers[layer].window
-        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v)
+        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v, slopes)
 
     def serve(
         self,
@@ -56,7 +61,9 @@ class ForwardPass:
         scaling: float,
         softcap: float,
         sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, tell, attend: [T, H, E]."""
         k_pages, v_pages = self.write(layer, k_TGD, v_TGE)
-        return self.backend.attend(q_THD, k_pages, v_pages, self.meta, self.call(layer, scaling, softcap, sinks))
+        call = self.call(layer, scaling, softcap, sinks, slopes)
+        return self.backend.attend(q_THD, k_pages, v_pages, self.meta, call)

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention import op
 from engine.attention.forward_pass import ForwardPass
+from engine.attention.held import held_by
 from engine.attention.probe import LAYER, probe_attention, probe_mask
 
 SERVE = "kvrelay"
@@ -41,12 +42,15 @@ def _serve_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    kvrelay: ForwardPass,
+    kvrelay: ForwardPass | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key [1, G, T, D], value [1, G, T, E] -> [1, T, H, E]."""
+    if kvrelay is None:
+        kvrelay = held_by(module)
+        assert isinstance(kvrelay, ForwardPass), "no pass runs"
     layer = getattr(module, LAYER)
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -20,7 +20,7 @@ class AttentionArgs(ctypes.Structure):
     """KvrelayAttention of csrc/kernels.h, field for field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k_pages", "v_pages", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q", "out", "k_pages", "v_pages", "sinks", "slopes")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "starts", "block_tables")),
         *((name, ctypes.c_int64) for name in ("q_row_stride", "q_head_stride", "table_stride")),
         *((name, ctypes.c_int64) for name in ("k_token_stride", "v_token_stride")),
@@ -79,6 +79,7 @@ class NativeBackend:
         args = layer_args(heads, k_pages, v_pages, call)
         args.q, args.out = q_THD.data_ptr(), out_THE.data_ptr()
         args.sinks = None if sinks is None else sinks.data_ptr()
+        args.slopes = None if call.slopes is None else call.slopes.data_ptr()
         args.query_starts, args.starts = meta.query_starts.data_ptr(), meta.starts.data_ptr()
         args.block_tables, args.table_stride = meta.block_tables.data_ptr(), meta.block_tables.stride(0)
         args.q_row_stride, args.q_head_stride, _ = q_THD.stride()
@@ -89,7 +90,7 @@ class NativeBackend:
 
 
 def layer_args(heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall) -> AttentionArgs:
-    """What a layer's steps have in common, but for sinks."""
+    """What a layer's steps have in common, but for sinks and slopes."""
     return AttentionArgs(
         k_pages=k_pages.data_ptr(),
         v_pages=v_pages.data_ptr(),

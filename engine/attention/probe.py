@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.held import held_by
 from engine.errors import UnsupportedModel
 from engine.pages.layout import LayerKv
 
@@ -30,6 +31,7 @@ class LayerProbe:
     scaling: float
     softcap: float = 0.0
     has_sinks: bool = False
+    has_slopes: bool = False
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Probe:
         scaling: float | None,
         softcap: float | None,
         has_sinks: bool,
+        has_slopes: bool = False,
     ) -> None:
         if id(module) in self.layer_of:
             raise UnsupportedModel(
@@ -64,7 +67,7 @@ class Probe:
         self.layer_of[id(module)] = len(self.layers)
         object.__setattr__(module, LAYER, len(self.layers))
         scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks))
+        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks, has_slopes))
 
 
 def probe_attention(
@@ -84,6 +87,8 @@ def probe_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     name = type(module).__name__
+    if kvrelay is None:
+        kvrelay = held_by(module)
     if kvrelay is None:
         raise UnsupportedModel(
             f"{name} does not get the forward's keyword arguments, through which attention reaches the pages"

@@ -62,10 +62,18 @@ def _attend_rows(
     scores = scores.view(heads, rows, num_keys)
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.slopes is not None:
+        scores += call.slopes.view(-1, 1, 1) * _behind(rows, num_keys, first_position, scores.device)
     scores.masked_fill_(~_visible(rows, num_keys, first_position, call.window, scores.device), float("-inf"))
     weights = _softmax(scores, call.sinks)
     out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
     return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
+
+
+def _behind(rows: int, num_keys: int, first_position: int, device: torch.device) -> torch.Tensor:
+    """Of each key to each row, [rows, num_keys]: 0 for the row's own, -1 for the one before it."""
+    query = torch.arange(first_position, first_position + rows, device=device)[:, None]
+    return (torch.arange(num_keys, device=device)[None, :] - query).float()
 
 
 def _visible(rows: int, num_keys: int, first_position: int, window: int, device: torch.device) -> torch.Tensor:

@@ -65,6 +65,8 @@ class GpuPlatform:
             return backend
         for number, layer in enumerate(probe.layers):
             reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
+            if layer.has_slopes:
+                reason = "its scores fall by ALiBi's slopes, which FlashInfer has as fixed ones only"
             if not reason:
                 continue
             if options.attention == "flashinfer":

@@ -20,6 +20,7 @@ from engine.options import EngineOptions
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 TRUE_LENGTH_ROPES = ("dynamic", "longrope")
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT's and BLOOM's, which was trained on so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 
 def resolve_max_len(asked: int | None, config: Any) -> int:
     """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    own = next((value for key in LENGTHS if (value := getattr(text, key, None)) is not None), None)
     if own is not None and own < 1:
         own = None  # xlnet says -1: no limit
     if own is None and asked is None:

@@ -10,6 +10,8 @@ import inspect
 import json
 import os
 import threading
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ import xxhash
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from engine.attention import hooks
+from engine.attention import families, hooks
+from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.types import ModelInfo
@@ -83,6 +86,7 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     """Run two tokens to learn each attention call's KV. Raises UnsupportedModel when it cannot be served so."""
     name = type(model).__name__
     hooks.install()
+    hold(model)
     for config in (model.config, model.config.get_text_config()):
         config.kvrelay_max_len = max_len
     set_attention(model, hooks.PROBE)
@@ -109,6 +113,13 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Switch every part of the model to the attention called `name`."""
+    if name in (hooks.PROBE, hooks.SERVE) and families.adopt(model):
+        if not families.wants_masks(model):
+            for config in (model.config, model.config.get_text_config()):
+                config._attn_implementation = name  # so that none are made
+        return
+    if not model._can_set_attn_implementation() and model.config._attn_implementation == name:
+        return  # as it was loaded
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{type(model).__name__} does not call transformers' attention interface, so its KV cannot be paged"
@@ -123,19 +134,37 @@ def run_packed(
 
     The mask of ones says that nothing is padding: without it transformers looks for packed sequences by itself.
     """
-    output = model(
-        input_ids=token_ids[None],
-        position_ids=positions[None],
-        attention_mask=torch.ones(1, token_ids.shape[0], dtype=torch.long, device=token_ids.device),
-        use_cache=False,
-        return_dict=True,
-        logits_to_keep=0 if rows is None else rows,
-        kvrelay=state,
-    )
+    arguments = {
+        "position_ids": positions[None],
+        "attention_mask": torch.ones(1, token_ids.shape[0], dtype=torch.long, device=token_ids.device),
+        "logits_to_keep": 0 if rows is None else rows,
+        "kvrelay": state,
+    }
+    known = _keywords(type(model).forward)
+    held = hold(model)
+    held.state = state
+    try:
+        output = model(
+            input_ids=token_ids[None],
+            use_cache=False,
+            return_dict=True,
+            **{name: value for name, value in arguments.items() if known is None or name in known},
+        )
+    finally:
+        held.state = None
     logits: torch.Tensor = output.logits[0]
     if rows is not None and logits.shape[0] != rows.shape[0]:
         logits = logits[rows]  # an architecture that ignores logits_to_keep
     return logits
+
+
+@cache
+def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """That it takes; None: any."""
+    parameters = inspect.signature(forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return frozenset(parameters)
 
 
 def describe(model: PreTrainedModel, name: str, dtype: torch.dtype, max_len: int, num_layers: int) -> ModelInfo:

@@ -19,7 +19,7 @@ from tests.engine.test_engine import save
 UNSUPPORTED = {
     "recurrent hybrid": ("Qwen3NextConfig", {"head_dim": 16, "num_experts": 4}, "linear_attention"),
     "recurrent": ("MambaConfig", {}, "not KV"),
-    "no attention interface": ("BloomConfig", {"n_head": 4, "n_layer": 2}, "attention interface"),
+    "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
     "attends twice": ("DiffLlamaConfig", {}, "twice"),
     "temperature from the cache": (
         "Llama4TextConfig",

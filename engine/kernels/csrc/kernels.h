@@ -29,7 +29,8 @@ struct KvrelayAttention {
     void* out;  // [rows, heads, v_dim]
     const void* k_pages;
     const void* v_pages;
-    const float* sinks;  // [heads] or null
+    const float* sinks;   // [heads] or null
+    const float* slopes;  // [heads] or null: taken from a score for each token between (ALiBi)
     const int32_t* query_starts;
     const int32_t* starts;
     const int32_t* block_tables;

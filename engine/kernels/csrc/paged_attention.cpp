@@ -323,7 +323,7 @@ class Attention {
                 pack_values(here.v, head * a.v_dim);
                 // rows that see nothing of this block are left out, as whole steps of the products
                 for (int64_t from = std::max<int64_t>(0, block - start) * group / LANES * LANES; from < rows; from += STEP_ROWS)
-                    step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block);
+                    step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block, head);
             }
         }
         finish(tile);
@@ -415,11 +415,11 @@ class Attention {
     }
 
     // Rows of one head, of which the first stands at `position` as its `member`-th query head, over one packed block
-    void step(int64_t first, int64_t rows, int64_t position, int64_t member, int64_t block) {
+    void step(int64_t first, int64_t rows, int64_t position, int64_t member, int64_t block, int64_t head) {
         constexpr int64_t units = PAIRS ? KEYS / 2 : KEYS;
         product(rows, KEYS, q_tile + first * q_units, q_units, k_block, KEYS, q_units, scores, KEYS, nullptr);
         for (int64_t row = 0; row < rows; row++) {
-            weigh(first + row, row, position, block);
+            weigh(first + row, row, position, block, head * group + member);
             if (++member == group) position++, member = 0;
         }
         product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
@@ -427,7 +427,7 @@ class Attention {
     }
 
     // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores
-    void weigh(int64_t row, int64_t of_step, int64_t position, int64_t block) {
+    void weigh(int64_t row, int64_t of_step, int64_t position, int64_t block, int64_t head) {
         float* s = scores + of_step * KEYS;
         const int64_t oldest = a.window ? position + 1 - a.window : 0;
         const int32_t last = position - block >= KEYS ? KEYS : int32_t(position - block);
@@ -441,8 +441,13 @@ class Attention {
         for (int g = 0; g < GROUPS; g++) x[g] = load(s + g * LANES) * splat(to_exponent);
         if (a.softcap != 0.0f)
             for (int g = 0; g < GROUPS; g++) x[g] = tanh_any(x[g]) * splat(a.softcap * LOG2_E);
+        const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        if (a.slopes) {
+            const Vec slope = splat(a.slopes[head] * LOG2_E), behind = splat(float(block - position));
+            for (int g = 0; g < GROUPS; g++)
+                x[g] = fma(slope, __builtin_convertvector(lane + g * LANES, Vec) + behind, x[g]);
+        }
         if (last < KEYS - 1 || first > 0) {
-            const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             for (int g = 0; g < GROUPS; g++) {
                 const IVec key = lane + g * LANES;
                 x[g] = (key <= last) & (key >= first) ? x[g] : splat(NEG_INF);

@@ -29,6 +29,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
 
 
 CASES = {
@@ -40,6 +41,8 @@ CASES = {
     "softcap": Case(4, 2, 32, 32, softcap=20.0),
     "sinks": Case(4, 2, 32, 32, sinks=True),
     "sinks and window": Case(4, 2, 32, 32, window=20, sinks=True),
+    "slopes": Case(4, 4, 32, 32, slopes=True),
+    "slopes, window and groups": Case(6, 2, 32, 32, window=70, slopes=True),
     "keys wider than values": Case(4, 4, 24, 16),
     "values wider than keys": Case(4, 4, 16, 40),
     "odd widths, odd pages": Case(6, 2, 7, 9, page_size=5),
@@ -103,8 +106,10 @@ class Batch:
         self.k = [random(n, case.kv_heads, case.k_dim) for n in self.lengths]
         self.v = [random(n, case.kv_heads, case.v_dim) for n in self.lengths]
         sinks = torch.randn(case.heads, generator=generator).to(self.device) if case.sinks else None
-        scale = self.scale
-        self.call = AttentionCall(0.3, case.window, case.softcap, sinks, k_scale=scale.k, v_scale=scale.v)
+        scale, slopes = self.scale, 2.0 ** -torch.arange(1.0, case.heads + 1, device=self.device)
+        self.call = AttentionCall(
+            0.3, case.window, case.softcap, sinks, scale.k, scale.v, slopes if case.slopes else None
+        )
         if self.kv_dtype is not None:  # what is compared with is what the pages can hold
             self.k = [(kv_fp8.quantise(k, scale.k).float() * scale.k).to(self.dtype) for k in self.k]
             self.v = [(kv_fp8.quantise(v, scale.v).float() * scale.v).to(self.dtype) for v in self.v]
@@ -152,6 +157,8 @@ class Batch:
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         position = torch.arange(length, device=self.device)
+        if self.call.slopes is not None:
+            scores += self.call.slopes.double().view(-1, 1, 1) * (position[None, :] - position[:, None])
         hidden = position[None, :] > position[:, None]
         if case.window:
             hidden |= position[None, :] <= position[:, None] - case.window

@@ -47,7 +47,7 @@ def test_the_reference_reads_pages_in_fp8(case: Case) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["grouped queries", "sinks and window", "odd widths, odd pages", "softcap"])
+@pytest.mark.parametrize("name", ["grouped queries", "sinks and window", "odd widths, odd pages", "softcap", "slopes"])
 def test_native_rows_are_the_same_bits_in_any_batch_chunk_and_thread(
     name: str, dtype: torch.dtype, threads: int
 ) -> None:
