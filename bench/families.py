@@ -3,10 +3,10 @@
     python -m bench.families [NAMES...]
 
 Every model type that transformers has a causal language model for is made small (a few layers, random weights), saved
-and loaded with the real loading code. Greedy tokens of five prompts through packed, chunked, paged steps in random order
-are compared with transformers' own `generate`. A model is *exact*, *wrong* (it was served, with other tokens), *refused*
-(with our sentence), or *not made* (transformers cannot build, save or run it so small here, or it is no decoder). Exit
-code 1 when one is wrong. Writes bench/results/families.json.
+and loaded with the real loading code. Greedy tokens of five prompts through packed, chunked, paged steps in random
+order are compared with transformers' own `generate`. A model is *exact*, *wrong* (it was served, with other tokens),
+*refused* (with our sentence), or *not made* (transformers cannot build, save or run it so small here, it is no decoder,
+or its own forward and its own `generate` disagree). Exit code 1 when one is wrong. Writes bench/results/families.json.
 """
 
 from __future__ import annotations
@@ -62,19 +62,17 @@ SMALL: Mapping[str, Any] = {
     "lru_width": 64,
     "pad_token_id": EOS_ID,
 }
-VARIANTS: Sequence[Mapping[str, Any]] = (  # where SMALL is no model of the kind
+ALIKE: Mapping[str, Any] = {"num_key_value_heads": 4}  # latent attention has as many as query heads
+UNGROUPED: Mapping[str, Any] = {"n_group": 1, "topk_group": 1}
+VARIANTS: Sequence[Mapping[str, Any]] = (  # tried one after another, where SMALL is no model of the kind
     {},
-    {"num_key_value_heads": 4},
-    {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
-    {"n_group": 1, "topk_group": 1},
-    {
-        "num_key_value_heads": 4,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "hidden_size_per_layer_input": 0,
-    },
-    {"num_key_value_heads": 4, "num_experts": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    ALIKE,
+    UNGROUPED,
+    {**ALIKE, **UNGROUPED},
+    {**ALIKE, **UNGROUPED, "head_dim": 8},
+    {**ALIKE, **UNGROUPED, "num_experts_per_tok": 1},
+    {**ALIKE, "num_experts": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    {"hidden_size_per_layer_input": 0},
 )
 WHOLE: Mapping[str, str] = {zoo_config().model_type: name for name, zoo_config in reversed(zoo.ZOO.items())}
 
