@@ -183,6 +183,9 @@ class PrefillRole:
                 await asyncio.to_thread(self._host.engine.adapters.load, request.adapter)
         except AdapterError as error:
             return Undelivered(str(error), pb.FAILURE_CAUSE_REQUEST, "")
+        except Exception as error:  # memory, say: it must fail one request, not leave it waiting
+            log.exception("the adapter of %s could not be loaded", request.id)
+            return Undelivered(f"its adapter: {type(error).__name__}: {error}", pb.FAILURE_CAUSE_ROOM, "")
         return None
 
     def _enqueue(self, request: HeldPrompt) -> None:

@@ -136,8 +136,11 @@ def _parts(
 def _scale(path: str, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); alpha may differ between modules."""
     alphas = config.get("alpha_pattern") or {}
-    key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
-    alpha = config.get("lora_alpha") if key is None else alphas[key]
+    try:
+        key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
+        alpha = config.get("lora_alpha") if key is None else alphas[key]
+    except (re.error, TypeError, IndexError) as error:
+        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}: {error}; give numbers by patterns") from None
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise AdapterError(f"{path}: lora_alpha of {module} is {alpha!r}; give a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -35,6 +35,7 @@ class Numbered:
     name: str
     in_features: int
     out_features: int
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -83,10 +84,12 @@ def name_linears(model: PreTrainedModel) -> Adaptable:
     for name, module in model.named_modules():
         if type(module) not in (nn.Linear, Conv1D) or module is head or EXPERTS in name:
             continue
-        rows, columns = module.weight.shape
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        rows, columns = weight.shape
         sizes = (columns, rows) if type(module) is nn.Linear else (rows, columns)
         setattr(module, NUMBERED, (adaptable, len(adaptable.linears)))
-        adaptable.linears.append(Numbered(name, *sizes))
+        adaptable.linears.append(Numbered(name, *sizes, weight.dtype))
     return adaptable
 
 

@@ -28,7 +28,6 @@ class Adapters:
         self,
         adaptable: Adaptable,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         is_native: bool,
         most: int,
@@ -36,7 +35,6 @@ class Adapters:
     ) -> None:
         """`most`: that are kept, where a step needs no more. `why_none`: it can serve none, for that reason."""
         self._adaptable = adaptable
-        self._dtype = dtype
         self._device = device
         self._is_native = is_native
         self._most = most
@@ -82,7 +80,7 @@ class Adapters:
             began_s = time.monotonic()
             with self._told(adapter):
                 files = self._files(adapter)
-                weights = load_weights(files, self._adaptable, self._dtype, self._device, is_native=self._is_native)
+                weights = load_weights(files, self._adaptable, self._device, is_native=self._is_native)
             self._loaded[adapter.digest] = weights
             took_ms, size_mb = 1e3 * (time.monotonic() - began_s), weights.num_bytes / 1e6
             logger.info("adapter %s is loaded: %.1f MB in %.0f ms", adapter.name, size_mb, took_ms)

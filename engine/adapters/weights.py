@@ -96,9 +96,7 @@ def check_fits(path: str, parts: Mapping[str, LoraPart], adaptable: Adaptable) -
             )
 
 
-def load_weights(
-    files: AdapterFiles, adaptable: Adaptable, dtype: torch.dtype, device: torch.device, *, is_native: bool
-) -> AdapterWeights:
+def load_weights(files: AdapterFiles, adaptable: Adaptable, device: torch.device, *, is_native: bool) -> AdapterWeights:
     """Raises AdapterError."""
     check_fits(files.path, files.parts, adaptable)
     pairs: dict[int, Pair] = {}
@@ -109,7 +107,7 @@ def load_weights(
                     a_RI, b_OR = (
                         file.get_tensor(f"base_model.model.{linear.name}.lora_{which}.weight") for which in "AB"
                     )
-                    a_RI, b_RO = (t.to(device, dtype).contiguous() for t in (a_RI, b_OR.t()))
+                    a_RI, b_RO = (t.to(device, linear.dtype).contiguous() for t in (a_RI, b_OR.t()))
                     pairs[number] = Pair(a_RI, b_RO, part.scale)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{files.path} cannot be read: {' '.join(str(error).split())[:300]}") from None
@@ -139,7 +137,7 @@ class TorchAdapters:
         self._rows = rows
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
-        x_TI, y_TO = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         _check_rows(len(x_TI), self._rows, site)
         for first, end, weights in self._rows:
             begin = 0

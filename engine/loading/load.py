@@ -160,7 +160,6 @@ def _load_beside(
     steps = platform.steps(model, pages, options, info)
     adapters = Adapters(
         adaptable,
-        dtype=served.dtype,
         device=platform.device,
         is_native=has_kernels(platform.device, served.dtype),
         most=options.max_adapters,

@@ -58,6 +58,8 @@ def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scale: float
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not served"),
         ({"bias": "all"}, "bias is 'all', and none is served"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model"),
+        ({"alpha_pattern": {"q_proj(": 2}}, r"alpha_pattern is \{'q_proj\(': 2\}: .* give numbers by patterns"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is .*; give numbers by patterns"),
         ({"lora_alpha": None}, f"lora_alpha of {LAYER} is None; give a number"),
         ({"shapes": {"lora_A": (4, 8), "lora_B": (6, 5)}}, f"lora_A and lora_B of {LAYER} do not fit each other"),
         ({"shapes": {"lora_A": (4, 8)}}, f"lora_A and lora_B of {LAYER} do not fit each other"),
