@@ -83,8 +83,8 @@ class Reservations:
             return denied
         try:
             params, tokens = read_request(request, self._host.engine.info)
-            if (adapter := adapter_of(request)) is not None and self._host.engine.adapters.expect(adapter):
-                self._host.counters["adapter_loads"] += 1
+            if (adapter := adapter_of(request)) is not None:
+                self._host.engine.adapters.check(adapter)
         except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
         root = root_of(request)
@@ -95,6 +95,7 @@ class Reservations:
             tokens=tokens,
             parent=hashes[-1] if hashes else root,
             hashed_pages=len(hashes),
+            weights=None if adapter is None else self._host.engine.adapters.begin(adapter),
         )
         answer = self._policy.reserve(
             held.id,
@@ -153,6 +154,7 @@ class Reservations:
             tokens=[*request.tokens, token_id],
             parent=hashes[-1] if hashes else root_of(request.state),
             hashed_pages=len(hashes),
+            weights=request.weights,
         )
         self.requests[held.id] = held
         receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True)

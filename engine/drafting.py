@@ -83,7 +83,9 @@ class DraftModel:
             end = begin
         draft.num_read = end
         spec = draft.spec(length, ()) if end == length else None
-        return replace(chunk, token_ids=tokens[begin:end], start=begin, sample=spec, scores=(), draft=None)
+        return replace(
+            chunk, token_ids=tokens[begin:end], start=begin, sample=spec, scores=(), draft=None, adapter=None
+        )
 
     def _run(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if not chunks:
@@ -108,7 +110,13 @@ def _one_more(chunk: Chunk) -> Chunk:
     at = draft.length + len(draft.guesses)
     draft.num_read = at
     return replace(
-        chunk, token_ids=draft.guesses[-1:], start=at - 1, sample=draft.spec(at, draft.guesses), scores=(), draft=None
+        chunk,
+        token_ids=draft.guesses[-1:],
+        start=at - 1,
+        sample=draft.spec(at, draft.guesses),
+        scores=(),
+        draft=None,
+        adapter=None,  # it guesses as the base does
     )
 
 

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.adapters.files import AdapterError
 from engine.errors import EngineBroken, in_short, raise_if_broken
 from engine.types import Chunk, SampledToken, Step
 
@@ -74,4 +75,5 @@ def _prove(engine: StepRunner, probes: int, reason: str) -> None:
 
 
 def _failed(chunk: Chunk, error: Exception) -> SampledToken:
-    return SampledToken(request_id=chunk.request_id, token_id=-1, error=in_short(error))
+    is_own_fault = isinstance(error, AdapterError)
+    return SampledToken(request_id=chunk.request_id, token_id=-1, error=in_short(error), is_own_fault=is_own_fault)

@@ -123,7 +123,12 @@ class MixedRole:
         link = streams.link(answer.state.router_id)
         assert link is not None, f"{answer.id} is of a router that is lost"
         prompt = HeldPrompt(
-            state=answer.state, link=link, params=answer.params, tokens=answer.tokens, decode=self._host.address
+            state=answer.state,
+            link=link,
+            params=answer.params,
+            tokens=answer.tokens,
+            decode=self._host.address,
+            weights=answer.weights,
         )
         self._prefill.take_over(prompt, unread.pages, unread.hashes, unread.computed_len, num_read=unread.num_read)
         moved, name, num_read = pb.EVENT_KIND_MOVED, self._host.options.name, unread.computed_len

@@ -100,7 +100,9 @@ class PrefillRole:
         request.stays = self._beside is not None and request.decode.name == self._name
         needs_pair = request.new_tokens_left > 1 and not request.stays
         is_connected = not needs_pair or self.handoffs.peers.open_pair(request.decode) is not None
-        is_loaded = request.adapter is None or self._host.engine.adapters.is_loaded(request.adapter)
+        if request.adapter is not None:
+            request.weights = self._host.engine.adapters.begin(request.adapter)
+        is_loaded = request.weights is None or (request.weights.done() and request.weights.exception() is None)
         if is_connected and is_loaded:
             self._enqueue(request)
         else:
@@ -178,14 +180,13 @@ class PrefillRole:
     async def _load_adapter(self, request: HeldPrompt) -> Undelivered | None:
         """Why it cannot be had."""
         try:
-            if request.adapter is not None and self._host.engine.adapters.expect(request.adapter):
-                self._host.counters["adapter_loads"] += 1
-                await asyncio.to_thread(self._host.engine.adapters.load, request.adapter)
+            if request.weights is not None:
+                await asyncio.shield(asyncio.wrap_future(request.weights))
         except AdapterError as error:
             return Undelivered(str(error), pb.FAILURE_CAUSE_REQUEST, "")
         except Exception as error:  # memory, say: it must fail one request, not leave it waiting
             log.exception("the adapter of %s could not be loaded", request.id)
-            return Undelivered(f"its adapter: {type(error).__name__}: {error}", pb.FAILURE_CAUSE_ROOM, "")
+            return Undelivered(f"its adapter: {type(error).__name__}: {error}", pb.FAILURE_CAUSE_STEP, "")
         return None
 
     def _enqueue(self, request: HeldPrompt) -> None:

@@ -223,6 +223,12 @@ EXTRA: dict[str, Builder] = {
     ),
 }
 
+# Beside EXTRA, whose sweep they would only make longer.
+OTHERS: dict[str, Builder] = {
+    "modernbert_decoder": _like_llama("ModernBertDecoderConfig", local_attention=WINDOW, pad_token_id=EOS_ID),
+    "hunyuan_v1_moe": _like_llama("HunYuanMoEV1Config", head_dim=16, num_experts=4, moe_topk=2, pad_token_id=EOS_ID),
+}
+
 UNSUPPORTED: dict[str, Builder] = {
     "qwen3_next": _like_llama(
         "Qwen3NextConfig",
@@ -294,7 +300,7 @@ UNSUPPORTED: dict[str, Builder] = {
     ),
 }
 
-ZOO: dict[str, Builder] = {**TEN, **EXTRA, **UNSUPPORTED}
+ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **UNSUPPORTED}
 
 
 def make_tiny_model(name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32") -> Path:

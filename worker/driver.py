@@ -270,6 +270,7 @@ class Worker(Generic[RoleT]):
             report.step_costs.CopyFrom(step_costs_to_proto(costs))
         for name, count in self.counters.items():
             report.counters[name] += count  # some count on both sides of a handoff: a worker may be on either
+        report.counters["adapter_loads"] = self.engine.adapters.num_loads
         report.counters["prefix_hit_tokens"] = self.pool.hit_tokens
         report.counters["prefix_lookup_tokens"] = self.pool.lookup_tokens
         return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from worker.convert import sampling_from_proto
 from worker.tracing import RequestTrace
 
 if TYPE_CHECKING:  # torch and llguidance come with them
+    from engine.adapters.weights import AdapterWeights
     from engine.engine import Engine
     from engine.sampling.structured import Constraint
 
@@ -27,6 +29,7 @@ class HeldRequest:
     id: str = field(init=False)  # asked for at every step: a message is slow to say so
     prompt_len: int = field(init=False)
     adapter: Adapter | None = field(init=False)
+    weights: Future[AdapterWeights] | None = None  # of its adapter, which are in memory for as long as this is held
 
     def __post_init__(self) -> None:
         self.id, self.prompt_len = self.state.request_id, len(self.state.prompt_ids)

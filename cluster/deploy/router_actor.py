@@ -58,16 +58,13 @@ class RouterActor(MemberActor):
 
     def why_not(self, spec: ClusterSpec) -> str:
         """Why it could not go by this spec; empty if it could. Nothing changes."""
-        from engine.adapters.files import AdapterError, describe
-
         try:
             if spec.router.tokens_file:
                 read_tokens(spec.router.tokens_file)
-            for path in spec.router.options(FrontOptions).adapters.values():
-                describe(path)
-        except (TokenError, AdapterError) as error:
+        except TokenError as error:
             return str(error)
-        return ""
+        why: Coroutine[Any, Any, str] = self._thread.service.why_not(spec.router)
+        return self._thread.call(why, CALL_TIMEOUT_S)
 
     def take_spec(self, spec: ClusterSpec) -> None:
         """Go by it from now on, as far as it changes while a router runs."""

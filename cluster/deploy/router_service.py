@@ -69,6 +69,10 @@ class RouterService:
     async def standing(self) -> RouterStanding:
         return self._server.router.standing
 
+    async def why_not(self, spec: RouterSpec) -> str:
+        """Why it could not go by this spec; empty if it could. Nothing changes."""
+        return await self._server.why_not_adapters(spec.options(FrontOptions).adapters)
+
     async def take_spec(self, spec: RouterSpec) -> None:
         """Raises TokenError."""
         self._server.take_options(spec.options(RouterOptions), spec.options(FrontOptions), spec.tokens_file or "")

@@ -131,6 +131,7 @@ class RouterServer:
         self._codec = codec
         self._pools = pools
         self._adapters = AdapterBook()
+        self._reading = asyncio.Lock()
         self._accounting: Accounting | None = None
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
@@ -208,8 +209,14 @@ class RouterServer:
             self._generation.take_options(front)
 
     async def take_adapters(self, wanted: Mapping[str, str]) -> None:
-        """Requests may name these from now on, once their files are read: directories by name."""
-        self._adapters.known = await asyncio.to_thread(self._adapters.read, wanted)
+        """Requests may name these from now on, once their files are read: directories by name. One call after another:
+        the last has the last word."""
+        async with self._reading:
+            self._adapters.known = await asyncio.to_thread(self._adapters.read, wanted)
+
+    async def why_not_adapters(self, wanted: Mapping[str, str]) -> str:
+        """Why those that come could not be taken; empty if they could."""
+        return await asyncio.to_thread(self._adapters.why_not, wanted)
 
     def take_prices(self, prices: Prices | None) -> None:
         """Tell these from now on."""

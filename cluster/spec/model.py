@@ -117,6 +117,9 @@ class RouterSpec(Spec):
         pairs = [word.partition("=") for word in value.split()]
         if not pairs or not all(name and path for name, _, path in pairs):
             raise ValueError(f"{show(value)} does not say which; give NAME=DIRECTORY, or {{NAME: DIRECTORY}}")
+        names = [name for name, _, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{show(value)} says one of the names twice; keep one of them")
         return {name: path for name, _, path in pairs}
 
     @field_validator("adapters", mode="after", check_fields=False)

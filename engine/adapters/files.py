@@ -23,6 +23,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 MAX_RANK = 512
 READ_BYTES = 1 << 20
+REFUSED = (  # beside what begins with use_
+    *("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
+    *("layer_replication", "alora_invocation_tokens", "arrow_config"),
+)
+PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")  # names, perhaps with \d: nothing that takes long to match
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of the weights: others change the base model's
 
 
@@ -59,12 +64,22 @@ def describe(path: str) -> tuple[Mapping[str, LoraPart], bytes]:
     """What it adds, by the Linears' names in the model; and its config, as it stands there. Raises AdapterError."""
     with _reading(path) as folder:
         raw = (folder / CONFIG).read_bytes()
-        config = json.loads(raw)
         with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    if why := _why_not(config):
-        raise AdapterError(f"{path}: {why}")
-    return dict(_parts(path, config, shapes)), raw
+    return parts_of(path, raw, shapes), raw
+
+
+def parts_of(path: str, raw: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LoraPart]:
+    """By the config and the weights' shapes. Raises AdapterError."""
+    try:
+        config = json.loads(raw)
+        if why := _why_not(config):
+            raise AdapterError(f"{path}: {why}")
+        return dict(_parts(path, config, shapes))
+    except AdapterError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:  # whatever stands there in its place
+        raise AdapterError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
 
 
 def read_adapter(path: str) -> AdapterFiles:
@@ -75,6 +90,28 @@ def read_adapter(path: str) -> AdapterFiles:
         while block := weights.read(READ_BYTES):
             digest.update(block)
     return AdapterFiles(path=path, digest=digest.hexdigest(), parts=parts)
+
+
+def read_whole(path: str) -> tuple[bytes, bytes, str]:
+    """Both files, config and weights, and their digest. Raises AdapterError."""
+    with _reading(path) as folder:
+        raw, weights = (folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes()
+    digest = xxhash.xxh3_128(raw)
+    digest.update(weights)
+    return raw, weights, digest.hexdigest()
+
+
+def stamp_of(path: str) -> tuple[int, ...]:
+    """Another one when its files are others, as far as the file system tells; empty where they are not there."""
+    try:
+        return tuple(n for name in (CONFIG, WEIGHTS) for n in _stat(Path(path) / name))
+    except OSError:
+        return ()
+
+
+def _stat(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @contextmanager
@@ -98,11 +135,8 @@ def _why_not(config: Any) -> str:
         return f"peft_type is {kind!r}, and LORA adapters are served"
     if (task := config.get("task_type")) not in (None, "CAUSAL_LM"):
         return f"task_type is {task!r}, and CAUSAL_LM is served"
-    for key in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"):
-        if config.get(key):
-            return f"{key} is {config[key]!r:.80}, which is not served; train it without"
-    for key in ("layer_replication", "alora_invocation_tokens", "use_qalora", "arrow_config"):
-        if config.get(key):
+    for key in config:
+        if config[key] and (key in REFUSED or (key.startswith("use_") and key != "use_rslora")):
             return f"{key} is {config[key]!r:.80}, which is not served; train it without"
     if config.get("bias", "none") != "none":
         return f"bias is {config['bias']!r}, and none is served; train it without"
@@ -136,11 +170,13 @@ def _parts(
 def _scale(path: str, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); alpha may differ between modules."""
     alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict) or not all(PLAIN_PATTERN.fullmatch(str(key)) for key in alphas):
+        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}; give alphas by modules' names")
     try:
         key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
-        alpha = config.get("lora_alpha") if key is None else alphas[key]
-    except (re.error, TypeError, IndexError) as error:
-        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}: {error}; give numbers by patterns") from None
+    except re.error as error:
+        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}: {error}") from None
+    alpha = config.get("lora_alpha") if key is None else alphas[key]
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise AdapterError(f"{path}: lora_alpha of {module} is {alpha!r}; give a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

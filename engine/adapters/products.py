@@ -1,13 +1,14 @@
 """Where adapters come in: each Linear of a model has a number, and a Site is what a product of one Linear, or of
 several joined ones, adds to its outputs while a step runs that has adapters.
 
-    name_linears (before layers are fused) --> site_of (as products are made of Linears) --> Site.add, in each product
+    numbered (as the model is probed) --> site_of (as products are made of Linears) --> Site.add, in each product
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,11 +79,30 @@ class AdaptedProduct:
         return self._site.add(x, self._product(x))
 
 
-def name_linears(model: PreTrainedModel) -> Adaptable:
-    """Number what adapters may change: every Linear but the head and those of experts."""
-    adaptable, head = Adaptable(), model.get_output_embeddings()
+@contextmanager
+def numbered(model: PreTrainedModel, num_rows: int) -> Iterator[Adaptable]:
+    """Inside, the model is to run once over so many rows, of which fewer are to have logits. Behind it those Linears
+    have numbers that adapters may change: which were called, and saw every row of the step in their own dtype. Not so
+    the head and what stands before it, nor experts, which see a part of the rows."""
+    adaptable = Adaptable()
+    seen: dict[nn.Module, bool] = {}
+
+    def look(module: nn.Module, args: Any, y: torch.Tensor) -> None:
+        x, weight = args[0], module.weight
+        assert isinstance(weight, torch.Tensor)
+        is_whole = x.numel() == num_rows * x.shape[-1] and x.dtype == y.dtype == weight.dtype
+        seen[module] = seen.get(module, True) and is_whole
+
+    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    hooks = [linear.register_forward_hook(look) for linear in linears]
+    try:
+        yield adaptable
+    finally:
+        for hook in hooks:
+            hook.remove()
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if type(module) not in (nn.Linear, Conv1D) or module is head or EXPERTS in name:
+        if not seen.get(module, False) or module is head or EXPERTS in name:
             continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
@@ -90,7 +110,6 @@ def name_linears(model: PreTrainedModel) -> Adaptable:
         sizes = (columns, rows) if type(module) is nn.Linear else (rows, columns)
         setattr(module, NUMBERED, (adaptable, len(adaptable.linears)))
         adaptable.linears.append(Numbered(name, *sizes, weight.dtype))
-    return adaptable
 
 
 def site_of(linears: Sequence[nn.Module]) -> Site | None:

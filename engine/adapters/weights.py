@@ -9,17 +9,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from engine.adapters.files import WEIGHTS, AdapterError, AdapterFiles, LoraPart
+from engine.adapters.files import MAX_RANK, AdapterError, LoraPart, parts_of, read_whole
 from engine.adapters.products import Adaptable, Site
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
+from engine.types import Adapter
 
 LANES, GROUP, PANEL = 16, 4, 64  # of csrc/adapters.cpp
 
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
     weights: AdapterWeights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class AdapterWeights:
     digest: str
     pairs: Mapping[int, Pair]  # by the Linear's number
@@ -74,9 +75,10 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or dtype not in DTYPE_CODE:
         return False
     try:
-        native.library()
+        library = native.library()
     except native.NativeUnavailable:
         return False
+    assert library.kvrelay_most_rank() == MAX_RANK, "files.py and adapters.cpp disagree"
     return True
 
 
@@ -96,49 +98,60 @@ def check_fits(path: str, parts: Mapping[str, LoraPart], adaptable: Adaptable) -
             )
 
 
-def load_weights(files: AdapterFiles, adaptable: Adaptable, device: torch.device, *, is_native: bool) -> AdapterWeights:
-    """Raises AdapterError."""
-    check_fits(files.path, files.parts, adaptable)
-    pairs: dict[int, Pair] = {}
+def load_weights(adapter: Adapter, adaptable: Adaptable, device: torch.device, *, is_native: bool) -> AdapterWeights:
+    """Raises AdapterError, also where its files are not those of its digest."""
+    path = adapter.path
+    raw, stored, digest = read_whole(path)
+    if digest != adapter.digest:
+        raise AdapterError(f"{path} holds another one than when it was added; remove it, and add it again")
     try:
-        with safe_open(str(Path(files.path) / WEIGHTS), framework="pt", device="cpu") as file:
-            for number, linear in enumerate(adaptable.linears):
-                if (part := files.parts.get(linear.name)) is not None:
-                    a_RI, b_OR = (
-                        file.get_tensor(f"base_model.model.{linear.name}.lora_{which}.weight") for which in "AB"
-                    )
-                    a_RI, b_RO = (t.to(device, linear.dtype).contiguous() for t in (a_RI, b_OR.t()))
-                    pairs[number] = Pair(a_RI, b_RO, part.scale)
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{files.path} cannot be read: {' '.join(str(error).split())[:300]}") from None
-    if not all(bool(t.isfinite().all()) for pair in pairs.values() for t in (pair.a_RI, pair.b_RO)):
-        raise AdapterError(f"{files.path} has weights that are no finite numbers")
-    parts = None
-    if is_native:
-        parts = (_Part * len(adaptable.linears))()
-        pairs = {number: Pair(*_as_read(pair.a_RI, pair.b_RO), pair.scale) for number, pair in pairs.items()}
-        for number, pair in pairs.items():
-            rank = files.parts[adaptable.linears[number].name].rank
-            parts[number] = _Part(pair.a_RI.data_ptr(), pair.b_RO.data_ptr(), rank, pair.scale)
-    return AdapterWeights(files.digest, pairs, parts)
+        tensors = safetensors.torch.load(stored)
+    except SafetensorError as error:
+        raise AdapterError(f"{path} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    parts = parts_of(path, raw, {key: tuple(tensor.shape) for key, tensor in tensors.items()})
+    check_fits(path, parts, adaptable)
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise AdapterError(f"{path} has weights that are no finite numbers")
+    pairs: dict[int, Pair] = {}
+    for number, linear in enumerate(adaptable.linears):
+        if (part := parts.get(linear.name)) is None:
+            continue
+        a_RI, b_OR = (tensors[f"base_model.model.{linear.name}.lora_{which}.weight"] for which in "AB")
+        a_RI, b_RO = (t.to(device, linear.dtype).contiguous() for t in (a_RI, b_OR.t()))
+        a, b = _as_read(a_RI, b_RO) if is_native else (a_RI, b_RO)
+        pairs[number] = Pair(a, b, part.scale)
+    if not is_native:
+        return AdapterWeights(digest, pairs, None)
+    table = (_Part * len(adaptable.linears))()
+    for number, pair in pairs.items():
+        rank = parts[adaptable.linears[number].name].rank
+        table[number] = _Part(pair.a_RI.data_ptr(), pair.b_RO.data_ptr(), rank, pair.scale)
+    return AdapterWeights(digest, pairs, table)
 
 
 def _as_read(a_RI: torch.Tensor, b_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In the order in which csrc/adapters.cpp reads them, flat."""
-    blocks = [part.flatten() for group in a_RI.split(GROUP) for part in group.split(LANES, dim=1)]
-    panels = [panel.flatten() for panel in b_RO.split(PANEL, dim=1)]
-    return torch.cat(blocks), torch.cat(panels)
+    whole = a_RI.shape[1] // LANES * LANES
+    blocks = []
+    for group_GI in a_RI.split(GROUP):
+        blocks += [group_GI[:, :whole].unflatten(1, (-1, LANES)).transpose(0, 1).flatten()] if whole else []
+        blocks += [group_GI[:, whole:].flatten()]
+    outputs = b_RO.shape[1] // PANEL * PANEL
+    panels = [b_RO[:, :outputs].unflatten(1, (-1, PANEL)).transpose(0, 1).flatten()] if outputs else []
+    return torch.cat(blocks), torch.cat([*panels, b_RO[:, outputs:].flatten()])
 
 
 class TorchAdapters:
     """On any device."""
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[Rows], count: int) -> None:
+        """`count`: of the step's rows, with padding."""
         self._rows = rows
+        self._count = count
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
         x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        _check_rows(len(x_TI), self._rows, site)
+        _check(site, x, y, self._count)
         for first, end, weights in self._rows:
             begin = 0
             for number, stop in zip(site.numbers, site.ends, strict=True):
@@ -151,8 +164,10 @@ class TorchAdapters:
 class NativeAdapters:
     """On a CPU, in float32 and bfloat16: a row's bits do not depend on the others."""
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[Rows], count: int) -> None:
+        """As TorchAdapters."""
         library = native.library()
+        self._count = count
         most = library.kvrelay_block_rows()
         blocks = [(first, min(most, end - first), w) for start, end, w in rows for first in range(start, end, most)]
         self._rows = rows
@@ -164,7 +179,7 @@ class NativeAdapters:
 
     def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
         x = x.contiguous()
-        _check_rows(x.numel() // x.shape[-1], self._rows, site)
+        _check(site, x, y, self._count)
         self._adapt(
             *(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.shape[-1]), ctypes.c_int64(y.shape[-1]),
             ctypes.byref(site.native), ctypes.byref(self.step), ctypes.c_int32(DTYPE_CODE[x.dtype]),
@@ -172,7 +187,10 @@ class NativeAdapters:
         )  # fmt: skip
 
 
-def _check_rows(count: int, rows: Sequence[Rows], site: Site) -> None:
-    if count < rows[-1].end:
-        name = site.adaptable.linears[site.numbers[0]].name
-        raise AdapterError(f"{name} sees {count} of a step's rows: no adapter can be served there")
+def _check(site: Site, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+    """That x and y are what the Linears of the site were seen with. Raises AdapterError."""
+    linear = site.adaptable.linears[site.numbers[0]]
+    if x.numel() != count * linear.in_features or y.numel() != count * site.ends[-1]:
+        raise AdapterError(f"{linear.name} sees {list(x.shape)} where a step has {count} rows: it cannot be adapted")
+    assert x.dtype == y.dtype == linear.dtype, f"{linear.name} is {linear.dtype}: {x.dtype}, {y.dtype}"
+    assert y.is_contiguous(), f"what {linear.name} gives is written to as it lies"

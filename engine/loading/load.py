@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import device as devices
-from engine.adapters.products import hook_linears, name_linears
+from engine.adapters.products import hook_linears, numbered
 from engine.adapters.store import Adapters
 from engine.adapters.weights import has_kernels
 from engine.attention import hooks
@@ -138,12 +138,12 @@ def _load_beside(
         reference = parity.reference_logits(module, served.config.get_text_config().vocab_size, served.max_len)
     if options.quantization == "int8":
         reference = _in_int8(module, reference, served, platform)
-    probe = loader.probe_model(module, served.max_len)
+    with numbered(module, loader.PROBE_TOKENS) as adaptable:
+        probe = loader.probe_model(module, served.max_len)
     loader.set_attention(module, hooks.SERVE)
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
 
     progress("kernels", 0.0)
-    adaptable = name_linears(module)
     cuts = ranks.cut(module, probe, served.max_len) if ranks is not None else []
     model = platform.prepare(module, probe, options, served)
     hook_linears(module)
@@ -161,6 +161,7 @@ def _load_beside(
     adapters = Adapters(
         adaptable,
         device=platform.device,
+        row_multiple=model.row_multiple,
         is_native=has_kernels(platform.device, served.dtype),
         most=options.max_adapters,
         why_none="" if ranks is None else f"its workers have tensor_parallel {options.tensor_parallel}; give 1",

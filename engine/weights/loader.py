@@ -93,7 +93,7 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     probe = Probe(num_tokens=PROBE_TOKENS)
     try:
         positions = torch.arange(PROBE_TOKENS, device=model.device)
-        run_packed(model, torch.zeros_like(positions), positions, None, probe)
+        run_packed(model, torch.zeros_like(positions), positions, positions[-1:], probe)
     except UnsupportedModel:
         raise
     except Exception as error:  # any architecture may fail here in its own way; none may take the server down

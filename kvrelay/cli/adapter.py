@@ -63,7 +63,7 @@ def add(
     no_try: Annotated[bool, typer.Option("--no-try", help="Ask nothing of it.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    whole = str(path.expanduser().absolute()) if path.expanduser().is_dir() else str(path)
+    whole = str(path.expanduser().absolute())
     goes_on = f"{name} may have been added; `kvrelay adapter list` says"
     with exit_codes(as_json, interrupted=goes_on), refusals(as_json), router.client() as client:
         before = {each.name for each in client.adapters()}
@@ -95,7 +95,7 @@ def _try(client: Client, name: str, *, is_new: bool) -> float:
     try:
         client.generate([0], adapter=name, max_tokens=2, ignore_eos=True, temperature=0.0)
     except KvrelayError as error:
-        if error.code not in REFUSED:
+        if error.code not in REFUSED or error.code == "NOT_FOUND":  # a router may not have heard of it yet
             raise
         if is_new:
             _set(client, remove=[name])

@@ -52,6 +52,9 @@ def _memory(name: str, num_pages: int) -> KvMemory:
     return KvMemory(KvLayout(page_size=PAGE_SIZE, dtype="float32", layers=(LayerKv(1, 1, 1),), num_pages=num_pages))
 
 
+NO_ADAPTERS = SimpleNamespace(num_loads=0)
+
+
 class Link(RouterLink):
     """What is put into it is sent at once, until the stream breaks."""
 
@@ -110,7 +113,11 @@ class Process(Worker[Any]):
         memory = _memory(name, num_pages)
         memory.bytes.zero_()
         self._kv = memory.k(0).numpy()[:, :, 0, 0]
-        self.engine: Any = SimpleNamespace(info=INFO, memory=memory, layout=memory.layout, can_overlap=False)
+        self.engine: Any = SimpleNamespace(
+            info=INFO, memory=memory, layout=memory.layout, can_overlap=False, adapters=NO_ADAPTERS
+        )
+            info=INFO, memory=memory, layout=memory.layout, can_overlap=False, adapters=NO_ADAPTERS
+        )
         self.pool = PagePool(num_pages, PAGE_SIZE)
         self.address = pb.WorkerAddress(name=name, address=f"{name}:{incarnation}", incarnation=incarnation)
         self.counters: Counter[str] = Counter()

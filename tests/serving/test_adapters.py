@@ -156,7 +156,7 @@ async def test_one_that_cannot_be_served_is_told_and_harms_nobody(
         cluster.check_invariants()
         assert not any(cluster.held_pages().values())
     assert told[0].startswith("INVALID_ARGUMENT: prefill-0: adapter 'changed' cannot be served: ")
-    assert told[0].endswith("holds another one than when it was added; remove it, and add it again")
+    assert told[0].endswith("its directory holds another one than when it was added; remove it, and add it again")
     assert told[1].startswith("INVALID_ARGUMENT: prefill-0: adapter 'other' cannot be served: ")
     assert told[2].startswith("FAILED_PRECONDITION: adapter 'gone' is not served: ")
     assert told[3] == "NOT_FOUND: adapter is 'nobody'; there are changed, everywhere, gone, odd, other, usual"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from cluster.front.options import FrontOptions
@@ -118,6 +119,8 @@ class RunningSpec:
             raise SpecError(f"there is no adapter {unknown[0]!r}; {have}")
         left = {name: path for name, path in there.items() if name not in remove}
         for name, path in add.items():
+            if not Path(path).is_absolute():
+                raise SpecError(f"adapter {name!r} is at {path}; give the whole path, for routers and workers read it")
             if left.get(name, path) != path:
                 raise SpecError(f"adapter {name!r} is {left[name]} already; remove it first, or take another name")
         written, resolved = (_with_adapters(spec, {**left, **add}) for spec in (self.written, self.resolved))

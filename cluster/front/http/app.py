@@ -144,7 +144,7 @@ def _add_models(app: FastAPI, generation: Generation) -> None:
 
     @app.get("/v1/models", responses={200: {"model": ModelsBody}})
     async def models() -> Response:
-        body: ModelsBody = {"object": "list", "data": [described(name) for name in ("", *generation.adapters.known)]}
+        body: ModelsBody = {"object": "list", "data": [described(name) for name in ("", *generation.adapters.served)]}
         return JSONResponse(body)
 
     @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}})

@@ -4,14 +4,17 @@ row's bits do not depend on who stands beside it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.adapters.files import AdapterError
+from engine.adapters.weights import load_weights
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.types import Adapter, Chunk, SampleSpec, SamplingParams, Step
@@ -115,18 +118,53 @@ def test_with_weights_in_int8_it_is_beside_what_those_say(models: dict[str, Path
     assert error(changed, wanted) < 0.1 < error(base, wanted)
 
 
-def test_those_used_longest_ago_are_forgotten_but_never_one_of_the_step(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_last_used_are_kept_and_those_that_somebody_holds(models: dict[str, Path], tmp_path: Path) -> None:
     paths = [make_adapter(models["llama"], "usual", tmp_path / str(i), seed=i) for i in range(4)]
     engine, all_four = load(models["llama"], max_adapters=2), [adapter_at(path) for path in paths]
+    digests = [adapter.digest for adapter in all_four]
     alone = [logits(engine, chunk(adapter))[0] for adapter in all_four]
-    assert list(engine.adapters.names) == [adapter.digest for adapter in all_four[2:]]
+    assert engine.adapters.digests == set(digests[2:])
     together = logits(engine, *(chunk(adapter, i) for i, adapter in enumerate(all_four)))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert len(engine.adapters.names) == 4
-    logits(engine, chunk(adapter_at(make_adapter(models["llama"], "usual", tmp_path / "one more", seed=9))))
-    assert len(engine.adapters.names) == 2
+    held = [engine.adapters.begin(adapter) for adapter in all_four]
+    assert [each.result(timeout=60).digest for each in held] == digests
+    assert engine.adapters.digests == set(digests)
+    loads = engine.adapters.num_loads
+    for adapter in all_four:
+        logits(engine, chunk(adapter))
+    assert engine.adapters.num_loads == loads, "what is held is read once"
+    held.clear()
+    assert engine.adapters.digests == set(digests[2:])
+
+
+def test_a_step_does_not_wait_for_another_adapter_that_is_being_loaded(
+    models: dict[str, Path], adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, first, second = load(models["llama"]), adapter_at(adapters["usual"]), adapter_at(adapters["odd"])
+    [before] = logits(engine, chunk(first))
+    gate = threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(60)
+        return load_weights(*args, **kwargs)
+
+    monkeypatch.setattr("engine.adapters.store.load_weights", slow)
+    one, other = engine.adapters.begin(second), engine.adapters.begin(second)
+    assert one is other, "it is loaded once, whoever asks"
+    assert torch.equal(logits(engine, chunk(first))[0], before)
+    assert not one.done()
+    gate.set()
+    assert one.result(timeout=60).digest == second.digest
+
+
+def test_what_sees_a_part_of_the_rows_or_another_dtype_cannot_be_adapted(tmp_path: Path) -> None:
+    """A head's own layers see the rows that have logits; a router may compute in float32."""
+    head = load(make_tiny_model("modernbert_decoder", tmp_path / "head"))
+    assert "lm_head.dense" not in {linear.name for linear in head.adapters.linears}
+    assert len(head.adapters.linears) > 6
+    router = load(make_tiny_model("hunyuan_v1_moe", tmp_path / "router"), "bfloat16")
+    assert {linear.dtype for linear in router.adapters.linears} == {torch.bfloat16}
+    assert not any(linear.name.endswith("mlp.gate.wg") for linear in router.adapters.linears)
 
 
 def test_one_that_was_changed_since_is_not_taken_for_it(
@@ -147,8 +185,8 @@ def test_one_of_another_model_is_refused_before_it_is_read(models: dict[str, Pat
     engine = load(models["llama"])
     other = adapter_at(make_adapter(models["gpt2"], {"r": 4, "target_modules": ["c_attn"]}, tmp_path / "gpt2"))
     wide = adapter_at(make_adapter(make_tiny_model("qwen3", tmp_path / "qwen3"), "usual", tmp_path / "wide"))
-    with pytest.raises(AdapterError, match=r"adapter 'gpt2' cannot be served: .* changes transformer.h.0.attn.c_attn"):
-        engine.adapters.expect(other)
+    with pytest.raises(AdapterError, match=r"adapter 'gpt2' cannot be served: its directory changes transformer"):
+        engine.adapters.check(other)
     with pytest.raises(AdapterError, match=r"changes model.layers.0.self_attn.\w+ from \d+ to \d+; the model's is"):
-        engine.adapters.expect(wide)
-    assert not engine.adapters.names
+        engine.adapters.check(wide)
+    assert not engine.adapters.digests

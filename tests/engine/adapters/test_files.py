@@ -58,8 +58,12 @@ def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scale: float
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not served"),
         ({"bias": "all"}, "bias is 'all', and none is served"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model"),
-        ({"alpha_pattern": {"q_proj(": 2}}, r"alpha_pattern is \{'q_proj\(': 2\}: .* give numbers by patterns"),
-        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is .*; give numbers by patterns"),
+        ({"alpha_pattern": {"q_proj(": 2}}, r"alpha_pattern is \{'q_proj\(': 2\}; give alphas by modules' names"),
+        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 2}}, "alpha_pattern is .*; give alphas by modules' names"),
+        ({"alpha_pattern": {"q_proj\\": 2}}, "alpha_pattern is .*"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is .*; give alphas by modules' names"),
+        ({"lora_alpha": 10**400}, "cannot be read"),
+        ({"use_new_thing": True}, "use_new_thing is True, which is not served"),
         ({"lora_alpha": None}, f"lora_alpha of {LAYER} is None; give a number"),
         ({"shapes": {"lora_A": (4, 8), "lora_B": (6, 5)}}, f"lora_A and lora_B of {LAYER} do not fit each other"),
         ({"shapes": {"lora_A": (4, 8)}}, f"lora_A and lora_B of {LAYER} do not fit each other"),
@@ -76,14 +80,14 @@ def test_files_that_are_not_there_or_broken_are_told(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"has no adapter_config.json; give a directory as PEFT saves one"):
         describe(str(tmp_path / "nowhere"))
     folder = save(tmp_path / "a")
+    (folder / CONFIG).write_text("[")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        describe(str(folder))
     (folder / WEIGHTS).write_bytes(b"no safetensors")
     with pytest.raises(AdapterError, match="cannot be read"):
         describe(str(folder))
     (folder / WEIGHTS).unlink()
     with pytest.raises(AdapterError, match=r"has no adapter_model.safetensors"):
-        describe(str(folder))
-    (folder / CONFIG).write_text("[")
-    with pytest.raises(AdapterError, match="cannot be read"):
         describe(str(folder))
 
 
