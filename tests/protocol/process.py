@@ -116,8 +116,6 @@ class Process(Worker[Any]):
         self.engine: Any = SimpleNamespace(
             info=INFO, memory=memory, layout=memory.layout, can_overlap=False, adapters=NO_ADAPTERS
         )
-            info=INFO, memory=memory, layout=memory.layout, can_overlap=False, adapters=NO_ADAPTERS
-        )
         self.pool = PagePool(num_pages, PAGE_SIZE)
         self.address = pb.WorkerAddress(name=name, address=f"{name}:{incarnation}", incarnation=incarnation)
         self.counters: Counter[str] = Counter()
