@@ -39,6 +39,7 @@ NAMES = (
     "speculation",
     "int8",
     "adapters",
+    "families",
     "fairness",
     "accounts",
     "accounts.cost",

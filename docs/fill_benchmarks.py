@@ -1132,6 +1132,22 @@ def adapters(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def families(result: Mapping[str, Any]) -> str:
+    by: dict[str, list[Mapping[str, str]]] = {verdict: [] for verdict in ("exact", "refused", "wrong", "not made")}
+    for model in result["models"]:
+        by[model["is"]].append(model)
+    exact = ", ".join(f"`{model['model_type']}`" for model in by["exact"])
+    reasons = [
+        [f"`{model['model_type']}`", model["is"], model["why"]] for verdict in list(by)[1:] for model in by[verdict]
+    ]
+    return "\n\n".join(
+        [
+            f"By transformers {result['transformers']}. Exact, {len(by['exact'])}: {exact}.",
+            folded(f"The {len(reasons)} others", table(["model type", "is", "why"], reasons)),
+        ]
+    )
+
+
 def gpu_env(result: Mapping[str, Any]) -> str:
     columns = ("name", "capability", "multiprocessors", "memory_gib")
     return table(("GPU", *columns[1:]), [[gpu[key] for key in columns] for gpu in result["gpus"]])
@@ -1221,6 +1237,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "speculation": speculation,
     "int8": int8,
     "adapters": adapters,
+    "families": families,
     "protocol": protocol,
     "roofline": roofline,
     "router": router,

@@ -87,6 +87,10 @@ class Adapters:
 
     def load(self, adapter: Adapter) -> AdapterWeights:
         """Waits for it. Raises AdapterError."""
+        with self._lock:
+            if (weights := self._alive.get(adapter.digest)) is not None:
+                self._keep(weights)
+                return weights
         return self.begin(adapter).result()
 
     def _load(self, adapter: Adapter, loading: Future[AdapterWeights]) -> None:
@@ -144,7 +148,7 @@ class Adapters:
         for chunk in chunks:
             end = first + len(chunk.token_ids)
             if chunk.adapter is not None:
-                weights = self._alive.get(chunk.adapter.digest) or self.load(chunk.adapter)
+                weights = self.load(chunk.adapter)
                 if rows and rows[-1].end == first and rows[-1].weights is weights:
                     rows[-1] = rows[-1]._replace(end=end)
                 else:
