@@ -85,7 +85,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def check_fits(path: str, parts: Mapping[str, LoraPart], adaptable: Adaptable) -> None:
     """Raises AdapterError for one of another model."""
     known = {linear.name: linear for linear in adaptable.linears}
-    for name, part in parts.items():
+    for name, part in sorted(parts.items()):
         linear = known.get(name)
         if linear is None:
             some = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
