@@ -1,0 +1,33 @@
+"""The longest sequence to serve, by whatever name a model's config has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import BloomConfig, LlamaConfig, MptConfig
+
+from engine.weights.config import resolve_max_len
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (LlamaConfig(max_position_embeddings=300), 300),
+        (MptConfig(max_seq_len=200), 200),
+        (BloomConfig(seq_length=100), 100),
+    ],
+)
+def test_it_is_the_models_own_unless_less_is_asked_for(config: Any, longest: int) -> None:
+    assert resolve_max_len(None, config) == longest
+    assert resolve_max_len(64, config) == 64
+    with pytest.raises(ValueError, match=f"max_model_len is 301, but the model has {longest} positions"):
+        resolve_max_len(301, config)
+
+
+def test_a_config_that_names_none_wants_to_be_told() -> None:
+    with pytest.raises(ValueError, match="names no max_position_embeddings; give max_model_len"):
+        resolve_max_len(None, BloomConfig())
+    assert resolve_max_len(77, BloomConfig()) == 77
