@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+LIKE_LINEAR = ("FalconLinear",)  # of transformers: classes that compute as torch's own does
 NUMBERED = "kvrelay_numbered"  # the attribute of a Linear that may be adapted
 EXPERTS = ".experts."  # see a part of a step's rows only
 
@@ -79,6 +80,12 @@ class AdaptedProduct:
         return self._site.add(x, self._product(x))
 
 
+def is_linear(module: nn.Module) -> bool:
+    """One whose products are made by us: x W^T + b, in Conv1D with W the other way round."""
+    kind = type(module)
+    return kind in (nn.Linear, Conv1D) or (isinstance(module, nn.Linear) and kind.__name__ in LIKE_LINEAR)
+
+
 @contextmanager
 def numbered(model: PreTrainedModel, num_rows: int) -> Iterator[Adaptable]:
     """Inside, the model is to run once over so many rows, of which fewer are to have logits. Behind it those Linears
@@ -93,7 +100,7 @@ def numbered(model: PreTrainedModel, num_rows: int) -> Iterator[Adaptable]:
         is_whole = x.numel() == num_rows * x.shape[-1] and x.dtype == y.dtype == weight.dtype
         seen[module] = seen.get(module, True) and is_whole
 
-    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    linears = [module for module in model.modules() if is_linear(module)]
     hooks = [linear.register_forward_hook(look) for linear in linears]
     try:
         yield adaptable
@@ -107,7 +114,7 @@ def numbered(model: PreTrainedModel, num_rows: int) -> Iterator[Adaptable]:
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         rows, columns = weight.shape
-        sizes = (columns, rows) if type(module) is nn.Linear else (rows, columns)
+        sizes = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
         setattr(module, NUMBERED, (adaptable, len(adaptable.linears)))
         adaptable.linears.append(Numbered(name, *sizes, weight.dtype))
 
@@ -127,5 +134,5 @@ def site_of(linears: Sequence[nn.Module]) -> Site | None:
 def hook_linears(model: nn.Module) -> None:
     """Those that are still modules of torch's own, and multiply by themselves."""
     for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D) and (site := site_of([module])) is not None:
+        if is_linear(module) and (site := site_of([module])) is not None:
             module.register_forward_hook(lambda _, args, y, site=site: site.add(args[0], y))

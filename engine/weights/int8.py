@@ -12,13 +12,15 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.adapters.products import is_linear
+
 MOST = 127
 SCALES = "int8_scales"  # the attribute of a Linear, where its weights are such
 
 
 def quantise(model: nn.Module) -> int:
     """Round the weights of every Linear; how many. An embedding that is a Linear's weight, too, stays as it is."""
-    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    linears = [module for module in model.modules() if is_linear(module)]
     for linear in linears:
         weight = linear.weight
         assert isinstance(weight, torch.Tensor)

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.adapters.products import Site, site_of
+from engine.adapters.products import Site, is_linear, site_of
 from engine.weights import int8, panels
 
 MIN_ROWS = 2
@@ -202,7 +202,7 @@ def pack_linears(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D)
+        if is_linear(child)
     ]
     packed: dict[int, PackedLinear] = {}
     for parent, name, child in linears:

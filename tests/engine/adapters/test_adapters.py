@@ -23,7 +23,7 @@ from tests.zoo import make_tiny_model
 
 PROMPT = [5 + (7 * i * i) % 500 for i in range(41)]
 PAGES = 3  # of a prompt
-MODELS = ("llama", "gpt2", "mixtral", "gemma2")
+MODELS = ("llama", "gpt2", "mixtral", "gemma2", "bloom", "falcon")
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
@@ -41,8 +41,8 @@ def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def load(model: Path, dtype: str = "float32", **changes: object) -> Engine:
-    options = EngineOptions(model=str(model), dtype=dtype, num_pages=32, threads=2, parity_check=False)  # type: ignore[arg-type]
-    return Engine.load(replace(options, **changes))  # type: ignore[arg-type]
+    options = EngineOptions(model=str(model), num_pages=32, threads=2, parity_check=False, max_model_len=256)
+    return Engine.load(replace(options, **{"dtype": dtype, **changes}))  # type: ignore[arg-type]
 
 
 def chunk(adapter: Adapter | None, place: int = 0, token_ids: Sequence[int] = PROMPT, start: int = 0) -> Chunk:
