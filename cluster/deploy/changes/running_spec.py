@@ -124,12 +124,13 @@ class RunningSpec:
             if left.get(name, path) != path:
                 raise SpecError(f"adapter {name!r} is {left[name]} already; remove it first, or take another name")
         written, resolved = (_with_adapters(spec, {**left, **add}) for spec in (self.written, self.resolved))
-        sources = {**self.sources, "router.adapters": "kvrelay adapter"}
+        sources = {"router.adapters": "kvrelay adapter"}
         return Planned(written=written, resolved=resolved, sources=sources, sources_before=self.sources, changes=())
 
     def take_now(self, planned: Planned) -> None:
-        """What changes at once, wherever it is."""
-        self.written, self.resolved, self.sources = planned.written, planned.resolved, planned.sources
+        """What changes at once, wherever it is. A pool may have been resized since it was planned."""
+        self.written, self.resolved = planned.written, planned.resolved
+        self.sources = {**self.sources, **planned.sources}
         self.number += 1
 
     def _sizes_beside(self, written: ClusterSpec) -> dict[str, tuple[int, int]]:
