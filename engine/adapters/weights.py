@@ -7,7 +7,7 @@ Shapes: T rows of a step, R rank, I in, O out of a Linear.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,6 +122,7 @@ def load_weights(adapter: Adapter, adaptable: Adaptable, device: torch.device, *
         pairs[number] = Pair(a, b, part.scale)
     if not is_native:
         return AdapterWeights(digest, pairs, None)
+    pairs = _side_by_side(pairs)
     table = (_Part * len(adaptable.linears))()
     for number, pair in pairs.items():
         rank = parts[adaptable.linears[number].name].rank
@@ -139,6 +140,15 @@ def _as_read(a_RI: torch.Tensor, b_RO: torch.Tensor) -> tuple[torch.Tensor, torc
     outputs = b_RO.shape[1] // PANEL * PANEL
     panels = [b_RO[:, :outputs].unflatten(1, (-1, PANEL)).transpose(0, 1).flatten()] if outputs else []
     return torch.cat(blocks), torch.cat([*panels, b_RO[:, outputs:].flatten()])
+
+
+def _side_by_side(pairs: Mapping[int, Pair]) -> dict[int, Pair]:
+    """The same in one piece of memory for each dtype, in the order in which layers read them."""
+    flat: dict[torch.dtype, Iterator[torch.Tensor]] = {}
+    for dtype in {pair.a_RI.dtype for pair in pairs.values()}:
+        tensors = [t for pair in pairs.values() for t in (pair.a_RI, pair.b_RO) if t.dtype == dtype]
+        flat[dtype] = iter(torch.cat(tensors).split([len(t) for t in tensors]))
+    return {n: Pair(next(flat[a.dtype]), next(flat[a.dtype]), scale) for n, (a, _, scale) in pairs.items()}
 
 
 class TorchAdapters:
