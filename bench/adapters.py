@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from bench.common import MODELS, about, demo_model, save
-from bench.engine import PAGE_SIZE, PROMPT_TOKENS, ours
+from bench.engine import PAGE_SIZE, PROMPT_TOKENS, in_turns, ours
 from bench.rounds import spread
 from engine.adapters.files import CONFIG, WEIGHTS, read_adapter
 from engine.engine import Engine
@@ -91,16 +90,11 @@ def times(engine: Engine, adapters: Sequence[Adapter], rounds: int) -> dict[str,
         "all the same": lambda _: adapters[first % COUNT],
     }
     contenders = {way: ours(Adapted(engine, of), STEPS) for way, of in ways.items()}  # type: ignore[arg-type]
-    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for number in range(rounds + 1):
-        first = 32 * number
-        for way in list(ways)[:: -1 if number % 2 else 1]:
-            decode, prefill = contenders[way].decode, contenders[way].prefill
-            for name, sizes, turn_s in (("decode", BATCHES, decode), ("prefill", PREFILLS, prefill)):
-                for rows in sizes:
-                    seconds = turn_s(rows, number)
-                    if number:  # the first warms up
-                        took[f"{name} {rows}"][way].append(seconds)
+
+    def on_round(number: int) -> None:
+        nonlocal first
+        first = max(BATCHES) * number
+
     return {
         name: {
             **{f"{way}_ms": round(1e3 * median(seconds), 3) for way, seconds in by_way.items()},
@@ -110,7 +104,7 @@ def times(engine: Engine, adapters: Sequence[Adapter], rounds: int) -> dict[str,
                 if way != "alone"
             },
         }
-        for name, by_way in took.items()
+        for name, by_way in in_turns(contenders, BATCHES, PREFILLS, rounds, on_round).items()
     }
 
 

@@ -29,6 +29,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,28 @@ class Contender:
     name: str
     prefill: Timed
     decode: Timed
+
+
+def in_turns(
+    contenders: Mapping[str, Contender],
+    batches: Sequence[int],
+    prefills: Sequence[int],
+    rounds: int,
+    on_round: Callable[[int], None] = lambda number: None,
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each contender in each round, by `decode 8`, `prefill 512`: round 0 warms up, and every second round
+    the last one is the first. `on_round` is told the number of each."""
+    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number in range(rounds + 1):
+        on_round(number)
+        for way in list(contenders)[:: -1 if number % 2 else 1]:
+            decode, prefill = contenders[way].decode, contenders[way].prefill
+            for name, sizes, turn_s in (("decode", batches, decode), ("prefill", prefills, prefill)):
+                for rows in sizes:
+                    seconds = turn_s(rows, number)
+                    if number:
+                        took[f"{name} {rows}"][way].append(seconds)
+    return took
 
 
 def prompts(count: int, tokens: int, turn: int, vocab_size: int = VOCAB) -> list[list[int]]:

@@ -26,15 +26,16 @@ from typing import Any
 import torch
 import transformers
 from rich.progress import track
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bench.common import about, save
 from engine.errors import UnsupportedModel
 from engine.process import set_thread_counts
-from kvrelay.demo_model import BOS_ID, EOS_ID
+from kvrelay.demo_model import EOS_ID
 from tests import zoo
 from tests.engine.test_zoo import generated, load, random_prompts, served
+from tests.greedy import eager_model
 
 LAYERS = 3
 MOST_PARAMS = 20_000_000
@@ -107,7 +108,7 @@ def made(kind: str, folder: Path) -> list[list[int]]:
 
 def _check_forward(folder: Path, outputs: Sequence[Sequence[int]]) -> None:
     """That the model says the same in one forward as with a cache: else there is nothing to be equal to."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = eager_model(folder)
     for prompt, output in zip(random_prompts(), outputs, strict=True):
         ids = torch.tensor([[*prompt, *output[:-1]]])
         with torch.no_grad():
@@ -129,11 +130,7 @@ def _make(kind: str, variant: Mapping[str, Any], folder: Path) -> None:
     if count > MOST_PARAMS:
         raise ValueError(f"it has {count / 1e6:.0f}M parameters when made small")
     torch.manual_seed(0)
-    model = model_class(config)
-    zoo._spread_weights(model, 0)
-    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
-    model.save_pretrained(folder)
-    zoo._tokenizer().save_pretrained(folder)
+    zoo.save_spread(model_class(config), folder)
 
 
 def verdict_of(kind: str, folder: Path) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from bench.common import REPO, RESULTS, about, demo_model, save
-from bench.engine import PAGE_SIZE, PROMPT_TOKENS, ours
+from bench.engine import PAGE_SIZE, PROMPT_TOKENS, in_turns, ours
 from bench.kv_fp8 import compare, logits_of
 from bench.rounds import spread
 from bench.speculation import pair
@@ -52,22 +51,13 @@ def engine_of(model: str, way: str) -> Engine:
 
 
 def times(engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
-    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     contenders = {way: ours(engine, STEPS) for way, engine in engines.items()}
-    for number in range(rounds + 1):
-        for way in list(engines)[:: -1 if number % 2 else 1]:
-            decode, prefill = contenders[way].decode, contenders[way].prefill
-            for name, sizes, turn_s in (("decode", BATCHES, decode), ("prefill", PREFILLS, prefill)):
-                for rows in sizes:
-                    seconds = turn_s(rows, number)
-                    if number:  # the first warms up
-                        took[f"{name} {rows}"][way].append(seconds)
     return {
         name: {
             **{f"{way}_ms": round(1e3 * median(seconds), 3) for way, seconds in ways.items()},
             "speed": spread(list(zip(ways["int8"], ways["bfloat16"], strict=True))),
         }
-        for name, ways in took.items()
+        for name, ways in in_turns(contenders, BATCHES, PREFILLS, rounds).items()
     }
 
 

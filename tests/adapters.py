@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.adapters.files import read_adapter
 from engine.types import Adapter
+from tests.greedy import eager_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "usual": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
@@ -45,20 +45,7 @@ def adapter_at(directory: Path) -> Adapter:
     return Adapter(name=directory.name, path=str(directory), digest=read_adapter(str(directory)).digest)
 
 
-def merged(model: Path, adapter: Path | None, dtype: torch.dtype = torch.float32) -> Any:
+def merged(model: Path, adapter: Path | None) -> Any:
     """The model with the adapter merged into its weights, by PEFT."""
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+    made = eager_model(model)
     return made if adapter is None else PeftModel.from_pretrained(made, str(adapter)).merge_and_unload()
-
-
-def greedy_tokens(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    ids = torch.tensor([list(prompt)])
-    whole = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-    )
-    tokens: list[int] = whole[0, len(prompt) :].tolist()
-    return tokens

@@ -305,10 +305,14 @@ ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **UNSUPPORTED}
 
 def make_tiny_model(name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32") -> Path:
     """Write the architecture's config, weights, generation config and tokenizer; return the directory."""
+    torch.manual_seed(seed)  # what the spread leaves as the library made it
+    return save_spread(_instantiate(ZOO[name]()), directory, seed, dtype)
+
+
+def save_spread(model: PreTrainedModel, directory: str | Path, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a model, its weights spread, with generation config and tokenizer; return the directory."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)  # what the spread below leaves as the library made it
-    model = _instantiate(ZOO[name]())
     _spread_weights(model, seed)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     model.to(getattr(torch, dtype)).save_pretrained(target)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
@@ -22,6 +21,7 @@ from engine.kernels.native import NativeUnavailable
 from engine.options import EngineOptions
 from engine.pages.pool import pages_for
 from engine.types import Chunk, SampleSpec, SamplingParams, Step, banned_token_ids
+from tests.greedy import eager_model, greedy_tokens
 from tests.zoo import EXTRA, TEN, UNSUPPORTED, VOCAB, make_tiny_model
 
 PROMPT_LENS = (1, 7, 16, 33, 90)  # tokens: one, less than, exactly and more than a page; more than the window of 32
@@ -66,19 +66,8 @@ def random_prompts() -> list[list[int]]:
 
 def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers generates for each prompt alone, in its own eager attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-        )
-        outputs.append(whole[0, len(prompt) :].tolist())
-    return outputs
+    model = eager_model(directory)
+    return [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts]
 
 
 @dataclass

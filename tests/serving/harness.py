@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM
+from typing import Any
 
 from cluster.deploy.local import LocalCluster
 from cluster.front.server import ServerOptions, server_options
@@ -21,7 +19,9 @@ from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.types import SampledToken, Step
 from placement.checks.replay import Replayed, read_recording, replay
+from tests.greedy import eager_model, greedy_tokens
 from tests.zoo import VOCAB
+from worker.driver import Worker
 
 PAGE_SIZE = 16  # tokens
 WAIT_S = 30.0  # for what must happen soon; a test that waits so long has failed
@@ -52,19 +52,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 def transformers_tokens(directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
     """What `generate` makes of each prompt alone: greedy, in float32, with the model's own eager attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        whole = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-        )
-        outputs.append(whole[0, len(prompt) :].tolist())
-    return outputs
+    model = eager_model(directory)
+    return [greedy_tokens(model, prompt, new_tokens) for prompt in prompts]
 
 
 def counters(cluster: LocalCluster) -> Counter[str]:
@@ -106,6 +95,17 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+async def leave(worker: Worker[Any], gate: Gate, *, drains: bool) -> None:
+    """The worker that stands at the gate drains until all have left it, or is gone for all others."""
+    if drains:
+        worker.is_draining = True
+        gate.open()
+        await until(lambda: not worker.role.requests, "it is left by all")
+    else:
+        await worker._server.stop(0)
+        gate.open()
 
 
 def state_of(cluster: LocalCluster, name: str) -> tuple[str, str]:

@@ -14,9 +14,10 @@ import pytest
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
-from tests.adapters import KINDS, greedy_tokens, make_adapter, merged
+from tests.adapters import KINDS, make_adapter, merged
+from tests.greedy import greedy_tokens
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import Gate, counters, engine_with, random_prompt, replays, router_with, until, worker_with
+from tests.serving.harness import Gate, counters, engine_with, leave, random_prompt, replays, router_with, worker_with
 
 NEW_TOKENS = 24
 LENGTHS = (70, 33, 16, 5, 47, 64, 21, 40)
@@ -100,13 +101,7 @@ async def test_they_are_so_whatever_becomes_of_a_worker(
         running = asyncio.create_task(ask_all(client))
         await gate.reached()
         assert first.role.requests
-        if way == "decode drains":
-            first.is_draining = True
-            gate.open()
-            await until(lambda: not first.role.requests, "it is left by all")
-        else:
-            await first._server.stop(0)
-            gate.open()
+        await leave(first, gate, drains=way == "decode drains")
         answers = await running
         await cluster.settled()
         cluster.check_invariants()

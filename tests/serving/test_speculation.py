@@ -20,7 +20,7 @@ from decode_worker.drafts import Drafts
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, GenerateOptions
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, Gate, counters, engine_with, random_prompt, replays, until, worker_with
+from tests.serving.harness import ROUTER, Gate, counters, engine_with, leave, random_prompt, replays, worker_with
 
 NEW_TOKENS = 48
 PROMPT_LENS = (3, 16, 21, 35, 40, 47, 64, 70)
@@ -179,13 +179,7 @@ async def test_who_leaves_a_worker_has_the_same_tokens_elsewhere(
         await gate.reached()
         held = len(first.role.requests)
         assert held > 0
-        if way == "it drains":
-            first.is_draining = True
-            gate.open()
-            await until(lambda: not first.role.requests, "it is left by all")
-        else:
-            await first._server.stop(0)
-            gate.open()
+        await leave(first, gate, drains=way == "it drains")
         answers = await running
         await cluster.settled()
         cluster.check_invariants()

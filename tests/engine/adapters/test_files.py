@@ -45,7 +45,7 @@ def test_it_says_what_is_added_where(tmp_path: Path) -> None:
     ],
 )
 def test_the_scale_is_pefts(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
-    parts, _ = describe(str(save(tmp_path, **config)))
+    parts = describe(str(save(tmp_path, **config)))
     assert parts[LAYER].scale == scale
 
 
