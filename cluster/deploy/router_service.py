@@ -75,9 +75,10 @@ class RouterService:
 
     async def take_spec(self, spec: RouterSpec) -> None:
         """Raises TokenError."""
-        self._server.take_options(spec.options(RouterOptions), spec.options(FrontOptions), spec.tokens_file or "")
+        front = spec.options(FrontOptions)
+        self._server.take_options(spec.options(RouterOptions), front, spec.tokens_file or "")
         self._server.take_prices(spec.prices.prices if spec.prices else None)
-        await self._server.take_adapters(spec.options(FrontOptions).adapters)
+        await self._server.take_adapters(front.adapters)
 
     async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
         if not self._newest.takes(version):

@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 MAX_RANK = 512
-READ_BYTES = 1 << 20
 REFUSED = (  # beside what begins with use_
     *("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("layer_replication", "alora_invocation_tokens", "arrow_config"),
@@ -60,13 +59,13 @@ class AdapterFiles:
         return sum(part.rank * (part.in_features + part.out_features) for part in self.parts.values())
 
 
-def describe(path: str) -> tuple[Mapping[str, LoraPart], bytes]:
-    """What it adds, by the Linears' names in the model; and its config, as it stands there. Raises AdapterError."""
+def describe(path: str) -> Mapping[str, LoraPart]:
+    """What it adds, by the Linears' names in the model: of its weights the header is read. Raises AdapterError."""
     with _reading(path) as folder:
         raw = (folder / CONFIG).read_bytes()
         with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return parts_of(path, raw, shapes), raw
+    return parts_of(path, raw, shapes)
 
 
 def parts_of(path: str, raw: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LoraPart]:
@@ -83,13 +82,10 @@ def parts_of(path: str, raw: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Ma
 
 
 def read_adapter(path: str) -> AdapterFiles:
-    """All but the weights; reads them through, for the digest. Raises AdapterError."""
-    parts, raw = describe(path)
-    digest = xxhash.xxh3_128(raw)
-    with _reading(path) as folder, (folder / WEIGHTS).open("rb") as weights:
-        while block := weights.read(READ_BYTES):
-            digest.update(block)
-    return AdapterFiles(path=path, digest=digest.hexdigest(), parts=parts)
+    """All but the weights; reads them, for the digest. Raises AdapterError."""
+    parts = describe(path)
+    _, _, digest = read_whole(path)
+    return AdapterFiles(path=path, digest=digest, parts=parts)
 
 
 def read_whole(path: str) -> tuple[bytes, bytes, str]:

@@ -65,16 +65,13 @@ class Adapters:
         """Raises AdapterError where it is plain from its config and header that it cannot be had."""
         if adapter.digest not in self._alive:
             with self._told(adapter):
-                parts, _ = describe(adapter.path)
-                check_fits(adapter.path, parts, self._adaptable)
+                check_fits(adapter.path, describe(adapter.path), self._adaptable)
 
     def begin(self, adapter: Adapter) -> Future[AdapterWeights]:
         """Returns at once; the result is an AdapterError where it cannot be had. It stays in memory for as long as this
         future is held."""
         with self._lock:
-            weights = self._alive.get(adapter.digest)
-            if weights is not None:
-                self._keep(weights)
+            if (weights := self._used(adapter.digest)) is not None:
                 done: Future[AdapterWeights] = Future()
                 done.set_result(weights)
                 return done
@@ -88,8 +85,7 @@ class Adapters:
     def load(self, adapter: Adapter) -> AdapterWeights:
         """Waits for it. Raises AdapterError."""
         with self._lock:
-            if (weights := self._alive.get(adapter.digest)) is not None:
-                self._keep(weights)
+            if (weights := self._used(adapter.digest)) is not None:
                 return weights
         return self.begin(adapter).result()
 
@@ -111,6 +107,12 @@ class Adapters:
             self._keep(weights)
             del self._loading[adapter.digest]
         loading.set_result(weights)
+
+    def _used(self, digest: str) -> AdapterWeights | None:
+        """What is in memory, and is the last used by now. Under the lock."""
+        if (weights := self._alive.get(digest)) is not None:
+            self._keep(weights)
+        return weights
 
     def _keep(self, weights: AdapterWeights) -> None:
         self._kept[weights.digest] = weights

@@ -9,15 +9,14 @@ Shapes: T packed rows, H query heads, G key/value heads, D key width, E value wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine.attention.forward_pass import ForwardPass
 from engine.attention.held import held_by
-from engine.attention.probe import LAYER, Probe
+from engine.attention.hooks import serve_attention
+from engine.attention.probe import Probe, probe_attention
 
 
 def adopt(model: nn.Module) -> bool:
@@ -43,16 +42,14 @@ def _attend(
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[1, T, H, E]. Keys and queries that a model widens are narrowed to its values' dtype, as pages hold one."""
-    state = held_by(module)
+    attention = probe_attention if isinstance(held_by(module), Probe) else serve_attention
     q_1HTD, k_1GTD = (x.to(v_1GTE.dtype) for x in (q_1HTD, k_1GTD))
-    if isinstance(state, Probe):
-        has_slopes = slopes is not None
-        state.record(module, q_1HTD, k_1GTD, v_1GTE, window, scaling, None, has_sinks=False, has_slopes=has_slopes)
-        return v_1GTE.new_zeros(1, q_1HTD.shape[2], q_1HTD.shape[1], v_1GTE.shape[3])
-    assert isinstance(state, ForwardPass), "no pass runs"
-    q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTE))
-    layer: int = getattr(module, LAYER)
-    return state.serve(layer, q_THD, k_TGD, v_TGE, scaling, 0.0, None, slopes).unsqueeze(0)
+    return attention(module, q_1HTD, k_1GTD, v_1GTE, None, scaling, sliding_window=window, slopes=slopes)[0]
+
+
+def _put(module: Any, name: str, method: Callable[..., Any]) -> bool:
+    object.__setattr__(module, name, method)
+    return True
 
 
 def _method(module: Any, scaling: float, window: int = 0) -> bool:
@@ -61,13 +58,7 @@ def _method(module: Any, scaling: float, window: int = 0) -> bool:
     def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         return _attend(module, q, k, v, scaling, window=window).transpose(1, 2), None
 
-    object.__setattr__(module, "_attn", attn)
-    return True
-
-
-def _forward(module: Any, forward: Callable[..., Any]) -> bool:
-    object.__setattr__(module, "forward", partial(forward, module))
-    return True
+    return _put(module, "_attn", attn)
 
 
 def _bloom(module: Any) -> bool:
@@ -78,12 +69,12 @@ def _bloom(module: Any) -> bool:
     device = module.dense.weight.device
     slopes = _get_alibi_slopes(module.num_heads, device).flatten().float()
 
-    def forward(module: Any, hidden: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(hidden: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         q, k, v = module._reshape(module.query_key_value(hidden))
         attended = _attend(module, q, k, v, module.inv_norm_factor, slopes=slopes)
         return residual + module.dense(attended.flatten(2)), None
 
-    return _forward(module, forward)
+    return _put(module, "forward", forward)
 
 
 def _mpt(module: Any) -> bool:
@@ -92,7 +83,7 @@ def _mpt(module: Any) -> bool:
     bias = build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)
     slopes = (bias[:, 0, 1] - bias[:, 0, 0]).float().contiguous()
 
-    def forward(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         qkv = module.Wqkv(hidden)
         if module.clip_qkv:
             qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -100,7 +91,7 @@ def _mpt(module: Any) -> bool:
         attended = _attend(module, q, k, v, module.softmax_scale, slopes=slopes)
         return module.out_proj(attended.flatten(2)), None
 
-    return _forward(module, forward)
+    return _put(module, "forward", forward)
 
 
 def _falcon(module: Any) -> bool:
@@ -109,13 +100,13 @@ def _falcon(module: Any) -> bool:
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     def forward(
-        module: Any, hidden: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
+        hidden: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
     ) -> tuple[torch.Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in _falcon_heads(module, module.query_key_value(hidden)))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         return module.dense(_attend(module, q, k, v, module.inv_norm_factor).flatten(2)), None
 
-    return _forward(module, forward)
+    return _put(module, "forward", forward)
 
 
 def _falcon_heads(module: Any, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,12 +120,12 @@ def _falcon_heads(module: Any, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _xglm(module: Any) -> bool:
-    def forward(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
         q, k, v = (x.unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2) for x in projected)
         return module.out_proj(_attend(module, q, k, v, module.scaling).flatten(2)), None
 
-    return _forward(module, forward)
+    return _put(module, "forward", forward)
 
 
 FAMILIES: dict[str, Callable[[Any], bool]] = {  # by the class of attention

@@ -23,7 +23,7 @@ PROBE = "kvrelay_probe"
 
 def install() -> None:
     """Make both names known to transformers; doing it twice changes nothing."""
-    AttentionInterface.register(SERVE, _serve_attention)
+    AttentionInterface.register(SERVE, serve_attention)
     AttentionInterface.register(PROBE, probe_attention)
     AttentionMaskInterface.register(SERVE, _serve_mask)
     AttentionMaskInterface.register(PROBE, probe_mask)
@@ -34,7 +34,7 @@ def _serve_mask(*args: Any, **kwargs: Any) -> None:
     return
 
 
-def _serve_attention(
+def serve_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,6 +45,7 @@ def _serve_attention(
     kvrelay: ForwardPass | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key [1, G, T, D], value [1, G, T, E] -> [1, T, H, E]."""
@@ -55,7 +56,9 @@ def _serve_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
     if not torch.compiler.is_compiling():
-        return kvrelay.serve(layer, q_THD, k_TGD, v_TGE, scaling, softcap or 0.0, s_aux).unsqueeze(0), None
+        out_THE = kvrelay.serve(layer, q_THD, k_TGD, v_TGE, scaling, softcap or 0.0, s_aux, slopes)
+        return out_THE.unsqueeze(0), None
+    assert slopes is None, "no layer with slopes is compiled"
     out_THE = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2])
     op.paged_attention(q_THD, k_TGD, v_TGE, out_THE, kvrelay.number, layer, scaling, softcap or 0.0, s_aux)
     return out_THE.unsqueeze(0), None

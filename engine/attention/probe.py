@@ -52,7 +52,7 @@ class Probe:
         scaling: float | None,
         softcap: float | None,
         has_sinks: bool,
-        has_slopes: bool = False,
+        has_slopes: bool,
     ) -> None:
         if id(module) in self.layer_of:
             raise UnsupportedModel(
@@ -84,6 +84,7 @@ def probe_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     name = type(module).__name__
@@ -98,7 +99,7 @@ def probe_attention(
     if is_causal is False:
         raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
     window = _window(name, attention_mask, sliding_window)
-    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None)
+    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None, slopes is not None)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return out, None
 

@@ -86,7 +86,6 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     """Run two tokens to learn each attention call's KV. Raises UnsupportedModel when it cannot be served so."""
     name = type(model).__name__
     hooks.install()
-    hold(model)
     for config in (model.config, model.config.get_text_config()):
         config.kvrelay_max_len = max_len
     set_attention(model, hooks.PROBE)
@@ -118,9 +117,9 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             for config in (model.config, model.config.get_text_config()):
                 config._attn_implementation = name  # so that none are made
         return
-    if not model._can_set_attn_implementation() and model.config._attn_implementation == name:
-        return  # as it was loaded
     if not model._can_set_attn_implementation():
+        if model.config._attn_implementation == name:
+            return  # as it was loaded
         raise UnsupportedModel(
             f"{type(model).__name__} does not call transformers' attention interface, so its KV cannot be paged"
         )

@@ -3,13 +3,15 @@ and offers nothing where one does not answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from kvrelay.client.client import Client
     from kvrelay.client.types import WorkerState
 
+T = TypeVar("T")
 TIMEOUT_S = 1.0
 
 
@@ -28,25 +30,23 @@ def pools(incomplete: str) -> list[str]:
 
 
 def adapters(incomplete: str) -> list[str]:
-    from kvrelay.client import known_clusters
-    from kvrelay.client.client import Client
-    from kvrelay.client.types import KvrelayError
-
-    names: set[str] = set()
-    for endpoint in (cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints):
-        with suppress(KvrelayError), Client(endpoint) as client:
-            names |= {adapter.name for adapter in client.adapters(timeout_s=TIMEOUT_S)}
-    return _beginning(incomplete, names)
+    told = _asked(lambda client: client.adapters(timeout_s=TIMEOUT_S))
+    return _beginning(incomplete, {adapter.name for adapter in told})
 
 
 def _workers() -> Iterator[WorkerState]:
+    return _asked(lambda client: client.status(timeout_s=TIMEOUT_S).workers)
+
+
+def _asked(ask: Callable[[Client], Iterable[T]]) -> Iterator[T]:
+    """What each cluster says."""
     from kvrelay.client import known_clusters
     from kvrelay.client.client import Client
     from kvrelay.client.types import KvrelayError
 
     for endpoint in (cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints):
         with suppress(KvrelayError), Client(endpoint) as client:
-            yield from client.status(timeout_s=TIMEOUT_S).workers
+            yield from ask(client)
 
 
 def _beginning(incomplete: str, names: set[str]) -> list[str]:
