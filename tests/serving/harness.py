@@ -101,6 +101,7 @@ async def leave(worker: Worker[Any], gate: Gate, *, drains: bool) -> None:
     """The worker that stands at the gate drains until all have left it, or is gone for all others."""
     if drains:
         worker.is_draining = True
+        await until(lambda: worker.role.moves._moves, "one of them moves")  # else it could be done before
         gate.open()
         await until(lambda: not worker.role.requests, "it is left by all")
     else:

@@ -19,7 +19,7 @@ from tests.greedy import greedy_tokens
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import Gate, counters, engine_with, leave, random_prompt, replays, router_with, worker_with
 
-NEW_TOKENS = 24
+NEW_TOKENS = 48
 LENGTHS = (70, 33, 16, 5, 47, 64, 21, 40)
 ASKED = ("", *KINDS) * 2  # of each request
 SHARED = random_prompt(48, seed=99)  # three pages

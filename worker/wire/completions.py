@@ -30,7 +30,11 @@ def told_together() -> Iterator[None]:
         def read_all() -> None:
             with suppress(BlockingIOError):  # another loop of the process was woken, too
                 bytes_of.recv_into(read)
-            take_all()
+            try:
+                take_all()
+            except Exception:  # this one is of a loop that is closed; those behind it have no byte left that tells
+                loop.call_soon(read_all)
+                raise
 
         add_reader(bytes_of, read_all)
 

@@ -43,6 +43,23 @@ async def test_bytes_that_another_loop_has_read_do_no_harm(sockets: tuple[socket
     loop.remove_reader(reads)
 
 
+async def test_one_that_fails_does_not_hide_those_behind_it(sockets: tuple[socket.socket, socket.socket]) -> None:
+    reads, writes = sockets
+    loop, queue, told = asyncio.get_running_loop(), [1, 0, 0, 1], list[int]()
+    loop.set_exception_handler(lambda _, context: told.append(-1))
+
+    def take_all() -> None:
+        while queue:
+            told.append(1 // queue.pop(0))  # gRPC's fails for a loop that is closed
+
+    with told_together():
+        loop.add_reader(reads, take_all)
+    writes.send(b"1111")
+    await asyncio.sleep(0.05)
+    loop.remove_reader(reads)
+    assert told == [1, -1, -1, 1]
+
+
 class WatchedLoop(asyncio.SelectorEventLoop):
     """Remembers what wakes it."""
 
