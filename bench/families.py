@@ -85,10 +85,16 @@ def config_of(kind: str, variant: Mapping[str, Any]) -> Any:
     text = CONFIG_MAPPING[kind]().get_text_config()
     known = {*text.to_dict(), *getattr(type(text), "attribute_map", {})}
     changes = {name: value for name, value in {**SMALL, **variant}.items() if name in known}
-    if (layer_types := getattr(text, "layer_types", None)) is not None:
+    changes = {name: value for name, value in changes.items() if _can_set(type(text), name)}
+    if (layer_types := getattr(text, "layer_types", None)) is not None and _can_set(type(text), "layer_types"):
         changes["layer_types"] = list(dict.fromkeys(layer_types))[:LAYERS]
         changes["layer_types"] += [layer_types[-1]] * (LAYERS - len(changes["layer_types"]))
     return type(text)(**changes)
+
+
+def _can_set(config_class: type, name: str) -> bool:
+    computed = getattr(config_class, name, None)
+    return not isinstance(computed, property) or computed.fset is not None
 
 
 def made(kind: str, folder: Path) -> list[list[int]]:

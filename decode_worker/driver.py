@@ -51,6 +51,13 @@ class DecodeRole:
         self._steps = StepClock()
 
     def _make_drafts(self, host: RoleHost) -> Drafts:
+        """Raises ValueError: the model's state cannot be taken back to before a guess."""
+        if host.engine.layout.has_states:
+            raise ValueError(
+                f"num_speculative_tokens is {self.policy.options.num_speculative_tokens}, but "
+                f"{host.engine.info.architecture} keeps a state beside KV, which cannot be taken back to before a "
+                "guess; give 0"
+            )
         options, eos_token_ids, model = self.policy.options, self._eos_token_ids, host.engine.draft_model
         if model is None:
             return Drafts(options, host.step_costs, eos_token_ids)

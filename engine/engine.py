@@ -78,8 +78,12 @@ class Engine:
         with torch.inference_mode(), devices.current(self.device):
             if self.draft_model is not None:
                 step = self.draft_model.with_guesses(step)
-            with self.adapters.of(step.chunks):
-                return self.steps.begin(step)
+            try:
+                with self.adapters.of(step.chunks):
+                    return self.steps.begin(step)
+            except Exception:
+                self.model.take_back()
+                raise
 
     @property
     def drafting_s(self) -> float:

@@ -21,8 +21,15 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "auto: as the model was saved (float16 becomes bfloat16)", scope="cluster", fixed=AS_IT_IS
     )
-    page_size: int = knob(
-        16, "in a page; the same on all workers", unit="tokens", scope="cluster", ge=1, le=1024, fixed=AS_IT_IS
+    page_size: int | None = knob(
+        None,
+        "in a page; the same on all workers; null: 16, and where a model keeps a state beside KV as many as make a "
+        "page's KV as large as the state in it, 1024 at most",
+        unit="tokens",
+        scope="cluster",
+        ge=1,
+        le=1024,
+        fixed=AS_IT_IS,
     )
     num_pages: int | None = None  # or kv_bytes; 1 GiB of pages when neither is given
     kv_bytes: int | None = None

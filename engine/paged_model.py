@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
+from engine.state.states import States
 from engine.types import Chunk, OnLayer
 from engine.weights.loader import run_packed
 
@@ -27,6 +28,13 @@ from engine.weights.loader import run_packed
 class KvPages:
     memory: KvMemory
     scales: tuple[KvScale, ...] | None = None  # of each layer, where the pages are in fp8
+
+
+@dataclass(slots=True)
+class Journal:
+    """What the last step has written over."""
+
+    states: States | None = None  # None: no layer keeps a state
 
 
 def in_place(meta: StepMeta) -> StepMeta:
@@ -44,6 +52,7 @@ class PagedModel:
     row_multiple: int = 1  # to which a step's rows are padded
     place: Callable[[StepMeta], StepMeta] = in_place  # brings what kernels read of a step to the device
     ranks: Ranks | None = None
+    journal: Journal = field(default_factory=Journal)
 
     def forward(
         self, pages: KvPages, chunks: Sequence[Chunk], rows: list[int] | None = None, on_layer: OnLayer | None = None
@@ -70,13 +79,19 @@ class PagedModel:
         scales: Sequence[KvScale] | None = None,
     ) -> torch.Tensor:
         """What this process does of the pass."""
-        state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales)
+        if self.probe.has_states:
+            self.journal.states = States(memory, meta)
+        state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales, states=self.journal.states)
         return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
+
+    def take_back(self) -> None:
+        """The last step failed and may be run again: what cannot be written twice is as it was before."""
+        if self.journal.states is not None:
+            self.journal.states.take_back()
 
     def layout(self, dtype: torch.dtype, num_pages: int) -> KvLayout:
         """Of so many pages of all layers."""
-        layers = tuple(layer.kv for layer in self.probe.layers)
-        return KvLayout(self.page_size, str(dtype).removeprefix("torch."), layers, num_pages)
+        return KvLayout(self.page_size, str(dtype).removeprefix("torch."), self.probe.shapes, num_pages)
 
     @contextmanager
     def scratch_pages(

@@ -229,19 +229,63 @@ OTHERS: dict[str, Builder] = {
     "hunyuan_v1_moe": _like_llama("HunYuanMoEV1Config", head_dim=16, num_experts=4, moe_topk=2, pad_token_id=EOS_ID),
 }
 
-UNSUPPORTED: dict[str, Builder] = {
-    "qwen3_next": _like_llama(
-        "Qwen3NextConfig",
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+DELTA: dict[str, Any] = {  # of gated delta rules
+    "head_dim": 16,
+    "layer_types": LINEAR,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+HYBRIDS: dict[str, Builder] = {  # keep a state beside KV, or only that
+    "qwen3_next": _like_llama("Qwen3NextConfig", shared_expert_intermediate_size=64, **DELTA, **MOE),
+    "qwen3_5_text": _like_llama("Qwen3_5TextConfig", **DELTA),
+    "nemotron_h": _like_llama(
+        "NemotronHConfig",
+        layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        num_hidden_layers=4,
         head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        shared_expert_intermediate_size=64,
-        **MOE,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, state_size=8, **SPECIAL
     ),
     "recurrent_gemma": _like_llama("RecurrentGemmaConfig", lru_width=64, attention_window_size=WINDOW),
+}
+
+# Beside HYBRIDS, whose sweep they would only make longer.
+MORE_HYBRIDS: dict[str, Builder] = {
+    "mamba": lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, **SPECIAL),
+    "mamba2": lambda: hf.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, **SPECIAL
+    ),
+    "lfm2": _like_llama("Lfm2Config", layer_types=["conv", "full_attention", "conv"]),
+    "jamba": _like_llama("JambaConfig", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
+    "falcon_h1": _like_llama("FalconH1Config", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16),
+    "bamba": _like_llama(
+        "BambaConfig", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16
+    ),
+    "granitemoehybrid": _like_llama(
+        "GraniteMoeHybridConfig",
+        layer_types=LINEAR,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+    ),
+}
+
+UNSUPPORTED: dict[str, Builder] = {
     "llama_dynamic_rope": _like_llama(
         "LlamaConfig",
         max_position_embeddings=256,
@@ -277,10 +321,6 @@ UNSUPPORTED: dict[str, Builder] = {
         eos_token_id=EOS_ID,
         decoder_start_token_id=BOS_ID,
     ),
-    "mamba": lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, **SPECIAL),
-    "lfm2": _like_llama("Lfm2Config", layer_types=["conv", "full_attention", "conv"]),
-    "jamba": _like_llama("JambaConfig", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
-    "falcon_h1": _like_llama("FalconH1Config", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16),
     "diffllama": _like_llama("DiffLlamaConfig"),
     "minimax": _like_llama(
         "MiniMaxConfig",
@@ -300,7 +340,7 @@ UNSUPPORTED: dict[str, Builder] = {
     ),
 }
 
-ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **UNSUPPORTED}
+ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **HYBRIDS, **MORE_HYBRIDS, **UNSUPPORTED}
 
 
 def make_tiny_model(name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32") -> Path:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 LIKE_LINEAR = ("FalconLinear",)  # of transformers: classes that compute as torch's own does
+BARE = "kvrelay_bare"  # the attribute of a Linear that another module multiplies by itself
 NUMBERED = "kvrelay_numbered"  # the attribute of a Linear that may be adapted
 EXPERTS = ".experts."  # see a part of a step's rows only
 
@@ -83,6 +84,8 @@ class AdaptedProduct:
 def is_linear(module: nn.Module) -> bool:
     """One whose products are made by us: x W^T + b, in Conv1D with W the other way round."""
     kind = type(module)
+    if hasattr(module, BARE):
+        return False
     return kind in (nn.Linear, Conv1D) or (isinstance(module, nn.Linear) and kind.__name__ in LIKE_LINEAR)
 
 

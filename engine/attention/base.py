@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.tables import PageTables
@@ -34,6 +35,7 @@ class StepMeta:
     slots: torch.Tensor  # int64 [rows without padding]: page * page_size + offset
     page_size: int
     tables: PageTables | None = None  # the same pages in the form FlashInfer reads; only where it runs
+    host_tables: npt.NDArray[np.int32] | None = None  # block_tables, on the host; of steps that were packed here
 
     @property
     def num_rows(self) -> int:
@@ -102,4 +104,5 @@ def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -
         block_tables=torch.from_numpy(tables),
         slots=torch.from_numpy(slots),
         page_size=page_size,
+        host_tables=tables,
     )

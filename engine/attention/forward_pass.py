@@ -14,6 +14,7 @@ from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
 from engine.attention.probe import Probe
 from engine.pages.fp8 import KvScale, quantise
 from engine.pages.memory import LayerPages
+from engine.state.states import States
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class ForwardPass:
     on_layer: Callable[[int], None] | None
     scales: Sequence[KvScale] | None = None  # of pages in fp8
     number: int = 0  # of the engine, for the operator
+    states: States | None = None  # what layers keep beside KV; None: nothing
 
     def write(self, layer: int, k_TGD: torch.Tensor, v_TGE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the rows' K and V into the layer's pages, tell who waits for them, and return the pages."""
@@ -35,9 +37,13 @@ class ForwardPass:
             scale = self.scales[layer]
             k_TGD, v_TGE = quantise(k_TGD, scale.k), quantise(v_TGE, scale.v)
         self.backend.write(k_TGD, v_TGE, k_pages, v_pages, self.meta)
+        self.tell(layer)
+        return k_pages, v_pages
+
+    def tell(self, layer: int) -> None:
+        """Who waits for the layer: what it keeps is in the pages."""
         if self.on_layer is not None:
             self.on_layer(layer)
-        return k_pages, v_pages
 
     def call(
         self,
@@ -49,7 +55,7 @@ class ForwardPass:
     ) -> AttentionCall:
         """What the layer's attention is, its window and the pages' scales included."""
         scale = KvScale() if self.scales is None else self.scales[layer]
-        window = self.probe.layers[layer].window
+        window = self.probe.attention(layer).window
         return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v, slopes)
 
     def serve(

@@ -1,4 +1,5 @@
-"""The probe learns a model by one short forward: the shape of each attention call's K and V, and its mask's pattern.
+"""The probe learns a model by one short forward: the shape of each attention call's K and V, and its mask's pattern;
+and of what layers keep beside KV (engine/state).
 
 Nothing is attended. The masks of this forward are filled with their own pattern's code, so that the code reaches the
 layers the mask was made for. What paged attention does not know is refused here, by the layer's name.
@@ -14,9 +15,9 @@ import torch
 
 from engine.attention.held import held_by
 from engine.errors import UnsupportedModel
-from engine.pages.layout import LayerKv
+from engine.pages.layout import LayerKv, LayerState
 
-LAYER = "kvrelay_layer"  # attribute of an attention module: its number among the calls
+LAYER = "kvrelay_layer"  # attribute of an attention module, or of one with a state: its number among the calls
 
 FULL = 0.0  # what the probe's masks are filled with: this, the window's width, or OTHER
 OTHER = -1.0
@@ -39,8 +40,40 @@ class Probe:
     """What one short forward of `num_tokens` tokens showed. Layers are numbered in the order of the calls."""
 
     num_tokens: int
-    layers: list[LayerProbe] = field(default_factory=list)
+    layers: list[LayerProbe | LayerState] = field(default_factory=list)
     layer_of: dict[int, int] = field(default_factory=dict)  # id(module) -> layer
+
+    @property
+    def shapes(self) -> tuple[LayerKv | LayerState, ...]:
+        """What pages hold of each layer."""
+        return tuple(layer.kv if isinstance(layer, LayerProbe) else layer for layer in self.layers)
+
+    @property
+    def attentions(self) -> list[LayerProbe]:
+        return [layer for layer in self.layers if isinstance(layer, LayerProbe)]
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(layer, LayerState) for layer in self.layers)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of all attention calls; float32 where there is none, and no KV."""
+        return next((layer.dtype for layer in self.attentions), torch.float32)
+
+    def attention(self, layer: int) -> LayerProbe:
+        found = self.layers[layer]
+        assert isinstance(found, LayerProbe), f"layer {layer} does not attend"
+        return found
+
+    def state(self, layer: int) -> LayerState:
+        found = self.layers[layer]
+        assert isinstance(found, LayerState), f"layer {layer} keeps no state"
+        return found
+
+    def record_state(self, module: torch.nn.Module, shape: LayerState) -> None:
+        self._number(module)
+        self.layers.append(shape)
 
     def record(
         self,
@@ -54,20 +87,24 @@ class Probe:
         has_sinks: bool,
         has_slopes: bool,
     ) -> None:
-        if id(module) in self.layer_of:
-            raise UnsupportedModel(
-                f"{type(module).__name__} attends twice in one forward pass, which pages cannot hold"
-            )
         if k.shape[2] != self.num_tokens or q.shape[2] != self.num_tokens:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends over {k.shape[2]} keys for {self.num_tokens} tokens: "
                 "its keys are not one for each token"
             )
         kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
-        self.layer_of[id(module)] = len(self.layers)
-        object.__setattr__(module, LAYER, len(self.layers))
+        self._number(module)
         scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
         self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks, has_slopes))
+
+    def _number(self, module: torch.nn.Module) -> None:
+        """The module's layer is the next."""
+        if id(module) in self.layer_of:
+            raise UnsupportedModel(
+                f"{type(module).__name__} is called twice in one forward pass, which pages cannot hold"
+            )
+        self.layer_of[id(module)] = len(self.layers)
+        object.__setattr__(module, LAYER, len(self.layers))
 
 
 def probe_attention(

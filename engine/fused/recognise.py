@@ -61,8 +61,8 @@ def _norm(module: nn.Module, kernels: Kernels) -> Norm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or not isinstance(eps, float) or weight.dtype not in DTYPES:
         return None
-    if isinstance(module, nn.LayerNorm):
-        return None
+    if isinstance(module, nn.LayerNorm) or len(inspect.signature(type(module).forward).parameters) != 2:
+        return None  # with a gate, say
     x = _random_rows(weight.shape[0], weight)
     wanted = _quietly(module, x)
     if wanted is None or wanted.dtype != x.dtype:

@@ -9,12 +9,28 @@ import torch
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
 from engine.pages import fp8
+from engine.pages.layout import LayerKv, LayerState
 
 DEFAULT_KV_BYTES = 1 << 30
+PAGE_SIZE = 16  # tokens, and what more are a multiple of
+MOST_PAGE_SIZE = 1024
 
 
 def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:
-    return fp8.DTYPE if options.kv_dtype == "fp8_e4m3" else probe.layers[0].dtype
+    return fp8.DTYPE if options.kv_dtype == "fp8_e4m3" else probe.kv_dtype
+
+
+def page_size(options: EngineOptions, probe: Probe) -> int:
+    """As asked for; else so many tokens that a page holds no more of states than of KV."""
+    if options.page_size is not None:
+        return options.page_size
+    dtype = str(page_dtype(options, probe)).removeprefix("torch.")
+    kv, states = (
+        sum(sum(shape.page_bytes(PAGE_SIZE, dtype)) for shape in probe.shapes if isinstance(shape, kind))
+        for kind in (LayerKv, LayerState)
+    )
+    times = -(-states // kv) if kv else MOST_PAGE_SIZE
+    return min(PAGE_SIZE * max(1, times), MOST_PAGE_SIZE)
 
 
 def num_pages(options: EngineOptions, page_bytes: int, default_kv_bytes: Callable[[], int]) -> int:

@@ -37,7 +37,7 @@ def check_parity(
 def fp8_scales(model: PagedModel, info: ModelInfo) -> tuple[KvScale, ...]:
     """Measured on fixed prompts through pages in the model's own dtype."""
     chunks, num_pages = fp8.prompts(info.vocab_size, info.max_model_len, model.page_size)
-    with model.scratch_pages(model.probe.layers[0].dtype, num_pages) as pages:
+    with model.scratch_pages(model.probe.kv_dtype, num_pages) as pages:
         model.forward(pages, chunks, [0])
         layers = range(pages.memory.layout.num_layers)
         return fp8.scales_of([(pages.memory.k(i), pages.memory.v(i)) for i in layers])
@@ -54,7 +54,9 @@ def check_fp8(model: PagedModel, reference: parity.Reference, scales: tuple[KvSc
 
 
 def _poison(pages: torch.Tensor) -> None:
-    if pages.dtype == fp8.DTYPE:
+    if pages.dtype == torch.uint8:
+        pages.fill_(0xFF)  # a NaN in any dtype that states have
+    elif pages.dtype == fp8.DTYPE:
         pages.view(torch.uint8).fill_(fp8.NAN_BYTE)
     else:
         pages.fill_(float("nan"))

@@ -13,7 +13,7 @@ from engine.attention.registry import make_backend
 from engine.fused.cpu import CpuKernels
 from engine.fused.recognise import fuse
 from engine.host_steps import HostSteps
-from engine.loading.capacity import DEFAULT_KV_BYTES, page_dtype
+from engine.loading.capacity import DEFAULT_KV_BYTES, page_dtype, page_size
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
@@ -39,7 +39,7 @@ class CpuPlatform:
             probe=probe,
             backend=backend,
             device=self.device,
-            page_size=options.page_size,
+            page_size=page_size(options, probe),
             row_multiple=_pack(module, backend, probe, served.dtype),
         )
 

@@ -22,7 +22,7 @@ from engine.fused.recognise import fuse
 from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.staging import on_device
 from engine.gpu.steps import GpuSteps
-from engine.loading.capacity import checked_free, kv_budget, page_dtype
+from engine.loading.capacity import checked_free, kv_budget, page_dtype, page_size
 from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
@@ -53,7 +53,7 @@ class GpuPlatform:
             probe=probe,
             backend=backend,
             device=self.device,
-            page_size=options.page_size,
+            page_size=page_size(options, probe),
             place=partial(on_device, device=self.device, with_tables=backend.name == "flashinfer"),
         )
 
@@ -63,7 +63,9 @@ class GpuPlatform:
         backend = make_backend(options.attention, kv_dtype, self.device)
         if not isinstance(backend, FlashInferBackend):
             return backend
-        for number, layer in enumerate(probe.layers):
+        if not probe.attentions:
+            return make_backend("torch", kv_dtype, self.device)
+        for number, layer in enumerate(probe.attentions):
             reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
             if layer.has_slopes:
                 reason = "its scores fall by ALiBi's slopes, which FlashInfer has as fixed ones only"
@@ -73,7 +75,7 @@ class GpuPlatform:
                 raise ValueError(f"attention is 'flashinfer', but it cannot serve layer {number}: {reason}; give auto")
             logger.warning("attention runs on the torch backend, many times slower; layer %d: %s", number, reason)
             return make_backend("torch", kv_dtype, self.device)
-        return flashinfer_choice.measured(backend, shapes_of(probe, options.page_size, kv_dtype))
+        return flashinfer_choice.measured(backend, shapes_of(probe, page_size(options, probe), kv_dtype))
 
     def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
         """FlashInfer's, or plain torch where it is missing or the dtype is not its own."""
@@ -85,7 +87,7 @@ class GpuPlatform:
         self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
     ) -> int:
         tokens = min(PROFILE_TOKENS, info.max_model_len)
-        pages = -(-tokens // options.page_size)
+        pages = -(-tokens // model.page_size)
         chunk = Chunk(request_id="", token_ids=[0] * tokens, start=0, block_table=range(pages))
         with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -110,12 +112,13 @@ class GpuPlatform:
 
     def steps(self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo) -> GpuSteps:
         has_flashinfer = isinstance(model.backend, FlashInferBackend)
+        can_capture = has_flashinfer and not model.probe.has_states  # those are cut as a step's rows are
         return GpuSteps(
             device=self.device,
-            page_size=options.page_size,
+            page_size=model.page_size,
             run=partial(model.run, pages),
             with_tables=has_flashinfer,
-            graphs=self._graphs(model, pages, options, info) if has_flashinfer and options.cuda_graphs else None,
+            graphs=self._graphs(model, pages, options, info) if can_capture and options.cuda_graphs else None,
         )
 
     def _graphs(
@@ -126,9 +129,9 @@ class GpuPlatform:
             return DecodeGraphs(
                 device=self.device,
                 sizes=sizes_up_to(options.max_graph_batch),
-                page_size=options.page_size,
+                page_size=model.page_size,
                 reserved_page=pages.memory.layout.num_pages - OWN_PAGES,
-                max_pages=-(-info.max_model_len // options.page_size),
+                max_pages=-(-info.max_model_len // model.page_size),
                 backend=model.backend,
                 run=lambda meta: model.run(pages, meta, None),
                 capture=self.capture(),
@@ -157,6 +160,6 @@ def shapes_of(probe: Probe, page_size: int, kv_dtype: torch.dtype) -> list[Shape
             dtype=layer.dtype,
             kv_dtype=kind,
         )
-        for kind in dict.fromkeys((kv_dtype, probe.layers[0].dtype))
-        for layer in probe.layers
+        for kind in dict.fromkeys((kv_dtype, probe.kv_dtype))
+        for layer in probe.attentions
     )

@@ -140,6 +140,8 @@ def _load_beside(
         reference = _in_int8(module, reference, served, platform)
     with numbered(module, loader.PROBE_TOKENS) as adaptable:
         probe = loader.probe_model(module, served.max_len)
+    if probe.has_states:
+        _check_with_states(type(module).__name__, options)
     loader.set_attention(module, hooks.SERVE)
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
 
@@ -172,6 +174,17 @@ def _load_beside(
     )
 
 
+def _check_with_states(name: str, options: EngineOptions) -> None:
+    """Raise ValueError for an option that layers with a state beside KV cannot have."""
+    for key, plain, why in (
+        ("tensor_parallel", 1, "is not cut"),
+        ("kv_dtype", "auto", "has no scales"),
+        ("speculative_model", "", "cannot be taken back to before a guess"),
+    ):
+        if (value := getattr(options, key)) != plain:
+            raise ValueError(f"{key} is {value!r}, but {name} keeps a state beside KV, which {why}; give {plain!r}")
+
+
 def _in_int8(
     module: PreTrainedModel, reference: parity.Reference | None, served: ServedConfig, platform: Platform
 ) -> parity.Reference | None:
@@ -200,7 +213,7 @@ def _check_parity_or_in_float32(
 ) -> None:
     """Rows that differ in bfloat16 may be ties that rounding decides (routed experts): float32 settles it."""
     try:
-        error = checks.check_parity(model, reference, model.probe.layers[0].dtype)
+        error = checks.check_parity(model, reference, model.probe.kv_dtype)
     except parity.ParityMismatch as mismatch:
         if info.dtype == "float32" or mismatch.share_good < MIN_SHARE_FOR_FLOAT32:
             raise

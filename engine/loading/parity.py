@@ -7,15 +7,17 @@ are compared with those of each sequence alone through the model's own eager att
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from engine.errors import UnsupportedModel
+from engine.state import mixers
 from engine.types import Chunk
 from engine.weights.loader import set_attention
 
@@ -67,13 +69,29 @@ def reference_logits(model: PreTrainedModel, vocab_size: int, max_len: int) -> R
 
 
 def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    ids = ids[None].to(model.device)
     try:
-        ids = ids[None].to(model.device)
+        if mixers.has_any(model):
+            return _as_generated(model, ids)
         logits: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     except Exception as error:  # a model's own code raises what it likes
         name = type(model).__name__
         raise UnsupportedModel(f"{name} fails by itself on a plain prompt: {type(error).__name__}: {error}") from error
     return logits
+
+
+def _as_generated(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """A prompt, then a token at a time: layers that keep a state compute those by other code, which may round and clamp
+    otherwise."""
+    known, cache = inspect.signature(model.forward).parameters, DynamicCache(config=model.config)
+    name = next(name for name in mixers.CACHES if name in known)
+    prompt, logits = max(1, ids.shape[1] - DECODED), []
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    for at in (slice(prompt), *(slice(i, i + 1) for i in range(prompt, ids.shape[1]))):
+        where = {"position_ids": positions[:, at]} if "position_ids" in known else {}
+        output = model(input_ids=ids[:, at], use_cache=True, return_dict=True, **where, **{name: cache})
+        logits.append(output.logits[0])
+    return torch.cat(logits)
 
 
 def _own_noise(model: PreTrainedModel, sequences: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> float:

@@ -6,12 +6,16 @@ One contiguous range of bytes for each layer's K, then for its V, layer after la
     layer 1: ...
 
 so that one layer's page is one contiguous run (twice: K and V), and a layer can leave as soon as it is computed.
+A layer that keeps a state (a convolution's last inputs, what a recurrence carries) has in each page the state behind
+the last of the page's tokens that was computed: [num_pages, bytes of the one], [num_pages, bytes of the other]. So
+whoever has a page has the state at its end, and what is done with pages is done with states.
 Two workers exchange KV when their `signature`s agree; the number of pages may differ.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +32,47 @@ class LayerKv:
     k_dim: int
     v_dim: int
 
+    def page_bytes(self, page_size: int, dtype: str) -> tuple[int, int]:
+        """Of K, and of V."""
+        token_bytes = self.kv_heads * ITEMSIZE[dtype]
+        return page_size * token_bytes * self.k_dim, page_size * token_bytes * self.v_dim
+
+    def __str__(self) -> str:
+        return f"({self.kv_heads}h,k{self.k_dim},v{self.v_dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One request's."""
+
+    number: int  # the layer's own, where it has several
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One layer's state, whatever the number of tokens before it: in a page where K would be what convolutions read
+    again, and where V would be what recurrences carry, each tensor from a multiple of ALIGN on."""
+
+    conv: tuple[StateTensor, ...]
+    recurrent: tuple[StateTensor, ...]
+
+    def page_bytes(self, page_size: int, dtype: str) -> tuple[int, int]:
+        """Neither is nothing, so that every layer's page is two runs of bytes."""
+        conv, recurrent = (sum(_aligned(each.nbytes) for each in each_of) for each_of in (self.conv, self.recurrent))
+        return max(conv, ALIGN), max(recurrent, ALIGN)
+
+    def __str__(self) -> str:
+        return f"(conv {','.join(map(str, self.conv))}; recurrent {','.join(map(str, self.recurrent))})"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -41,7 +86,7 @@ class Span:
 class KvLayout:
     page_size: int  # tokens
     dtype: str
-    layers: tuple[LayerKv, ...]
+    layers: tuple[LayerKv | LayerState, ...]
     num_pages: int
 
     def __post_init__(self) -> None:
@@ -53,19 +98,22 @@ class KvLayout:
         return len(self.layers)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps what cannot be taken back to an earlier token."""
+        return any(isinstance(layer, LayerState) for layer in self.layers)
+
+    @property
     def signature(self) -> str:
         """What must agree between two workers, readable in an error."""
         runs = itertools.groupby(self.layers)
-        layers = "+".join(f"{len(list(run))}x({k.kv_heads}h,k{k.k_dim},v{k.v_dim})" for k, run in runs)
+        layers = "+".join(f"{len(list(run))}x{shape}" for shape, run in runs)
         return f"page_size={self.page_size} dtype={self.dtype} layers={layers}"
 
     def k_page_bytes(self, layer: int) -> int:
-        shape = self.layers[layer]
-        return self.page_size * shape.kv_heads * shape.k_dim * ITEMSIZE[self.dtype]
+        return self.layers[layer].page_bytes(self.page_size, self.dtype)[0]
 
     def v_page_bytes(self, layer: int) -> int:
-        shape = self.layers[layer]
-        return self.page_size * shape.kv_heads * shape.v_dim * ITEMSIZE[self.dtype]
+        return self.layers[layer].page_bytes(self.page_size, self.dtype)[1]
 
     def page_bytes(self, layers: range | None = None) -> int:
         """Bytes of one page's K and V over `layers` (all by default)."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.pages.host_memory import allocate
-from engine.pages.layout import KvLayout
+from engine.pages.layout import KvLayout, LayerKv, LayerState
 
 TORCH_DTYPE = {
     "float32": torch.float32,
@@ -51,15 +51,15 @@ class KvMemory:
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         else:
             self.bytes = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
-        self._k = [self._view(layout.k_offset(i), s.kv_heads, s.k_dim) for i, s in enumerate(layout.layers)]
-        self._v = [self._view(layout.v_offset(i), s.kv_heads, s.v_dim) for i, s in enumerate(layout.layers)]
+        views = [self._views(layer, shape) for layer, shape in enumerate(layout.layers)]
+        self._k, self._v = [k for k, _ in views], [v for _, v in views]
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of one layer: [num_pages, page_size, kv_heads, k_dim]."""
+        """Keys of one layer: [num_pages, page_size, kv_heads, k_dim]; of one with a state, bytes [num_pages, n]."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of one layer: [num_pages, page_size, kv_heads, v_dim]."""
+        """Values of one layer: [num_pages, page_size, kv_heads, v_dim]; of one with a state, bytes [num_pages, n]."""
         return self._v[layer]
 
     @property
@@ -93,8 +93,16 @@ class KvMemory:
             os.close(self.fd)
             self.fd = None
 
-    def _view(self, offset: int, heads: int, dim: int) -> torch.Tensor:
-        shape = (self.layout.num_pages, self.layout.page_size, heads, dim)
-        dtype = TORCH_DTYPE[self.layout.dtype]
-        nbytes = shape[0] * shape[1] * heads * dim * dtype.itemsize
-        return self.bytes[offset : offset + nbytes].view(dtype).view(shape)
+    def _views(self, layer: int, shape: LayerKv | LayerState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of its K and of its V."""
+        layout = self.layout
+        starts = layout.k_offset(layer), layout.v_offset(layer)
+        sizes = layout.k_page_bytes(layer), layout.v_page_bytes(layer)
+        k, v = (
+            self.bytes[start : start + size * layout.num_pages].view(layout.num_pages, size)
+            for start, size in zip(starts, sizes, strict=True)
+        )
+        if isinstance(shape, LayerState):
+            return k, v
+        dtype, page = TORCH_DTYPE[layout.dtype], (layout.page_size, shape.kv_heads)
+        return k.view(dtype).unflatten(1, (*page, shape.k_dim)), v.view(dtype).unflatten(1, (*page, shape.v_dim))

@@ -45,11 +45,12 @@ def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
 def memory_frame(memory: KvMemory) -> Frame:
     assert memory.fd is not None, "the ranks of a worker share CPU memory"
     layout = memory.layout
+    attentions = [layer for layer in layout.layers if isinstance(layer, LayerKv)]  # no other is cut
     fields = {
         "page_size": layout.page_size,
         "dtype": layout.dtype,
         "num_pages": layout.num_pages,
-        "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in layout.layers],
+        "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in attentions],
     }
     return Frame("memory", fields, files=(memory.fd,))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.pages.layout import LayerKv
 from engine.pages.memory import KvMemory
 
 
@@ -27,7 +28,7 @@ class HeadSlice:
 
     def __init__(self, whole: KvMemory, shard: Shard) -> None:
         layers = range(whole.layout.num_layers)
-        heads = [shard.run(shape.kv_heads) for shape in whole.layout.layers]
+        heads = [shard.run(shape.kv_heads) for shape in whole.layout.layers if isinstance(shape, LayerKv)]
         self._k = [whole.k(i)[:, :, heads[i]] for i in layers]
         self._v = [whole.v(i)[:, :, heads[i]] for i in layers]
 

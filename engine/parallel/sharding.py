@@ -149,7 +149,7 @@ def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shar
         part = probe_model(model, max_len)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"cut for tensor_parallel {shard.size}, {error}; give tensor_parallel 1") from error
-    for layer, (all_of_it, ours) in enumerate(zip(whole.layers, part.layers, strict=True)):
+    for layer, (all_of_it, ours) in enumerate(zip(whole.attentions, part.attentions, strict=True)):
         has_share = (
             ours.kv.kv_heads * shard.size == all_of_it.kv.kv_heads
             and ours.num_heads * shard.size == all_of_it.num_heads

@@ -18,7 +18,6 @@ from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 TRUE_LENGTH_ROPES = ("dynamic", "longrope")
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT's and BLOOM's, which was trained on so many
 
@@ -85,11 +84,6 @@ def check_config(config: Any) -> None:
     name = (config.architectures or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
-    stateful = sorted({t for t in getattr(text, "layer_types", None) or [] if any(s in t for s in STATE_LAYERS)})
-    if stateful:
-        raise UnsupportedModel(
-            f"{name} has layers of type {', '.join(stateful)}, whose state is not KV and is not kept in pages"
-        )
     if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedModel(
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "

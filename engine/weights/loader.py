@@ -23,6 +23,7 @@ from engine.attention import families, hooks
 from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
+from engine.state import mixers
 from engine.types import ModelInfo
 from engine.weights import int8
 from engine.weights.config import first_sentence
@@ -63,6 +64,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
             f"model {model!r} lacks {len(missing)} of its weights, first {missing[0]}; give a complete checkpoint"
         )
     result: PreTrainedModel = loaded.eval().requires_grad_(False)
+    mixers.adopt(result)
     return result
 
 
@@ -83,7 +85,8 @@ def _check_quantised(model: str, config: Any) -> None:
 
 
 def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
-    """Run two tokens to learn each attention call's KV. Raises UnsupportedModel when it cannot be served so."""
+    """Run two tokens to learn each attention call's KV, and what layers keep beside it. Raises UnsupportedModel when it
+    cannot be served so."""
     name = type(model).__name__
     hooks.install()
     for config in (model.config, model.config.get_text_config()):
@@ -100,12 +103,12 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     expected = model.config.get_text_config().num_hidden_layers
     if not probe.layers:
         raise UnsupportedModel(f"{name} does not call transformers' attention interface, so its KV cannot be paged")
-    if len(probe.layers) != expected:
+    if len(probe.layers) != expected and not probe.has_states:  # among those that have some, others may have neither
         raise UnsupportedModel(
             f"{name} has {expected} layers but {len(probe.layers)} calls to the attention interface; "
             "a layer that keeps another kind of state cannot be served from pages"
         )
-    if len({layer.dtype for layer in probe.layers}) != 1:
+    if len({layer.dtype for layer in probe.attentions}) > 1:
         raise UnsupportedModel(f"{name} has layers whose keys are of different dtypes; one is wanted for all pages")
     return probe
 

@@ -18,7 +18,7 @@ from engine.attention.probe import Probe
 from engine.engine import Engine
 from engine.fused.gpu import FlashInferKernels, TorchKernels
 from engine.fused.kernels import Kernels
-from engine.loading.capacity import page_dtype
+from engine.loading.capacity import page_dtype, page_size
 from engine.loading.gpu import GpuPlatform, shapes_of
 from engine.options import EngineOptions
 from tests.engine.attention import fake_flashinfer
@@ -40,7 +40,7 @@ class RehearsedGpu(GpuPlatform):
         self._library = library
 
     def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
-        shapes = shapes_of(probe, options.page_size, page_dtype(options, probe))
+        shapes = shapes_of(probe, page_size(options, probe), page_dtype(options, probe))
         choice = KernelChoice(prefill="fa2", decode=self._decode)
         return FlashInferBackend(FlashInfer.on(self.device, self._library), dict.fromkeys(shapes, choice))
 

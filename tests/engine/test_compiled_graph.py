@@ -40,7 +40,7 @@ def test_one_graph_no_breaks_and_the_same_logits(tmp_path: Path, config: str) ->
     with torch.no_grad():
         probe = loader.probe_model(model, 256)
         loader.set_attention(model, hooks.SERVE)
-        layers = tuple(layer.kv for layer in probe.layers)
+        layers = probe.shapes
         torch._dynamo.reset()
         compiled = torch.compile(loader.run_packed, backend=count, dynamic=True, fullgraph=True)
         by_way = []

@@ -15,10 +15,14 @@ from engine.errors import UnsupportedModel
 from engine.loading import parity
 from engine.options import EngineOptions
 from tests.engine.test_engine import save
+from tests.zoo import make_tiny_model
 
 UNSUPPORTED = {
-    "recurrent hybrid": ("Qwen3NextConfig", {"head_dim": 16, "num_experts": 4}, "linear_attention"),
-    "recurrent": ("MambaConfig", {}, "not KV"),
+    "a state that is kept elsewhere": (
+        "MiniMaxConfig",
+        {"head_dim": 16, "num_local_experts": 2},
+        "another kind of state",
+    ),
     "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
     "attends twice": ("DiffLlamaConfig", {}, "twice"),
     "temperature from the cache": (
@@ -67,6 +71,14 @@ def test_an_architecture_that_pages_cannot_carry(
     with pytest.raises(UnsupportedModel, match=reason) as refusal:
         load(directory)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("kv_dtype", "fp8_e4m3"), ("speculative_model", "itself")])
+def test_what_a_state_beside_kv_cannot_have(tmp_path: Path, key: str, value: Any) -> None:
+    directory = str(make_tiny_model("qwen3_5_text", tmp_path))
+    value = directory if value == "itself" else value
+    with pytest.raises(ValueError, match=f"{key} is {value!r}, but Qwen3_5ForCausalLM keeps a state .*; give "):
+        load(directory, **{key: value})
 
 
 def test_longrope_is_served_only_as_far_as_requests_cannot_change_each_other(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Greedy tokens through the whole cluster equal transformers' `generate`, whatever happens to the requests on the way.
 
 Every architecture goes through one mixed scenario: prompts of one token to several chunks at once, prefixes that are
-cached, and a decode pool so small that requests are preempted. Llama goes over every transport, the others over one.
+cached, and a decode pool so small that requests are preempted. Llama, and one that keeps a state beside KV, go over
+every transport, the others over one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.serving.harness import (
     until,
     worker_with,
 )
-from tests.zoo import TEN
+from tests.zoo import HYBRIDS, TEN
 from worker.driver import Worker
 
 TRANSPORTS = ("loopback", "shared_memory", "process_group")
@@ -38,8 +39,9 @@ DECODE_PAGES = 22  # all prompts take 21, with their output 35; any five of them
 PROMPTS = [random_prompt(length, seed=length) for length in LENGTHS]
 LIKE_90 = [PROMPTS[4][:PREFIX_LEN] + random_prompt(5 + i, seed=i) for i in range(2)]
 
-CASES = [("llama", transport) for transport in TRANSPORTS]
-CASES += [(name, TRANSPORTS[i % 3]) for i, name in enumerate(sorted(TEN)) if name != "llama"]
+EVERYWHERE = ("llama", "qwen3_next")
+CASES = [(name, transport) for name in EVERYWHERE for transport in TRANSPORTS]
+CASES += [(name, TRANSPORTS[i % 3]) for i, name in enumerate(sorted(TEN | HYBRIDS)) if name not in EVERYWHERE]
 
 
 @pytest.mark.parametrize(("name", "transport"), CASES)

@@ -1,0 +1,210 @@
+"""Mixers are a model's layers that keep a state beside KV: linear attention, state spaces, short convolutions. Each
+runs its own code over the pieces of a step, with transformers' own cache layer filled from the pages.
+
+They are known by that they update such a layer (transformers.cache_utils.LinearAttentionLayer), by whatever name. The
+parity check at load holds every one against its own eager code, over chunks and single tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import cache_utils
+from transformers.cache_utils import Cache
+
+from engine.adapters.products import BARE
+from engine.attention.forward_pass import ForwardPass
+from engine.attention.held import held_by
+from engine.attention.probe import LAYER, Probe
+from engine.errors import UnsupportedModel
+from engine.pages.layout import LayerState, StateTensor
+from engine.state.pieces import NOTHING
+
+CACHES = ("cache_params", "past_key_values")  # parameters of a mixer's forward that take one
+GRIFFIN = "RecurrentGemmaRecurrentBlock"
+UPDATES = ("update_conv_state(", "update_recurrent_state(")
+MOST_STATES = 8  # of one layer; convolutions that share a layer's number count as its own
+WEIGHT = re.compile(r"self\.(\w+)\.weight\b")  # of a part that the mixer multiplies by itself
+
+Run = Callable[[torch.Tensor, "_Cache"], torch.Tensor]  # [B, T, in], their states, which it changes -> [B, T, out]
+
+
+def adopt(model: nn.Module) -> None:
+    """Put ours in the place of every mixer's forward. Raises UnsupportedModel for one whose state is not its own."""
+    for module in model.modules():
+        if _is_mixer(module):
+            is_griffin = type(module).__name__ == GRIFFIN
+            run = _griffin(module) if is_griffin else _with_cache(module)
+            object.__setattr__(module, "forward", _served(module, run, is_griffin=is_griffin))
+            for name in WEIGHT.findall(_source(module)):
+                object.__setattr__(getattr(module, name), BARE, True)
+
+
+def has_any(model: nn.Module) -> bool:
+    return any(_is_mixer(module) for module in model.modules())
+
+
+def _source(module: nn.Module) -> str:
+    """Of its class; empty for one that is not of transformers' models."""
+    kind = type(module)
+    return _source_of(kind.__module__, kind.__name__) if kind.__module__.startswith("transformers.models.") else ""
+
+
+@cache
+def _source_of(module_name: str, class_name: str) -> str:
+    try:
+        return inspect.getsource(getattr(sys.modules[module_name], class_name))
+    except (AttributeError, OSError, TypeError):
+        return ""
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    source, name = _source(module), type(module).__name__
+    if name == GRIFFIN:
+        return True
+    if not any(update in source for update in UPDATES):
+        return False
+    if not hasattr(Cache, "get_conv_state"):
+        raise UnsupportedModel(f"{name} keeps a state beside KV, which wants transformers 5.23 or newer")
+    if ".update(" in source or ".layers[" in source or not _cache_name(type(module)):
+        raise UnsupportedModel(f"{name} keeps KV and a state in one module, which pages cannot hold")
+    return True
+
+
+def _cache_name(kind: Any) -> str:
+    return next((name for name in inspect.signature(kind.forward).parameters if name in CACHES), "")
+
+
+def _with_cache(module: Any) -> Run:
+    own, name, source = module.forward, _cache_name(type(module)), _source(module)
+
+    def run(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
+        mixed: torch.Tensor = own(hidden, **{name: states})
+        return mixed
+
+    return run if "initial_state" in source or UPDATES[1] not in source else _one_by_one(run)
+
+
+def _griffin(module: Any) -> Run:
+    """RecurrentGemma's block keeps its state in itself (arXiv 2402.19427)."""
+    own = module.forward
+
+    def run(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
+        conv, recurrent = states.only.conv_states, states.only.recurrent_states
+        module.conv1d_state, module.rg_lru.recurrent_states = conv[0], recurrent[0]
+        positions = torch.arange(hidden.shape[1], device=hidden.device) + int(states.is_filled)  # 0: it begins
+        mixed: torch.Tensor = own(hidden, positions[None].expand(len(hidden), -1), None, use_cache=True)[0]
+        conv[0], recurrent[0] = module.conv1d_state, module.rg_lru.recurrent_states
+        module.conv1d_state = module.rg_lru.recurrent_states = None
+        states.is_filled = True
+        return mixed
+
+    return _one_by_one(run)
+
+
+def _one_by_one(run: Run) -> Run:
+    """Of a mixer that can go on from a state only by single tokens."""
+
+    def run_each(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
+        if not states.is_filled:
+            return run(hidden, states)
+        return torch.cat([run(token, states) for token in hidden.split(1, dim=1)], dim=1)
+
+    return run_each
+
+
+def _served(module: Any, run: Run, *, is_griffin: bool) -> Callable[..., Any]:
+    own = module.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[1, T, in] -> [1, T, out]."""
+        state = held_by(module)
+        if isinstance(state, Probe):
+            states, rows = _Cache(), hidden_states.split(1, dim=1)  # no Linear in it sees all rows: it has no adapters
+            mixed = torch.cat([run(row, states) for row in rows], dim=1)
+            state.record_state(module, states.shape)
+        elif isinstance(state, ForwardPass):
+            mixed = _in_pieces(run, hidden_states, getattr(module, LAYER), state)
+        else:
+            return own(hidden_states, *args, **kwargs)  # the model's own word
+        return (mixed, None) if is_griffin else mixed
+
+    return forward
+
+
+def _in_pieces(run: Run, hidden: torch.Tensor, layer: int, state: ForwardPass) -> torch.Tensor:
+    assert state.states is not None, "a model with mixers has states"
+    shape, pieces, mixed = state.probe.state(layer), state.states.pieces, None
+    for group in [*([each] for each in pieces.one_by_one), *([pieces.together] if pieces.together else [])]:
+        is_one, states = len(group) == 1, _Cache()
+        rows: Any = slice(group[0].begin, group[0].end)
+        if not is_one:
+            rows = torch.tensor([piece.begin for piece in group], device=hidden.device)
+        if group[0].read != NOTHING:
+            read = torch.tensor([piece.read for piece in group], device=hidden.device)
+            states.put(shape, *state.states.read(layer, shape, read))
+        x = hidden[0, rows]
+        out = run(x[None] if is_one else x[:, None], states).flatten(0, 1)
+        if mixed is None:
+            mixed = out.new_zeros(1, hidden.shape[1], out.shape[-1])  # padding, too
+        mixed[0, rows] = out
+        write = torch.tensor([piece.write for piece in group], device=hidden.device)
+        state.states.write(layer, shape, write, group, *states.tensors)
+    assert mixed is not None, "a step has rows"
+    state.tell(layer)
+    return mixed
+
+
+class _Cache(Cache):  # type: ignore[misc]  # transformers has no types
+    """transformers' own, of one layer under whatever number."""
+
+    def __init__(self) -> None:
+        self.only = cache_utils.LinearAttentionLayer(MOST_STATES)
+        self.is_filled = False
+        super().__init__(layers=_Always(self.only))
+
+    def put(self, shape: LayerState, conv: Sequence[torch.Tensor], recurrent: Sequence[torch.Tensor]) -> None:
+        """Be what was kept of as many requests."""
+        only, self.is_filled = self.only, True
+        for each, tensor in zip(shape.conv, conv, strict=True):
+            only.conv_states[each.number], only.conv_kernel_size[each.number] = tensor, tensor.shape[-1]
+            only.is_conv_states_initialized[each.number] = only.has_previous_state[each.number] = True
+            only.dtype, only.device = tensor.dtype, tensor.device
+        for each, tensor in zip(shape.recurrent, recurrent, strict=True):
+            only.recurrent_states[each.number] = tensor
+            only.is_recurrent_states_initialized[each.number] = only.has_previous_state[each.number] = True
+
+    @property
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        conv, recurrent = self.only.conv_states, self.only.recurrent_states
+        return [x for x in conv.values() if x is not None], [x for x in recurrent.values() if x is not None]
+
+    @property
+    def shape(self) -> LayerState:
+        """Of one request."""
+        conv, recurrent = (
+            tuple(
+                StateTensor(number, tuple(x.shape[1:]), str(x.dtype).removeprefix("torch."))
+                for number, x in states.items()
+                if x is not None
+            )
+            for states in (self.only.conv_states, self.only.recurrent_states)
+        )
+        return LayerState(conv, recurrent)
+
+
+class _Always(list[Any]):
+    """One thing under every number."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__([thing])
+
+    def __getitem__(self, _: Any) -> Any:
+        return super().__getitem__(0)
