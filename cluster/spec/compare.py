@@ -43,7 +43,8 @@ class KeyChange(NamedTuple):
         """Why it cannot be; empty if it can."""
         if self.change.how != "fixed":
             return ""
-        before, after = (repr(shown(value, "")) for value in (self.before, self.after))
+        values = (self.before, self.after)
+        before, after = ("null" if value is None else repr(shown(value, "")) for value in values)
         return (
             f"{self.key} is {before}, and {after} cannot replace it while the cluster runs: "
             f"{self.change.why_fixed}; leave it, or start another cluster by `kvrelay up`"

@@ -9,11 +9,10 @@ import torch
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
 from engine.pages import fp8
-from engine.pages.layout import LayerKv, LayerState
+from engine.pages.layout import PAGE_SIZE, LayerKv, LayerState
 
 DEFAULT_KV_BYTES = 1 << 30
-PAGE_SIZE = 16  # tokens, and what more are a multiple of
-MOST_PAGE_SIZE = 1024
+MOST_PAGE_SIZE = 1024  # tokens
 
 
 def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+PAGE_SIZE = 16  # tokens of a page, where nothing else is said and no layer keeps a state
 ALIGN = 64  # bytes; a cache line, and what AVX-512 loads want
 
 

@@ -14,7 +14,7 @@ from cluster.router.options import RouterOptions
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec
 from engine.knobs import knobs_of
-from engine.pages.layout import KvLayout
+from engine.pages.layout import PAGE_SIZE, KvLayout
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import MAX_GROUPS, layer_groups
 from placement.build.from_profile import shared_hosts
@@ -111,6 +111,7 @@ def _layer_groups(spec: ClusterSpec, source: WorkerSource) -> int:
         return MAX_GROUPS
     shape = getattr(source, "shape", None)
     dtype = LAYOUT_DTYPES[shape.with_dtype(spec.dtype).dtype] if shape is not None else "bfloat16"
-    layout = KvLayout(spec.page_size, dtype, layers, 1)
-    pages = -(-TYPICAL_PROMPT_TOKENS // spec.page_size)
+    page_size = spec.page_size or PAGE_SIZE
+    layout = KvLayout(page_size, dtype, layers, 1)
+    pages = -(-TYPICAL_PROMPT_TOKENS // page_size)
     return len(layer_groups(layout, pages, spec.transfer.options(TransferOptions).layers_per_group))

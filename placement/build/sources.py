@@ -9,7 +9,7 @@ from typing import Protocol
 from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec
 from decode_worker.options import DecodeOptions
-from engine.pages.layout import LayerKv
+from engine.pages.layout import PAGE_SIZE, LayerKv
 from placement.build.worker import WorkerModel
 from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.roofline import RooflineCatalog
@@ -74,7 +74,7 @@ class RooflineWorkers:
         pages = offer.num_pages
         if isinstance(pool.kv_memory, int):
             pages = self._asked_pages(catalog, spec, index, offer.num_pages)
-        return WorkerModel(latency=offer.latency, num_pages=pages, page_size=spec.page_size, error=offer.error)
+        return WorkerModel(latency=offer.latency, num_pages=pages, page_size=offer.page_size, error=offer.error)
 
     def is_one_node(self, spec: ClusterSpec) -> bool:
         gpus = sum(degrees_of(pool).gpus * pool.replicas for pool in spec.pools)
@@ -85,7 +85,7 @@ class RooflineWorkers:
         return RooflineCatalog(
             self.shape.with_dtype(spec.dtype),
             self.hardware,
-            page_size=spec.page_size,
+            page_size=spec.page_size or PAGE_SIZE,
             max_batch_tokens=tokens,
             max_batch_size=requests,
             max_sampled=requests,
@@ -95,7 +95,7 @@ class RooflineWorkers:
         """kv_memory is a worker's, over all of its GPUs."""
         pool = spec.pools[index]
         assert isinstance(pool.kv_memory, int)
-        page_bytes = catalog.kv_bytes_per_token(degrees_of(pool)) * degrees_of(pool).gpus * spec.page_size
+        page_bytes = catalog.kv_bytes_per_token(degrees_of(pool)) * degrees_of(pool).gpus * catalog.page_size
         pages = int(pool.kv_memory / page_bytes)
         if pages < 1:
             raise PlanError(
@@ -144,7 +144,7 @@ class ProfileWorkers:
                 f"pools[{index}] ({pool.label}) hands KV over, which {profile.name}, of a mixed worker, did not "
                 "measure; calibrate a cluster with a prefill and a decode worker"
             )
-        if spec.page_size != profile.page_size:
+        if spec.page_size not in (None, profile.page_size):
             raise PlanError(
                 f"page_size is {spec.page_size}, but {profile.name} was measured with {profile.page_size}; "
                 f"give {profile.page_size}, or calibrate again"
@@ -153,8 +153,8 @@ class ProfileWorkers:
         pages = facts.num_pages
         if isinstance(pool.kv_memory, int) and self.shape is not None:
             token_bytes = self.shape.with_dtype(spec.dtype).kv_bytes_per_token
-            pages = max(1, pool.kv_memory // (token_bytes * spec.page_size))
+            pages = max(1, pool.kv_memory // (token_bytes * profile.page_size))
         errors = dict(zip(PHASES, profile.wrong_by, strict=True))
         error = max(errors[phase] for phase in kind_of(pool.role).phases)
         # its steps hold their overhead
-        return WorkerModel(latency=self._latency, num_pages=pages, page_size=spec.page_size, error=error)
+        return WorkerModel(latency=self._latency, num_pages=pages, page_size=profile.page_size, error=error)

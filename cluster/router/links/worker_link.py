@@ -210,6 +210,8 @@ class WorkerLink:
     # the stream
 
     async def _run(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             try:
                 await self._serve_once()
@@ -218,6 +220,8 @@ class WorkerLink:
             except Exception as error:  # our bug: it must neither end the link nor stay unseen
                 log.exception("the link to %s failed", self.name)
                 self._lose(f"{type(error).__name__}: {error}", is_death=False)
+            if task.cancelling():  # gRPC keeps a cancel to itself that comes in the moment in which a call fails
+                return
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 

@@ -333,7 +333,7 @@ async def test_what_one_router_cannot_take_nobody_is_told(members: dict[str, Mem
         await until(lambda: router.told)
         for spec, why in (
             (wanted(watermark=5), "pools[1].watermark is 5; give a number below 1"),
-            ({**wanted(), "page_size": 8}, "page_size is 16, and 8 cannot replace it while the cluster runs"),
+            ({**wanted(), "page_size": 8}, "page_size is null, and 8 cannot replace it while the cluster runs"),
             ({**wanted(), "replan": "act", "router": {"slo_ttft_ms": 5}}, "replan is act, and no `kvrelay up` stays"),
         ):
             assert (await controller.apply_spec(spec, {}, None, False))["why_not"].startswith(why)

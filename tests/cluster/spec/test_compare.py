@@ -99,7 +99,7 @@ def test_changes_come_in_the_three_groups() -> None:
     pools = [{"role": "prefill", "max_batch_tokens": 64, "replicas": 3}, {"role": "decode", "kv_memory": "1MiB"}]
     plan = planned(data(pools, router={"max_calls": 7, "port": 7}, page_size=8, transfer={"checksums": False}))
     assert told(plan) == [
-        ("page_size", 16, 8, "fixed"),
+        ("page_size", None, 8, "fixed"),
         ("router.port", 50051, 7, "fixed"),
         ("router.max_calls", 4096, 7, "now"),
         ("transfer.checksums", True, False, "rolling"),
@@ -108,7 +108,7 @@ def test_changes_come_in_the_three_groups() -> None:
         ("pools[1].kv_memory", int((8 << 30) * AUTO_KV_SHARE) // 2, 1 << 20, "rolling"),
     ]
     assert plan.why_not.splitlines()[0] == (
-        "page_size is 16, and 8 cannot replace it while the cluster runs: KV is handed over as it is, so that all "
+        "page_size is null, and 8 cannot replace it while the cluster runs: KV is handed over as it is, so that all "
         "workers must have the same; leave it, or start another cluster by `kvrelay up`"
     )
     assert len(plan.why_not.splitlines()) == 2
