@@ -25,7 +25,7 @@ from engine.attention.held import held_by
 from engine.attention.probe import LAYER, Probe
 from engine.errors import UnsupportedModel
 from engine.pages.layout import LayerState, StateTensor
-from engine.state.pieces import NOTHING
+from engine.state.pieces import NOTHING, Piece
 
 CACHES = ("cache_params", "past_key_values")  # parameters of a mixer's forward that take one
 GRIFFIN = "RecurrentGemmaRecurrentBlock"
@@ -40,9 +40,7 @@ def adopt(model: nn.Module) -> None:
     """Put ours in the place of every mixer's forward. Raises UnsupportedModel for one whose state is not its own."""
     for module in model.modules():
         if _is_mixer(module):
-            is_griffin = type(module).__name__ == GRIFFIN
-            run = _griffin(module) if is_griffin else _with_cache(module)
-            object.__setattr__(module, "forward", _served(module, run, is_griffin=is_griffin))
+            object.__setattr__(module, "forward", _Mixer(module))
             for name in WEIGHT.findall(_source(module)):
                 object.__setattr__(getattr(module, name), BARE, True)
 
@@ -120,53 +118,83 @@ def _one_by_one(run: Run) -> Run:
     return run_each
 
 
-def _served(module: Any, run: Run, *, is_griffin: bool) -> Callable[..., Any]:
-    own = module.forward
+class _Mixer:
+    """A mixer's forward, in the place of its own."""
 
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, module: Any) -> None:
+        self._is_griffin = type(module).__name__ == GRIFFIN
+        self._module = module
+        self._own = module.forward
+        self._run = _griffin(module) if self._is_griffin else _with_cache(module)
+        self._spares_recurrent = False  # it makes new ones of those that it reads, and does not change them
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """[1, T, in] -> [1, T, out]."""
-        state = held_by(module)
+        state = held_by(self._module)
         if isinstance(state, Probe):
-            states, rows = _Cache(), hidden_states.split(1, dim=1)  # no Linear in it sees all rows: it has no adapters
-            mixed = torch.cat([run(row, states) for row in rows], dim=1)
-            state.record_state(module, states.shape)
+            mixed = self._probe(hidden_states, state)
         elif isinstance(state, ForwardPass):
-            mixed = _in_pieces(run, hidden_states, getattr(module, LAYER), state)
+            mixed = self._in_pieces(hidden_states, state)
         else:
-            return own(hidden_states, *args, **kwargs)  # the model's own word
-        return (mixed, None) if is_griffin else mixed
+            return self._own(hidden_states, *args, **kwargs)  # the model's own word
+        return (mixed, None) if self._is_griffin else mixed
 
-    return forward
+    def _probe(self, hidden: torch.Tensor, probe: Probe) -> torch.Tensor:
+        """Row by row: no Linear in it sees all rows, so that none is thought to be one that adapters may change."""
+        states = _Cache()
+        first, second = hidden.split(1, dim=1)
+        mixed = self._run(first, states)
+        recurrent = states.tensors[1]
+        before = [each.clone() for each in recurrent]
+        mixed = torch.cat([mixed, self._run(second, states)], dim=1)
+        self._spares_recurrent = all(torch.equal(x, y) for x, y in zip(recurrent, before, strict=True))
+        probe.record_state(self._module, states.shape)
+        return mixed
 
+    def _in_pieces(self, hidden: torch.Tensor, state: ForwardPass) -> torch.Tensor:
+        assert state.states is not None, "a model with mixers has states"
+        layer: int = getattr(self._module, LAYER)
+        pieces, mixed = state.states.pieces, None
+        for group in [*([each] for each in pieces.one_by_one), *([pieces.together] if pieces.together else [])]:
+            rows: Any = slice(group[0].begin, group[0].end)
+            if len(group) > 1:
+                rows = torch.tensor([piece.begin for piece in group], device=hidden.device)
+            x = hidden[0, rows]
+            out = self._mix(x[None] if len(group) == 1 else x[:, None], group, layer, state).flatten(0, 1)
+            if mixed is None:
+                mixed = out.new_zeros(1, hidden.shape[1], out.shape[-1])  # padding, too
+            mixed[0, rows] = out
+        assert mixed is not None, "a step has rows"
+        state.tell(layer)
+        return mixed
 
-def _in_pieces(run: Run, hidden: torch.Tensor, layer: int, state: ForwardPass) -> torch.Tensor:
-    assert state.states is not None, "a model with mixers has states"
-    shape, pieces, mixed = state.probe.state(layer), state.states.pieces, None
-    for group in [*([each] for each in pieces.one_by_one), *([pieces.together] if pieces.together else [])]:
-        is_one, states = len(group) == 1, _Cache()
-        rows: Any = slice(group[0].begin, group[0].end)
-        if not is_one:
-            rows = torch.tensor([piece.begin for piece in group], device=hidden.device)
+    def _mix(self, x_BTN: torch.Tensor, group: Sequence[Piece], layer: int, state: ForwardPass) -> torch.Tensor:
+        assert state.states is not None, "a model with mixers has states"
+        shape, states = state.probe.state(layer), _Cache()
+        read, write = torch.tensor([[each.read, each.write] for each in group], device=x_BTN.device).T
         if group[0].read != NOTHING:
-            read = torch.tensor([piece.read for piece in group], device=hidden.device)
-            states.put(shape, *state.states.read(layer, shape, read))
-        x = hidden[0, rows]
-        out = run(x[None] if is_one else x[:, None], states).flatten(0, 1)
-        if mixed is None:
-            mixed = out.new_zeros(1, hidden.shape[1], out.shape[-1])  # padding, too
-        mixed[0, rows] = out
-        write = torch.tensor([piece.write for piece in group], device=hidden.device)
-        state.states.write(layer, shape, write, group, *states.tensors)
-    assert mixed is not None, "a step has rows"
-    state.tell(layer)
-    return mixed
+            in_place = any(each.read == each.write for each in group)
+            spared = self._spares_recurrent
+            states.put(shape, *state.states.read(layer, shape, read, will_be_written=in_place, is_spared=spared))
+        out = self._run(x_BTN, states)
+        state.states.write(layer, shape, write, *states.tensors)
+        return out
+
+
+class _OneLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]  # transformers has no types
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """In the place of the old ones, which stay as they were: they are copies of what the pages hold."""
+        old = self.recurrent_states[state_idx]
+        new = recurrent_states if old is None else recurrent_states.to(old.dtype)
+        self.recurrent_states[state_idx], self.is_recurrent_states_initialized[state_idx] = new, True
+        return new
 
 
 class _Cache(Cache):  # type: ignore[misc]  # transformers has no types
     """transformers' own, of one layer under whatever number."""
 
     def __init__(self) -> None:
-        self.only = cache_utils.LinearAttentionLayer(MOST_STATES)
+        self.only = _OneLayer(MOST_STATES)
         self.is_filled = False
         super().__init__(layers=_Always(self.only))
 

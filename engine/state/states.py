@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import StepMeta
 from engine.pages.layout import ALIGN, LayerState, StateTensor
 from engine.pages.memory import TORCH_DTYPE, LayerPages
-from engine.state.pieces import Piece, cut
+from engine.state.pieces import cut
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,21 +26,21 @@ class States:
             tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         ] = []  # pages of what, which, as it was
 
-    def read(self, layer: int, shape: LayerState, pages: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies [len(pages), ...] of convolutions' inputs, and of what recurrences carry."""
-        conv, recurrent = self._views(layer, shape)
-        return [each.index_select(0, pages) for each in conv], [each.index_select(0, pages) for each in recurrent]
-
-    def write(
-        self, layer: int, shape: LayerState, pages: torch.Tensor, pieces: Sequence[Piece], conv: Tensors, rec: Tensors
-    ) -> None:
-        """`pages`: which the pieces write."""
-        in_place = [piece.write for piece in pieces if piece.read == piece.write]
-        which = torch.tensor(in_place, device=pages.device) if in_place else None
+    def read(
+        self, layer: int, shape: LayerState, pages: torch.Tensor, *, will_be_written: bool, is_spared: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Copies [len(pages), ...] of convolutions' inputs, and of what recurrences carry. `is_spared`: nobody changes
+        the latter, so that they need not be copied again for pages that `will_be_written`."""
         views = self._views(layer, shape)
-        for view, new in zip([*views[0], *views[1]], [*conv, *rec], strict=True):
-            if which is not None:
-                self._written_over.append((view, which, view.index_select(0, which)))
+        conv, recurrent = ([view.index_select(0, pages) for view in each] for each in views)
+        if will_be_written:
+            kept = [*(each.clone() for each in conv), *(each if is_spared else each.clone() for each in recurrent)]
+            self._written_over += zip([*views[0], *views[1]], [pages] * len(kept), kept, strict=True)
+        return conv, recurrent
+
+    def write(self, layer: int, shape: LayerState, pages: torch.Tensor, conv: Tensors, recurrent: Tensors) -> None:
+        views = self._views(layer, shape)
+        for view, new in zip([*views[0], *views[1]], [*conv, *recurrent], strict=True):
             view.index_copy_(0, pages, new)
 
     def take_back(self) -> None:

@@ -3,7 +3,6 @@ import torch
 from engine.attention.base import build_meta
 from engine.pages.layout import KvLayout, LayerKv, LayerState, StateTensor
 from engine.pages.memory import KvMemory
-from engine.state.pieces import Piece
 from engine.state.states import States
 from engine.types import Chunk
 
@@ -16,35 +15,36 @@ def states_of(memory: KvMemory) -> States:
     return States(memory, build_meta([chunk], LAYOUT.page_size))
 
 
-def write(states: States, pieces: list[Piece], value: float) -> None:
-    pages = torch.tensor([piece.write for piece in pieces])
-    conv, recurrent = torch.full((len(pieces), 3, 5), value), torch.full((len(pieces), 2, 7), value).bfloat16()
-    states.write(1, SHAPE, pages, pieces, [conv], [recurrent])
+def write(states: States, value: float, *pages: int) -> None:
+    conv, recurrent = torch.full((len(pages), 3, 5), value), torch.full((len(pages), 2, 7), value).bfloat16()
+    states.write(1, SHAPE, torch.tensor(pages), [conv], [recurrent])
 
 
-def read(states: States, *pages: int) -> list[float]:
+def read(states: States, *pages: int, will_be_written: bool = False) -> list[float]:
     """The one number that each page's tensors hold."""
-    conv, recurrent = states.read(1, SHAPE, torch.tensor(pages))
-    numbers = [float(each.float().unique()) for each in conv[0]]
-    assert numbers == [float(each.float().unique()) for each in recurrent[0]]
-    return numbers
+    tensors = states.read(1, SHAPE, torch.tensor(pages), will_be_written=will_be_written, is_spared=False)
+    conv, recurrent = ([float(page.float().unique()) for page in each[0]] for each in tensors)
+    assert conv == recurrent
+    for each in (*tensors[0], *tensors[1]):
+        each.fill_(9.0)  # they are copies
+    return conv
 
 
 def test_what_is_written_is_read() -> None:
     states = states_of(KvMemory(LAYOUT))
-    write(states, [Piece(0, 1, 3, 4), Piece(1, 2, 0, 1)], 2.0)
+    write(states, 2.0, 4, 1)
     assert read(states, 1, 4, 3) == [2.0, 2.0, 0.0]
 
 
 def test_what_was_written_over_is_taken_back_and_no_more() -> None:
     memory = KvMemory(LAYOUT)
-    before = states_of(memory)
-    write(before, [Piece(0, 1, 3, 4), Piece(1, 2, 0, 1)], 2.0)
+    write(states_of(memory), 2.0, 4, 1)
     failing = states_of(memory)
-    write(failing, [Piece(0, 1, 4, 4), Piece(1, 2, 1, 5)], 3.0)
-    assert read(failing, 4, 5) == [3.0, 3.0]
+    assert read(failing, 4, 1, will_be_written=True) == [2.0, 2.0]
+    write(failing, 3.0, 4, 5)
+    assert read(failing, 4, 5, 1) == [3.0, 3.0, 2.0]
     failing.take_back()
-    assert read(failing, 4, 5) == [2.0, 3.0]  # nobody goes on from 5 but by writing it again
+    assert read(failing, 4, 5, 1) == [2.0, 3.0, 2.0]  # nobody goes on from 5 but by writing it again
 
 
 def test_the_signature_tells_what_is_kept() -> None:
