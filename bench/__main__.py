@@ -39,6 +39,7 @@ NAMES = (
     "speculation",
     "int8",
     "adapters",
+    "states",
     "families",
     "fairness",
     "accounts",

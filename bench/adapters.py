@@ -47,7 +47,7 @@ class Adapted:
     """An engine whose chunks have adapters, as `of` says by their place in the step."""
 
     def __init__(self, engine: Engine, of: Callable[[int], Adapter | None]) -> None:
-        self.info = engine.info
+        self.info, self.layout = engine.info, engine.layout
         self._engine = engine
         self._of = of
 

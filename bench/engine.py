@@ -114,7 +114,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def ours(engine: Engine, new_tokens: int) -> Contender:
     def step(sequences: list[list[int]], start: int) -> None:
-        pages = -(-(start + len(sequences[0]) + new_tokens) // PAGE_SIZE)
+        pages = -(-(start + len(sequences[0]) + new_tokens) // engine.layout.page_size)
         spec = SampleSpec(params=GREEDY, position=start + len(sequences[0]))
         engine.step(
             Step(

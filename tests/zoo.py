@@ -218,6 +218,17 @@ EXTRA: dict[str, Builder] = {
         max_position_embeddings=MAX_POSITIONS,
         **SPECIAL,
     ),
+    "llama4_text": _like_llama(
+        "Llama4TextConfig",
+        head_dim=16,
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 1, 0],
+        floor_scale=16,  # of the queries' temperatures: as if positions were hundreds of times further
+    ),
+    "diffllama": _like_llama("DiffLlamaConfig"),
     "codegen": lambda: hf.CodeGenConfig(
         vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=MAX_POSITIONS, rotary_dim=8, **SPECIAL
     ),
@@ -265,6 +276,9 @@ MORE_HYBRIDS: dict[str, Builder] = {
     "mamba2": lambda: hf.Mamba2Config(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, **SPECIAL
     ),
+    "minimax": _like_llama(
+        "MiniMaxConfig", head_dim=16, num_local_experts=2, num_experts_per_tok=1, block_size=16, layer_types=LINEAR
+    ),
     "lfm2": _like_llama("Lfm2Config", layer_types=["conv", "full_attention", "conv"]),
     "jamba": _like_llama("JambaConfig", num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
     "falcon_h1": _like_llama("FalconH1Config", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16),
@@ -302,15 +316,6 @@ UNSUPPORTED: dict[str, Builder] = {
             "long_factor": [2.0 + i for i in range(8)],
         },
     ),
-    "llama4_text": _like_llama(
-        "Llama4TextConfig",
-        head_dim=16,
-        intermediate_size_mlp=128,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        attention_chunk_size=WINDOW,
-        no_rope_layers=[1, 1, 0],
-    ),
     "t5": lambda: hf.T5Config(
         vocab_size=VOCAB,
         d_model=64,
@@ -320,15 +325,6 @@ UNSUPPORTED: dict[str, Builder] = {
         num_heads=4,
         eos_token_id=EOS_ID,
         decoder_start_token_id=BOS_ID,
-    ),
-    "diffllama": _like_llama("DiffLlamaConfig"),
-    "minimax": _like_llama(
-        "MiniMaxConfig",
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        block_size=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "bert": lambda: hf.BertLMHeadModel.config_class(
         vocab_size=VOCAB,

@@ -56,6 +56,7 @@ class AttentionCall:
     sinks: torch.Tensor | None = None  # [H]: one more logit in each softmax, with no value
     k_scale: float = 1.0  # a page's element times this is the key; 1 unless pages are in fp8
     v_scale: float = 1.0
+    chunk: int = 0  # a query sees its own chunk of so many positions, up to itself; 0: all
     slopes: torch.Tensor | None = None  # [H], float32: taken from a score for each token between (ALiBi, Press, 2022)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.attention.forward_pass import ForwardPass
 from engine.attention.held import held_by
 from engine.attention.hooks import serve_attention
 from engine.attention.probe import Probe, probe_attention
@@ -128,15 +129,66 @@ def _xglm(module: Any) -> bool:
     return _put(module, "forward", forward)
 
 
+def _llama4(module: Any) -> bool:
+    """Its attention is the interface's; the temperatures of its queries are by positions that it asks a cache for."""
+    own = module.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        state = held_by(module)
+        if isinstance(state, ForwardPass):
+            kwargs["past_key_values"] = _RowPositions(state.meta.positions)
+        return own(hidden_states, *args, **kwargs)
+
+    return _put(module, "forward", forward)
+
+
+class _RowPositions:
+    """In the place of a cache that holds nothing."""
+
+    def __init__(self, positions_T: torch.Tensor) -> None:
+        self._ahead_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_seq_length(self, layer: int) -> torch.Tensor:
+        """By how much each row is further than its place in the step."""
+        return self._ahead_T
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return k, v
+
+
+def _diffllama(module: Any) -> bool:
+    """The Differential Transformer (arXiv 2410.05258): two calls over the same keys, as one over wide values."""
+    from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
+
+    def forward(
+        hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
+        q, k, v = (x.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for x in projected)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        v = torch.cat([half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)], dim=-1)
+        attended, taken = _attend(module, q, k, v, module.scaling).chunk(2, dim=2)
+        first, second = (
+            torch.exp((x * y).sum(-1, dtype=torch.float32)).to(q.dtype)
+            for x, y in ((module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))
+        )
+        attended = module.groupnorm(attended - (first - second + module.lambda_init) * taken)
+        return module.o_proj(((1 - module.lambda_init) * attended).flatten(2)), None
+
+    return _put(module, "forward", forward)
+
+
 FAMILIES: dict[str, Callable[[Any], bool]] = {  # by the class of attention
     "BloomAttention": _bloom,
     "CodeGenAttention": lambda module: _method(module, 1.0 / float(module.scale_attn)),
+    "DiffLlamaAttention": _diffllama,
     "FalconAttention": _falcon,
     "GPTJAttention": lambda module: _method(module, 1.0 / float(module.scale_attn)),
     "GPTNeoSelfAttention": lambda module: _method(
         module, 1.0, module.config.window_size if module.attention_type == "local" else 0
     ),
     "GPTNeoXJapaneseAttention": lambda module: _method(module, 1.0 / float(module.norm_factor)),
+    "Llama4TextAttention": _llama4,
     "MptAttention": _mpt,
     "XGLMAttention": _xglm,
 }

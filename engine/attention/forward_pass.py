@@ -53,10 +53,12 @@ class ForwardPass:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
     ) -> AttentionCall:
-        """What the layer's attention is, its window and the pages' scales included."""
+        """What the layer's attention is, its window or chunk and the pages' scales included."""
         scale = KvScale() if self.scales is None else self.scales[layer]
-        window = self.probe.attention(layer).window
-        return AttentionCall(scaling, window, softcap, sinks, scale.k, scale.v, slopes)
+        probed = self.probe.attention(layer)
+        return AttentionCall(
+            scaling, probed.window, softcap, sinks, scale.k, scale.v, chunk=probed.chunk, slopes=slopes
+        )
 
     def serve(
         self,

@@ -26,7 +26,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("k_token_stride", "v_token_stride")),
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "k_dim", "v_dim", "page_size")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-        *((name, ctypes.c_int32) for name in ("window", "dtype", "threads")),
+        *((name, ctypes.c_int32) for name in ("window", "chunk", "dtype", "threads")),
     )
 
 
@@ -104,6 +104,7 @@ def layer_args(heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: A
         scaling=call.scaling,
         softcap=call.softcap,
         window=call.window,
+        chunk=call.chunk,
         dtype=DTYPE_CODE[k_pages.dtype],
     )
 

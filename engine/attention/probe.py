@@ -19,8 +19,9 @@ from engine.pages.layout import LayerKv, LayerState
 
 LAYER = "kvrelay_layer"  # attribute of an attention module, or of one with a state: its number among the calls
 
-FULL = 0.0  # what the probe's masks are filled with: this, the window's width, or OTHER
+FULL = 0.0  # what the probe's masks are filled with: this, a window's width, CHUNK less a chunk's, or OTHER
 OTHER = -1.0
+CHUNK = -2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class LayerProbe:
     num_heads: int
     window: int
     scaling: float
+    chunk: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
     has_slopes: bool = False
@@ -81,7 +83,7 @@ class Probe:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        window: int,
+        code: float,
         scaling: float | None,
         softcap: float | None,
         has_sinks: bool,
@@ -95,7 +97,10 @@ class Probe:
         kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
         self._number(module)
         scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        self.layers.append(LayerProbe(kv, k.dtype, q.shape[1], window, scaling, softcap or 0.0, has_sinks, has_slopes))
+        window, chunk = (0, int(CHUNK - code)) if code <= CHUNK else (int(code), 0)
+        self.layers.append(
+            LayerProbe(kv, k.dtype, q.shape[1], window, scaling, chunk, softcap or 0.0, has_sinks, has_slopes)
+        )
 
     def _number(self, module: torch.nn.Module) -> None:
         """The module's layer is the next."""
@@ -135,24 +140,24 @@ def probe_attention(
         raise UnsupportedModel(f"{name} adds a position bias to its scores, which paged attention does not know")
     if is_causal is False:
         raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
-    window = _window(name, attention_mask, sliding_window)
-    kvrelay.record(module, query, key, value, window, scaling, softcap, s_aux is not None, slopes is not None)
+    code = _code(name, attention_mask, sliding_window)
+    kvrelay.record(module, query, key, value, code, scaling, softcap, s_aux is not None, slopes is not None)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return out, None
 
 
-def _window(name: str, mask: torch.Tensor | None, sliding_window: int | None) -> int:
-    """The width that the layer's mask has (its own eager path obeys the mask); without a mask, the one it names."""
+def _code(name: str, mask: torch.Tensor | None, sliding_window: int | None) -> float:
+    """Of the layer's mask (its own eager path obeys the mask); without a mask, the width it names."""
     if mask is None:
-        return int(sliding_window or 0)
+        return float(sliding_window or 0)
     codes = set(mask.flatten().tolist()) if isinstance(mask, torch.Tensor) else {OTHER}
-    code = codes.pop()
-    if codes or code < FULL or code != int(code):
+    code: float = codes.pop()
+    if codes or code == OTHER or code != int(code):
         raise UnsupportedModel(
-            f"{name} carries a pattern in its mask that is neither causal nor a sliding window, "
+            f"{name} carries a pattern in its mask that is neither causal nor a sliding window nor in chunks, "
             "and paged attention knows only these"
         )
-    return int(code)
+    return code
 
 
 def probe_mask(
@@ -170,21 +175,28 @@ def probe_mask(
 
 
 def _pattern(mask_function: Callable[..., Any], max_len: int) -> float:
-    """FULL, a window's width, or OTHER: by asking for whole rows of the mask at several positions up to max_len."""
-    widths: list[tuple[int, int]] = []
-    for query in sorted({0, 1, max_len // 3, max_len // 2, max_len - 1}):
-        keys = torch.arange(query + 3)
-        zero = torch.zeros((), dtype=torch.long)
-        try:
-            allowed = mask_function(zero, zero, torch.full_like(keys, query), keys)
-        except (IndexError, RuntimeError, TypeError):
-            return OTHER  # it reads tensors of the prompt's own size
-        allowed = torch.as_tensor(allowed).expand(keys.shape)
-        width = int(allowed.sum())
-        if not bool(allowed[query + 1 - width : query + 1].all()):
-            return OTHER
-        widths.append((query, width))
-    widest = max(width for _, width in widths)
-    if any(width != min(widest, query + 1) for query, width in widths):
-        return OTHER
-    return FULL if widest == max_len else float(widest)
+    """FULL, a window's width, CHUNK less a chunk's, or OTHER: by asking who sees the first position, and for whole rows
+    of the mask at several positions up to max_len."""
+    zero = torch.zeros((), dtype=torch.long)
+
+    def seen(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(mask_function(zero, zero, queries, keys)).expand(keys.shape)
+
+    try:
+        queries = torch.arange(max_len)
+        width = int(seen(queries, torch.zeros_like(queries)).sum())
+        starts = []
+        asked = sorted({0, 1, max_len // 3, max_len // 2, max_len - 1, min(width, max_len - 1)})
+        for query in asked:
+            keys = torch.arange(query + 3)
+            allowed = seen(torch.full_like(keys, query), keys)
+            starts.append(query + 1 - int(allowed.sum()))
+            if not bool(allowed[starts[-1] : query + 1].all()):
+                return OTHER
+    except (IndexError, RuntimeError, TypeError):
+        return OTHER  # it reads tensors of the prompt's own size
+    if width == max_len:
+        return FULL if not any(starts) else OTHER
+    if starts == [max(0, query + 1 - width) for query in asked]:
+        return float(width)
+    return CHUNK - width if width and starts == [query - query % width for query in asked] else OTHER

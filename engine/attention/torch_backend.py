@@ -64,7 +64,7 @@ def _attend_rows(
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if call.slopes is not None:
         scores += call.slopes.view(-1, 1, 1) * _behind(rows, num_keys, first_position, scores.device)
-    scores.masked_fill_(~_visible(rows, num_keys, first_position, call.window, scores.device), float("-inf"))
+    scores.masked_fill_(~_visible(rows, num_keys, first_position, call, scores.device), float("-inf"))
     weights = _softmax(scores, call.sinks)
     out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
     return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
@@ -76,12 +76,14 @@ def _behind(rows: int, num_keys: int, first_position: int, device: torch.device)
     return (torch.arange(num_keys, device=device)[None, :] - query).float()
 
 
-def _visible(rows: int, num_keys: int, first_position: int, window: int, device: torch.device) -> torch.Tensor:
+def _visible(rows: int, num_keys: int, first_position: int, call: AttentionCall, device: torch.device) -> torch.Tensor:
     """Bool [rows, num_keys]: which keys a row may see."""
     query = torch.arange(first_position, first_position + rows, device=device)[:, None]
     key = torch.arange(num_keys, device=device)[None, :]
     visible = key <= query
-    return visible & (key > query - window) if window else visible
+    if call.chunk:
+        visible &= key >= query - query % call.chunk
+    return visible & (key > query - call.window) if call.window else visible
 
 
 def _softmax(scores_HQL: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -67,6 +67,8 @@ class GpuPlatform:
             return make_backend("torch", kv_dtype, self.device)
         for number, layer in enumerate(probe.attentions):
             reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
+            if layer.chunk:
+                reason = "it attends in chunks, which FlashInfer does not know"
             if layer.has_slopes:
                 reason = "its scores fall by ALiBi's slopes, which FlashInfer has as fixed ones only"
             if not reason:

@@ -12,6 +12,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -83,14 +84,21 @@ def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def _as_generated(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """A prompt, then a token at a time: layers that keep a state compute those by other code, which may round and clamp
     otherwise."""
-    known, cache = inspect.signature(model.forward).parameters, DynamicCache(config=model.config)
+    known = inspect.signature(model.forward).parameters
     name = next(name for name in mixers.CACHES if name in known)
-    prompt, logits = max(1, ids.shape[1] - DECODED), []
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    for at in (slice(prompt), *(slice(i, i + 1) for i in range(prompt, ids.shape[1]))):
-        where = {"position_ids": positions[:, at]} if "position_ids" in known else {}
-        output = model(input_ids=ids[:, at], use_cache=True, return_dict=True, **where, **{name: cache})
-        logits.append(output.logits[0])
+
+    def run(rows: slice, cache: Any) -> Any:
+        where = {"position_ids": positions[:, rows]} if "position_ids" in known else {}
+        return model(input_ids=ids[:, rows], use_cache=True, return_dict=True, **where, **{name: cache})
+
+    prompt = slice(max(1, ids.shape[1] - DECODED))
+    output = run(prompt, None)
+    if (cache := output.get(name)) is None:  # it takes one and gives none
+        cache = DynamicCache(config=model.config)
+        output = run(prompt, cache)
+    logits = [output.logits[0]]
+    logits += [run(slice(at, at + 1), cache).logits[0] for at in range(prompt.stop, ids.shape[1])]
     return torch.cat(logits)
 
 

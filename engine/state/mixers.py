@@ -29,11 +29,13 @@ from engine.state.pieces import NOTHING, Piece
 
 CACHES = ("cache_params", "past_key_values")  # parameters of a mixer's forward that take one
 GRIFFIN = "RecurrentGemmaRecurrentBlock"
-UPDATES = ("update_conv_state(", "update_recurrent_state(")
+UPDATES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
 MOST_STATES = 8  # of one layer; convolutions that share a layer's number count as its own
 WEIGHT = re.compile(r"self\.(\w+)\.weight\b")  # of a part that the mixer multiplies by itself
 
-Run = Callable[[torch.Tensor, "_Cache"], torch.Tensor]  # [B, T, in], their states, which it changes -> [B, T, out]
+Run = Callable[
+    [torch.Tensor, "_Cache"], Any
+]  # [B, T, in], their states, which it changes -> [B, T, out], or (it, more)
 
 
 def adopt(model: nn.Module) -> None:
@@ -81,51 +83,44 @@ def _cache_name(kind: Any) -> str:
 
 
 def _with_cache(module: Any) -> Run:
-    own, name, source = module.forward, _cache_name(type(module)), _source(module)
+    own, name = module.forward, _cache_name(type(module))
+    _, *others = inspect.signature(own).parameters.values()
+    wanted = [each.name for each in others if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    nothing = dict.fromkeys(each for each in wanted if each != name)
 
-    def run(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
-        mixed: torch.Tensor = own(hidden, **{name: states})
-        return mixed
+    def run(hidden: torch.Tensor, states: _Cache) -> Any:
+        return own(hidden, **nothing, **{name: states})
 
-    return run if "initial_state" in source or UPDATES[1] not in source else _one_by_one(run)
+    return run
 
 
 def _griffin(module: Any) -> Run:
     """RecurrentGemma's block keeps its state in itself (arXiv 2402.19427)."""
     own = module.forward
 
-    def run(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
+    def run(hidden: torch.Tensor, states: _Cache) -> Any:
         conv, recurrent = states.only.conv_states, states.only.recurrent_states
         module.conv1d_state, module.rg_lru.recurrent_states = conv[0], recurrent[0]
         positions = torch.arange(hidden.shape[1], device=hidden.device) + int(states.is_filled)  # 0: it begins
-        mixed: torch.Tensor = own(hidden, positions[None].expand(len(hidden), -1), None, use_cache=True)[0]
+        mixed = own(hidden, positions[None].expand(len(hidden), -1), None, use_cache=True)
         conv[0], recurrent[0] = module.conv1d_state, module.rg_lru.recurrent_states
         module.conv1d_state = module.rg_lru.recurrent_states = None
         states.is_filled = True
         return mixed
 
-    return _one_by_one(run)
-
-
-def _one_by_one(run: Run) -> Run:
-    """Of a mixer that can go on from a state only by single tokens."""
-
-    def run_each(hidden: torch.Tensor, states: _Cache) -> torch.Tensor:
-        if not states.is_filled:
-            return run(hidden, states)
-        return torch.cat([run(token, states) for token in hidden.split(1, dim=1)], dim=1)
-
-    return run_each
+    return run
 
 
 class _Mixer:
     """A mixer's forward, in the place of its own."""
 
     def __init__(self, module: Any) -> None:
-        self._is_griffin = type(module).__name__ == GRIFFIN
+        source, is_griffin = _source(module), type(module).__name__ == GRIFFIN
         self._module = module
         self._own = module.forward
-        self._run = _griffin(module) if self._is_griffin else _with_cache(module)
+        self._run_own = _griffin(module) if is_griffin else _with_cache(module)
+        self._by_tokens = is_griffin or (UPDATES[1] in source and "initial_state" not in source)  # once it has a state
+        self._gives_more = False  # than what is mixed: its layer takes two things from it
         self._spares_recurrent = False  # it makes new ones of those that it reads, and does not change them
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +132,7 @@ class _Mixer:
             mixed = self._in_pieces(hidden_states, state)
         else:
             return self._own(hidden_states, *args, **kwargs)  # the model's own word
-        return (mixed, None) if self._is_griffin else mixed
+        return (mixed, None) if self._gives_more else mixed
 
     def _probe(self, hidden: torch.Tensor, probe: Probe) -> torch.Tensor:
         """Row by row: no Linear in it sees all rows, so that none is thought to be one that adapters may change."""
@@ -180,6 +175,13 @@ class _Mixer:
         state.states.write(layer, shape, write, *states.tensors)
         return out
 
+    def _run(self, hidden_BTN: torch.Tensor, states: _Cache) -> torch.Tensor:
+        parts = hidden_BTN.split(1, dim=1) if self._by_tokens and states.is_filled else (hidden_BTN,)
+        mixed = [self._run_own(part, states) for part in parts]
+        if isinstance(mixed[0], tuple):
+            self._gives_more, mixed = True, [each for each, *_ in mixed]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
+
 
 class _OneLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]  # transformers has no types
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
@@ -208,6 +210,14 @@ class _Cache(Cache):  # type: ignore[misc]  # transformers has no types
         for each, tensor in zip(shape.recurrent, recurrent, strict=True):
             only.recurrent_states[each.number] = tensor
             only.is_recurrent_states_initialized[each.number] = only.has_previous_state[each.number] = True
+
+    def get_linear_cache(self, _: int) -> torch.Tensor | None:
+        """As MiniMax's own has it."""
+        state: torch.Tensor | None = self.only.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, _: int, state: torch.Tensor) -> None:
+        self.only.update_recurrent_state(state)
 
     @property
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -84,7 +84,7 @@ def check_config(config: Any) -> None:
     name = (config.architectures or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
-    if getattr(text, "attn_temperature_tuning", False):
+    if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:
         raise UnsupportedModel(
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
             "from a cache object, which pages do not have"

@@ -18,29 +18,9 @@ from tests.engine.test_engine import save
 from tests.zoo import make_tiny_model
 
 UNSUPPORTED = {
-    "a state that is kept elsewhere": (
-        "MiniMaxConfig",
-        {"head_dim": 16, "num_local_experts": 2},
-        "another kind of state",
-    ),
     "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
-    "attends twice": ("DiffLlamaConfig", {}, "twice"),
-    "temperature from the cache": (
-        "Llama4TextConfig",
-        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
-        "attn_temperature_tuning",
-    ),
-    "pattern in the mask": (
-        "Llama4TextConfig",
-        {
-            "head_dim": 16,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 64,
-            "attention_chunk_size": 32,
-            "attn_temperature_tuning": False,
-        },
-        "pattern in its mask",
-    ),
+    "attends twice": ("HrmTextConfig", {}, "twice"),
+    "temperature from the cache": ("LlamaConfig", {"attn_temperature_tuning": True}, "attn_temperature_tuning"),
     "dynamic rope": (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

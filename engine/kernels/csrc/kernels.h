@@ -37,7 +37,13 @@ struct KvrelayAttention {
     int64_t q_row_stride, q_head_stride, table_stride, k_token_stride, v_token_stride;
     int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
     float scaling, softcap;
-    int32_t window, dtype, threads;
+    int32_t window, chunk, dtype, threads;
+
+    // The first key that a row at this position sees, or one before all of them.
+    int64_t oldest(int64_t position) const {
+        if (chunk) return position - position % chunk;
+        return window ? position + 1 - window : 0;
+    }
 };
 
 // Of a LoRA adapter, what it adds to one Linear: (x a^T) b * scale; rank 0: nothing. Both lie in the order in which they

@@ -18,6 +18,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <new>
@@ -305,7 +306,7 @@ class Attention {
     void run(const Tile& tile) {
         const int64_t start = a.starts[tile.sequence] + tile.first;  // position of the tile's first token
         const int64_t end = start + tile.count;                      // keys this tile may read: [low, end)
-        const int64_t low = a.window && start + 1 > a.window ? start + 1 - a.window : 0;
+        const int64_t low = std::max<int64_t>(0, a.oldest(start));
         const int64_t rows = tile.count * group;                     // of one head
         begin(tile);
         Rows ring[2];
@@ -429,7 +430,7 @@ class Attention {
     // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores
     void weigh(int64_t row, int64_t of_step, int64_t position, int64_t block, int64_t head) {
         float* s = scores + of_step * KEYS;
-        const int64_t oldest = a.window ? position + 1 - a.window : 0;
+        const int64_t oldest = a.oldest(position);
         const int32_t last = position - block >= KEYS ? KEYS : int32_t(position - block);
         const int32_t first = oldest <= block ? 0 : oldest - block >= KEYS ? KEYS : int32_t(oldest - block);
         if (last < 0 || first >= KEYS) {  // nothing to see: weights of 0, state as it was

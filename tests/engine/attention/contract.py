@@ -30,6 +30,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     slopes: bool = False
+    chunk: int = 0
 
 
 CASES = {
@@ -38,6 +39,8 @@ CASES = {
     "one KV head": Case(6, 1, 48, 48),
     "window": Case(4, 2, 32, 32, window=12),
     "window over many blocks": Case(4, 2, 32, 32, page_size=32, window=100),
+    "chunks": Case(4, 2, 32, 32, chunk=12),
+    "chunks of many blocks": Case(4, 2, 32, 32, page_size=32, chunk=50),
     "softcap": Case(4, 2, 32, 32, softcap=20.0),
     "sinks": Case(4, 2, 32, 32, sinks=True),
     "sinks and window": Case(4, 2, 32, 32, window=20, sinks=True),
@@ -108,7 +111,14 @@ class Batch:
         sinks = torch.randn(case.heads, generator=generator).to(self.device) if case.sinks else None
         scale, slopes = self.scale, 2.0 ** -torch.arange(1.0, case.heads + 1, device=self.device)
         self.call = AttentionCall(
-            0.3, case.window, case.softcap, sinks, scale.k, scale.v, slopes if case.slopes else None
+            0.3,
+            case.window,
+            case.softcap,
+            sinks,
+            scale.k,
+            scale.v,
+            case.chunk,
+            slopes if case.slopes else None,
         )
         if self.kv_dtype is not None:  # what is compared with is what the pages can hold
             self.k = [(kv_fp8.quantise(k, scale.k).float() * scale.k).to(self.dtype) for k in self.k]
@@ -160,6 +170,8 @@ class Batch:
         if self.call.slopes is not None:
             scores += self.call.slopes.double().view(-1, 1, 1) * (position[None, :] - position[:, None])
         hidden = position[None, :] > position[:, None]
+        if case.chunk:
+            hidden |= position[None, :] < position[:, None] - position[:, None] % case.chunk
         if case.window:
             hidden |= position[None, :] <= position[:, None] - case.window
         scores = scores.masked_fill(hidden, float("-inf"))
