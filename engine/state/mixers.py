@@ -30,7 +30,7 @@ from engine.state.pieces import NOTHING, Piece
 CACHES = ("cache_params", "past_key_values")  # parameters of a mixer's forward that take one
 GRIFFIN = "RecurrentGemmaRecurrentBlock"
 UPDATES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
-MOST_STATES = 8  # of one layer; convolutions that share a layer's number count as its own
+STATE = re.compile(r"state_idx=(\d+)")  # of several that a layer has
 WEIGHT = re.compile(r"self\.(\w+)\.weight\b")  # of a part that the mixer multiplies by itself
 
 Run = Callable[
@@ -71,9 +71,7 @@ def _is_mixer(module: nn.Module) -> bool:
         return True
     if not any(update in source for update in UPDATES):
         return False
-    if not hasattr(Cache, "get_conv_state"):
-        raise UnsupportedModel(f"{name} keeps a state beside KV, which wants transformers 5.23 or newer")
-    if ".update(" in source or ".layers[" in source or not _cache_name(type(module)):
+    if ".update(" in source or not _cache_name(type(module)):
         raise UnsupportedModel(f"{name} keeps KV and a state in one module, which pages cannot hold")
     return True
 
@@ -120,6 +118,8 @@ class _Mixer:
         self._own = module.forward
         self._run_own = _griffin(module) if is_griffin else _with_cache(module)
         self._by_tokens = is_griffin or (UPDATES[1] in source and "initial_state" not in source)  # once it has a state
+        numbers = [int(number) for number in STATE.findall(source)]
+        self._num_states = 1 + max([getattr(module, "conv_idx", 0), *numbers])
         self._gives_more = False  # than what is mixed: its layer takes two things from it
         self._spares_recurrent = False  # it makes new ones of those that it reads, and does not change them
 
@@ -136,7 +136,7 @@ class _Mixer:
 
     def _probe(self, hidden: torch.Tensor, probe: Probe) -> torch.Tensor:
         """Row by row: no Linear in it sees all rows, so that none is thought to be one that adapters may change."""
-        states = _Cache()
+        states = _Cache(self._num_states)
         first, second = hidden.split(1, dim=1)
         mixed = self._run(first, states)
         recurrent = states.tensors[1]
@@ -165,7 +165,7 @@ class _Mixer:
 
     def _mix(self, x_BTN: torch.Tensor, group: Sequence[Piece], layer: int, state: ForwardPass) -> torch.Tensor:
         assert state.states is not None, "a model with mixers has states"
-        shape, states = state.probe.state(layer), _Cache()
+        shape, states = state.probe.state(layer), _Cache(self._num_states)
         read, write = torch.tensor([[each.read, each.write] for each in group], device=x_BTN.device).T
         if group[0].read != NOTHING:
             in_place = any(each.read == each.write for each in group)
@@ -195,8 +195,8 @@ class _OneLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]  # tran
 class _Cache(Cache):  # type: ignore[misc]  # transformers has no types
     """transformers' own, of one layer under whatever number."""
 
-    def __init__(self) -> None:
-        self.only = _OneLayer(MOST_STATES)
+    def __init__(self, num_states: int) -> None:
+        self.only = _OneLayer(num_states)
         self.is_filled = False
         super().__init__(layers=_Always(self.only))
 
@@ -243,6 +243,9 @@ class _Always(list[Any]):
 
     def __init__(self, thing: Any) -> None:
         super().__init__([thing])
+
+    def __len__(self) -> int:
+        return sys.maxsize
 
     def __getitem__(self, _: Any) -> Any:
         return super().__getitem__(0)
