@@ -23,8 +23,12 @@ from tests.zoo import make_tiny_model
 
 PROMPT = [5 + (7 * i * i) % 500 for i in range(41)]
 PAGES = 3  # of a prompt
-MODELS = ("llama", "gpt2", "mixtral", "gemma2", "bloom", "falcon")
-TARGETS = {"gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+MODELS = ("llama", "gpt2", "mixtral", "gemma2", "bloom", "falcon", "qwen3_next")
+TARGETS = {
+    "gpt2": ["c_attn", "c_fc"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen3_next": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,13 @@ def test_what_sees_a_part_of_the_rows_cannot_be_adapted(tmp_path: Path) -> None:
     linears = load(make_tiny_model("modernbert_decoder", tmp_path / "head")).adapters.linears
     assert "lm_head.dense" not in {linear.name for linear in linears}
     assert len(linears) > 6
+
+
+def test_what_computes_a_state_cannot_be_adapted(models: dict[str, Path], tmp_path: Path) -> None:
+    kind = {"r": 4, "target_modules": ["in_proj_qkvz"]}
+    adapter = adapter_at(make_adapter(models["qwen3_next"], kind, tmp_path / "lora"))
+    with pytest.raises(AdapterError, match="in_proj_qkvz"):
+        load(models["qwen3_next"]).adapters.load(adapter)
 
 
 def test_a_linear_that_computes_in_float32_is_adapted_so(tmp_path: Path) -> None:
