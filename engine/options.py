@@ -59,9 +59,10 @@ class EngineOptions:
         fixed="KV is of the weights that made it",
     )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
-    kv_dtype: Literal["auto", "fp8_e4m3"] = knob(
+    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = knob(
         "auto",
-        "of pages; auto: as the model computes; `fp8_e4m3`: half the bytes, scaled, less exact; the same for all pools",
+        "of pages; auto: as the model computes; half the bytes, less exact: `int8` on CPUs, a scale for each row; "
+        "`fp8_e4m3` on GPUs, one for each layer; the same for all pools",
         scope="pool",
         fixed=AS_IT_IS,
     )

@@ -209,6 +209,8 @@ def _check_device(index: int, pool: PoolSpec, device: str) -> None:
         raise ValueError(
             f"pools[{index}].attention is 'native', which does not read kv_dtype fp8_e4m3; give attention: flashinfer"
         )
+    if device == "cuda" and pool.kv_dtype == "int8":
+        raise ValueError(f"pools[{index}].kv_dtype is 'int8', which is for CPUs; give fp8_e4m3 with device: cuda")
     if device == "cuda" and pool.attention == "native":
         raise ValueError(
             f"pools[{index}].attention is 'native', which is for CPUs; give flashinfer or auto with device: cuda"

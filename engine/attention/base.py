@@ -68,7 +68,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Copy rows into `k_pages` [P, page_size, G, D] and `v_pages` [P, page_size, G, E] at `meta.slots`.
 
-        The rows are already what the pages hold: scaled, where pages are in fp8 (engine/pages/fp8.py).
+        The rows are already what the pages hold: in fp8 or int8, where pages are (engine/pages/).
         """
 
     def attend(

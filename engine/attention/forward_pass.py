@@ -12,7 +12,8 @@ import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
 from engine.attention.probe import Probe
-from engine.pages.fp8 import KvScale, quantise
+from engine.pages import fp8, int8_rows
+from engine.pages.fp8 import KvScale
 from engine.pages.memory import LayerPages
 from engine.state.states import States
 
@@ -35,7 +36,9 @@ class ForwardPass:
         k_pages, v_pages = self.memory.k(layer), self.memory.v(layer)
         if self.scales is not None:
             scale = self.scales[layer]
-            k_TGD, v_TGE = quantise(k_TGD, scale.k), quantise(v_TGE, scale.v)
+            k_TGD, v_TGE = fp8.quantise(k_TGD, scale.k), fp8.quantise(v_TGE, scale.v)
+        elif k_pages.dtype == int8_rows.DTYPE:
+            k_TGD, v_TGE = int8_rows.quantise(k_TGD), int8_rows.quantise(v_TGE)
         self.backend.write(k_TGD, v_TGE, k_pages, v_pages, self.meta)
         self.tell(layer)
         return k_pages, v_pages

@@ -12,6 +12,7 @@ import torch
 from engine.attention.base import AttentionCall, StepMeta
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
+from engine.pages import int8_rows
 
 NO_MEMORY = "paged attention could not allocate its scratch memory"
 
@@ -26,7 +27,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("k_token_stride", "v_token_stride")),
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "k_dim", "v_dim", "page_size")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-        *((name, ctypes.c_int32) for name in ("window", "chunk", "dtype", "threads")),
+        *((name, ctypes.c_int32) for name in ("window", "chunk", "dtype", "int8", "threads")),
     )
 
 
@@ -70,13 +71,13 @@ class NativeBackend:
         self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
     ) -> torch.Tensor:
         dtype = q_THD.dtype
-        q_THD = _with_dense_rows(q_THD, k_pages.dtype)
+        q_THD = _with_dense_rows(q_THD, dtype if k_pages.dtype == int8_rows.DTYPE else k_pages.dtype)
         rows, heads, _ = q_THD.shape
-        out_THE = q_THD.new_empty(rows, heads, v_pages.shape[3])
+        args = layer_args(heads, k_pages, v_pages, call, q_THD.dtype)
+        out_THE = q_THD.new_empty(rows, heads, args.v_dim)
         if rows > meta.slots.shape[0]:
             out_THE[meta.slots.shape[0] :] = 0
         sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-        args = layer_args(heads, k_pages, v_pages, call)
         args.q, args.out = q_THD.data_ptr(), out_THE.data_ptr()
         args.sinks = None if sinks is None else sinks.data_ptr()
         args.slopes = None if call.slopes is None else call.slopes.data_ptr()
@@ -89,8 +90,12 @@ class NativeBackend:
         return out_THE if out_THE.dtype == dtype else out_THE.to(dtype)
 
 
-def layer_args(heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall) -> AttentionArgs:
-    """What a layer's steps have in common, but for sinks and slopes."""
+def layer_args(
+    heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall, dtype: torch.dtype
+) -> AttentionArgs:
+    """What a layer's steps have in common, but for sinks and slopes. `dtype`: of queries."""
+    is_int8 = k_pages.dtype == int8_rows.DTYPE
+    beside = int8_rows.SCALE_BYTES if is_int8 else 0
     return AttentionArgs(
         k_pages=k_pages.data_ptr(),
         v_pages=v_pages.data_ptr(),
@@ -98,14 +103,15 @@ def layer_args(heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: A
         v_token_stride=v_pages.stride(1),
         heads=heads,
         kv_heads=k_pages.shape[2],
-        k_dim=k_pages.shape[3],
-        v_dim=v_pages.shape[3],
+        k_dim=k_pages.shape[3] - beside,
+        v_dim=v_pages.shape[3] - beside,
         page_size=k_pages.shape[1],
         scaling=call.scaling,
         softcap=call.softcap,
         window=call.window,
         chunk=call.chunk,
-        dtype=DTYPE_CODE[k_pages.dtype],
+        dtype=DTYPE_CODE[dtype],
+        int8=is_int8,
     )
 
 

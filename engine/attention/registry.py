@@ -9,6 +9,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.device import why_no_flashinfer
 from engine.kernels.native import DTYPE_CODE, NativeUnavailable
+from engine.pages import int8_rows
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,6 @@ def _torch() -> AttentionBackend:
 def _native(dtype: torch.dtype) -> AttentionBackend:
     from engine.attention.native_backend import NativeBackend
 
-    if dtype not in DTYPE_CODE:
+    if dtype not in (*DTYPE_CODE, int8_rows.DTYPE):
         raise NativeUnavailable(f"the native backend has no kernels for {dtype}")
     return NativeBackend()

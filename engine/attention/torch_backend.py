@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.base import AttentionCall, StepMeta
+from engine.pages import int8_rows
 
 MAX_SCORE_ELEMENTS = 1 << 24  # of one block of query rows: bounds the score matrix to 64 MiB
 
@@ -25,14 +26,15 @@ class TorchBackend:
     def attend(
         self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
     ) -> torch.Tensor:
-        out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_pages.shape[3])
+        beside = int8_rows.SCALE_BYTES if v_pages.dtype == int8_rows.DTYPE else 0
+        out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_pages.shape[3] - beside)
         query_starts, starts = meta.query_starts.tolist(), meta.starts.tolist()
         for s, start in enumerate(starts):
             first, last = query_starts[s], query_starts[s + 1]
             num_keys = start + last - first
             pages = meta.block_tables[s, : -(-num_keys // meta.page_size)].long()
-            k_LGD = _scaled(k_pages[pages].flatten(0, 1)[:num_keys].float(), call.k_scale)
-            v_LGE = _scaled(v_pages[pages].flatten(0, 1)[:num_keys].float(), call.v_scale)
+            k_LGD = _widened(k_pages[pages].flatten(0, 1)[:num_keys], call.k_scale)
+            v_LGE = _widened(v_pages[pages].flatten(0, 1)[:num_keys], call.v_scale)
             rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
             for row in range(first, last, rows_per_block):
                 end = min(row + rows_per_block, last)
@@ -47,8 +49,11 @@ def _write(rows_TGD: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> 
     into.index_copy_(0, slots, rows_TGD)
 
 
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x if scale == 1.0 else x * scale
+def _widened(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """What pages hold, in float32."""
+    if rows.dtype == int8_rows.DTYPE:
+        return int8_rows.widened(rows)
+    return rows.float() if scale == 1.0 else rows.float() * scale
 
 
 def _attend_rows(

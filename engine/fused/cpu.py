@@ -12,6 +12,7 @@ from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, Rotation
 from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
+from engine.pages import int8_rows
 from engine.weights.linear import PackedLinear
 
 
@@ -25,12 +26,12 @@ class Rotary(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("rows", "written", "heads", "kv_heads", "dim", "token_stride")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("plus_one", "dtype", "threads")),
+        *((name, ctypes.c_int32) for name in ("plus_one", "dtype", "int8", "threads")),
     )
 
 
-def layer_rotary(heads: Heads, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Rotary:
-    """What a layer's steps have in common."""
+def layer_rotary(heads: Heads, k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype) -> Rotary:
+    """What a layer's steps have in common. `dtype`: of what is turned."""
     return Rotary(
         q_norm=None if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
         k_norm=None if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
@@ -42,7 +43,8 @@ def layer_rotary(heads: Heads, k_pages: torch.Tensor, v_pages: torch.Tensor) -> 
         token_stride=k_pages.stride(1),
         eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
         plus_one=heads.q_norm is not None and heads.q_norm.plus_one,
-        dtype=DTYPE_CODE[k_pages.dtype],
+        dtype=DTYPE_CODE[dtype],
+        int8=k_pages.dtype == int8_rows.DTYPE,
     )
 
 
@@ -102,12 +104,12 @@ class CpuKernels:
         self, qkv: torch.Tensor, rotation: Rotation, heads: Heads, layer: int, state: ForwardPass
     ) -> torch.Tensor:
         assert isinstance(rotation, tuple), "CPU layers rotate by the model's own cosines"
-        assert state.scales is None, "this kernel writes pages in the model's own dtype"
+        assert state.scales is None, "this kernel writes pages in the model's own dtype, or in int8"
         meta, memory = state.meta, state.memory
         cos, sin = (x.contiguous() for x in rotation)
         assert cos.shape[-1] == heads.head_dim, "a rotation of part of the head is not what the source says"
         q_THD = qkv.new_empty(meta.num_rows, heads.heads, heads.head_dim)
-        args = layer_rotary(heads, memory.k(layer), memory.v(layer))
+        args = layer_rotary(heads, memory.k(layer), memory.v(layer), qkv.dtype)
         args.qkv, args.q, args.cos, args.sin = qkv.data_ptr(), q_THD.data_ptr(), cos.data_ptr(), sin.data_ptr()
         args.slots, args.written, args.rows = meta.slots.data_ptr(), meta.slots.shape[0], meta.num_rows
         args.threads = torch.get_num_threads()

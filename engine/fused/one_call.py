@@ -147,7 +147,8 @@ def _layer_args(layer: Layer, state: ForwardPass) -> _Layer:
     attention = layer.attention
     heads, number = attention.heads, attention.layer
     k_pages, v_pages = state.memory.k(number), state.memory.v(number)
-    attend = layer_args(heads.heads, k_pages, v_pages, state.call(number, attention.scaling))
+    call = state.call(number, attention.scaling)
+    attend = layer_args(heads.heads, k_pages, v_pages, call, torch.bfloat16)
     attend.q_row_stride, attend.q_head_stride = heads.heads * heads.head_dim, heads.head_dim
     return _Layer(
         before=_norm(layer.input_norm.weight),
@@ -156,7 +157,7 @@ def _layer_args(layer: Layer, state: ForwardPass) -> _Layer:
         out=_linear(attention.out),
         gate_up=_linear(layer.mlp.gate_up),
         down=_linear(layer.mlp.down),
-        rotary=layer_rotary(heads, k_pages, v_pages),
+        rotary=layer_rotary(heads, k_pages, v_pages, torch.bfloat16),
         attention=attend,
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
-from engine.pages import fp8
+from engine.pages import fp8, int8_rows
 from engine.pages.layout import PAGE_SIZE, LayerKv, LayerState
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -16,7 +16,7 @@ MOST_PAGE_SIZE = 1024  # tokens
 
 
 def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:
-    return fp8.DTYPE if options.kv_dtype == "fp8_e4m3" else probe.kv_dtype
+    return {"fp8_e4m3": fp8.DTYPE, "int8": int8_rows.DTYPE}.get(options.kv_dtype, probe.kv_dtype)
 
 
 def page_size(options: EngineOptions, probe: Probe) -> int:

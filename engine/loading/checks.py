@@ -1,4 +1,4 @@
-"""What a prepared model must show before it serves: parity through poisoned pages, and that fp8 does not spoil it.
+"""What a prepared model must show before it serves: parity through poisoned pages, and that narrow ones spoil nothing.
 
 Each check runs in scratch pages of its own.
 """
@@ -43,19 +43,25 @@ def fp8_scales(model: PagedModel, info: ModelInfo) -> tuple[KvScale, ...]:
         return fp8.scales_of([(pages.memory.k(i), pages.memory.v(i)) for i in layers])
 
 
-def check_fp8(model: PagedModel, reference: parity.Reference, scales: tuple[KvScale, ...]) -> None:
-    """Raises UnsupportedModel when pages in fp8 cost more than rounding."""
-    lenient = replace(reference, tolerance=parity.fp8_tolerance(reference))
+def check_narrow(
+    model: PagedModel,
+    reference: parity.Reference,
+    name: str,
+    dtype: torch.dtype,
+    scales: tuple[KvScale, ...] | None = None,
+) -> None:
+    """Raises UnsupportedModel when pages of `dtype`, called `name`, cost more than rounding."""
+    lenient = replace(reference, tolerance=parity.narrow_tolerance(reference))
     try:
-        error = check_parity(model, lenient, fp8.DTYPE, scales)
+        error = check_parity(model, lenient, dtype, scales)
     except parity.ParityMismatch as mismatch:
-        raise UnsupportedModel(f"kv_dtype is 'fp8_e4m3', but {mismatch}; give kv_dtype: auto") from mismatch
-    logger.info("KV in fp8: largest relative error of logits %.2g", error)
+        raise UnsupportedModel(f"kv_dtype is {name!r}, but {mismatch}; give kv_dtype: auto") from mismatch
+    logger.info("KV in %s: largest relative error of logits %.2g", name, error)
 
 
 def _poison(pages: torch.Tensor) -> None:
-    if pages.dtype == torch.uint8:
-        pages.fill_(0xFF)  # a NaN in any dtype that states have
+    if pages.dtype in (torch.uint8, torch.int8):
+        pages.view(torch.uint8).fill_(0xFF)  # a NaN in any dtype that states have, and scales
     elif pages.dtype == fp8.DTYPE:
         pages.view(torch.uint8).fill_(fp8.NAN_BYTE)
     else:

@@ -60,7 +60,9 @@ def _attention_backend(options: EngineOptions, probe: Probe) -> AttentionBackend
     if kv_dtype != fp8.DTYPE:
         return make_backend(name, kv_dtype)
     if name == "native":
-        raise ValueError("attention is 'native', which has no kernels for kv_dtype 'fp8_e4m3'; give torch or auto")
+        raise ValueError(
+            "attention is 'native', which has no kernels for kv_dtype 'fp8_e4m3'; give int8, or torch or auto"
+        )
     return make_backend("torch", kv_dtype)
 
 

@@ -59,6 +59,8 @@ class GpuPlatform:
 
     def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
         """As asked for; `auto` is FlashInfer where it can serve every layer. Raises ValueError with a sentence."""
+        if options.kv_dtype == "int8":
+            raise ValueError("kv_dtype is 'int8', which is for CPUs; give fp8_e4m3 or auto")
         kv_dtype = page_dtype(options, probe)
         backend = make_backend(options.attention, kv_dtype, self.device)
         if not isinstance(backend, FlashInferBackend):

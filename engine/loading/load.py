@@ -25,7 +25,7 @@ from engine.loading.gpu import GpuPlatform
 from engine.loading.platform import OWN_PAGES, Platform
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
-from engine.pages import fp8
+from engine.pages import fp8, int8_rows
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
@@ -176,13 +176,13 @@ def _load_beside(
 
 def _check_with_states(name: str, options: EngineOptions) -> None:
     """Raise ValueError for an option that layers with a state beside KV cannot have."""
-    for key, plain, why in (
-        ("tensor_parallel", 1, "is not cut"),
-        ("kv_dtype", "auto", "has no scales"),
-        ("speculative_model", "", "cannot be taken back to before a guess"),
+    for key, served, why in (
+        ("tensor_parallel", (1,), "is not cut"),
+        ("kv_dtype", ("auto", "int8"), "has no scales"),
+        ("speculative_model", ("",), "cannot be taken back to before a guess"),
     ):
-        if (value := getattr(options, key)) != plain:
-            raise ValueError(f"{key} is {value!r}, but {name} keeps a state beside KV, which {why}; give {plain!r}")
+        if (value := getattr(options, key)) not in served:
+            raise ValueError(f"{key} is {value!r}, but {name} keeps a state beside KV, which {why}; give {served[0]!r}")
 
 
 def _in_int8(
@@ -238,12 +238,15 @@ def _check_parity_or_in_float32(
 def _with_scales(
     model: PagedModel, info: ModelInfo, reference: parity.Reference | None, options: EngineOptions
 ) -> tuple[ModelInfo, tuple[KvScale, ...] | None]:
-    """The scales of pages in fp8, which the fingerprint holds, too. Raises UnsupportedModel when they cost too much."""
+    """The scales of pages in fp8, which the fingerprint holds, too. Raises UnsupportedModel when narrow pages cost too
+    much."""
+    if options.kv_dtype == "int8" and reference is not None:
+        checks.check_narrow(model, reference, options.kv_dtype, int8_rows.DTYPE)
     if options.kv_dtype != "fp8_e4m3":
         return info, None
     scales = checks.fp8_scales(model, info)
     if reference is not None:
-        checks.check_fp8(model, reference, scales)
+        checks.check_narrow(model, reference, options.kv_dtype, fp8.DTYPE, scales)
     return replace(info, fingerprint=fp8.with_scales(info.fingerprint, scales)), scales
 
 

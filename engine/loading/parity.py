@@ -27,8 +27,8 @@ NOISE_FACTOR = (
     3.0  # a deep model may differ more than that between two of its own attentions; this times so much is let be
 )
 MAX_TOLERANCE = 0.4
-FP8_FACTOR = 2.5  # pages in fp8 round 32 times as coarsely as bfloat16 does, but only K and V
-MAX_FP8_TOLERANCE = 0.8  # nothing of the KV read at all gives 1
+NARROW_FACTOR = 2.5  # pages in fp8 round 32 times as coarsely as bfloat16 does, but only K and V
+MAX_NARROW_TOLERANCE = 0.8  # nothing of the KV read at all gives 1
 MIN_EXACT_ROUTED = 0.75  # with routed experts in low precision a near-tie may fall the other way in a few rows
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 PROMPT_TOKENS = (13, 22)
@@ -120,9 +120,9 @@ def difference(one: Reference, other: Reference) -> tuple[float, float]:
     return statistics.median(errors), float(same.double().mean())
 
 
-def fp8_tolerance(reference: Reference) -> float:
-    """How far logits may be off with pages in fp8: what shows wrong scales or pages, not what rounding costs."""
-    return min(max(MAX_TOLERANCE, FP8_FACTOR * reference.tolerance), MAX_FP8_TOLERANCE)
+def narrow_tolerance(reference: Reference) -> float:
+    """How far logits may be off with narrow pages: what shows wrong scales or pages, not what rounding costs."""
+    return min(max(MAX_TOLERANCE, NARROW_FACTOR * reference.tolerance), MAX_NARROW_TOLERANCE)
 
 
 def pages_needed(page_size: int) -> int:

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+BESIDE = {"int8": 4}  # bytes behind each head's row: its scale (int8_rows.py)
 PAGE_SIZE = 16  # tokens of a page, where nothing else is said and no layer keeps a state
 ALIGN = 64  # bytes; a cache line, and what AVX-512 loads want
 
@@ -35,8 +36,12 @@ class LayerKv:
 
     def page_bytes(self, page_size: int, dtype: str) -> tuple[int, int]:
         """Of K, and of V."""
-        token_bytes = self.kv_heads * ITEMSIZE[dtype]
-        return page_size * token_bytes * self.k_dim, page_size * token_bytes * self.v_dim
+        k, v = (page_size * self.kv_heads * width * ITEMSIZE[dtype] for width in self.widths(dtype))
+        return k, v
+
+    def widths(self, dtype: str) -> tuple[int, int]:
+        """Elements of a head's row in a page, of K and of V."""
+        return self.k_dim + BESIDE.get(dtype, 0), self.v_dim + BESIDE.get(dtype, 0)
 
     def __str__(self) -> str:
         return f"({self.kv_heads}h,k{self.k_dim},v{self.v_dim})"

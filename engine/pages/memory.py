@@ -20,6 +20,7 @@ TORCH_DTYPE = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
@@ -105,4 +106,5 @@ class KvMemory:
         if isinstance(shape, LayerState):
             return k, v
         dtype, page = TORCH_DTYPE[layout.dtype], (layout.page_size, shape.kv_heads)
-        return k.view(dtype).unflatten(1, (*page, shape.k_dim)), v.view(dtype).unflatten(1, (*page, shape.v_dim))
+        k_width, v_width = shape.widths(layout.dtype)
+        return k.view(dtype).unflatten(1, (*page, k_width)), v.view(dtype).unflatten(1, (*page, v_width))

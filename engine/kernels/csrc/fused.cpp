@@ -3,6 +3,8 @@
 // Element code: 0 float32, 1 bfloat16.
 
 #include <cmath>
+#include <vector>
+#include "int8_rows.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -67,9 +69,10 @@ inline void rotate(const Element* x, const Element* cos, const Element* sin, Ele
     });
 }
 
-template <class Element>
+template <class Element, class Kept>
 void rotate_and_write(const KvrelayRotary& a) {
-    const int64_t d = a.dim, width = (a.heads + 2 * a.kv_heads) * d;
+    constexpr bool INT8 = sizeof(Kept) == 1;
+    const int64_t d = a.dim, width = (a.heads + 2 * a.kv_heads) * d, kept = kept_width<Kept>(d);
     each_row(a.rows, a.rows * width, a.threads, [&](int64_t row) {
         const Element* from = (const Element*)a.qkv + row * width;
         const Element *cos = (const Element*)a.cos + row * d, *sin = (const Element*)a.sin + row * d;
@@ -79,10 +82,20 @@ void rotate_and_write(const KvrelayRotary& a) {
         };
         for (int64_t h = 0; h < a.heads; h++) turn(from + h * d, a.q_norm, (Element*)a.q + (row * a.heads + h) * d);
         if (row >= a.written) return;
-        const int64_t at = a.slots[row] * a.token_stride;
-        for (int64_t g = 0; g < a.kv_heads; g++)
-            turn(from + (a.heads + g) * d, a.k_norm, (Element*)a.k_pages + at + g * d);
-        std::memcpy((Element*)a.v_pages + at, from + (a.heads + a.kv_heads) * d, a.kv_heads * d * sizeof(Element));
+        Kept *k = (Kept*)a.k_pages + a.slots[row] * a.token_stride, *v = (Kept*)a.v_pages + a.slots[row] * a.token_stride;
+        const Element *own_k = from + a.heads * d, *own_v = own_k + a.kv_heads * d;
+        if constexpr (INT8) {
+            static thread_local std::vector<Element> turned;
+            turned.resize(d);
+            for (int64_t g = 0; g < a.kv_heads; g++) {
+                turn(own_k + g * d, a.k_norm, turned.data());
+                to_int8(turned.data(), d, k + g * kept);
+                to_int8(own_v + g * d, d, v + g * kept);
+            }
+        } else {
+            for (int64_t g = 0; g < a.kv_heads; g++) turn(own_k + g * d, a.k_norm, k + g * d);
+            std::memcpy(v, own_v, a.kv_heads * d * sizeof(Element));
+        }
     });
 }
 
@@ -117,8 +130,8 @@ void add_norm(const Element* x, const Element* y, const Element* w, Element* sum
 extern "C" {
 
 void kvrelay_rotate_and_write(const KvrelayRotary* args) {
-    if (args->dtype) return rotate_and_write<uint16_t>(*args);
-    rotate_and_write<float>(*args);
+    if (args->int8) return args->dtype ? rotate_and_write<uint16_t, int8_t>(*args) : rotate_and_write<float, int8_t>(*args);
+    args->dtype ? rotate_and_write<uint16_t, uint16_t>(*args) : rotate_and_write<float, float>(*args);
 }
 
 void kvrelay_rms_norm(const void* x, const void* w, void* to, int64_t rows, int64_t n, float eps, int32_t plus_one,

@@ -1,4 +1,5 @@
-// What the kernels are to each other, and to ctypes. Sizes and strides in elements; `dtype`: 0 float32, 1 bfloat16.
+// What the kernels are to each other, and to ctypes. Sizes and strides in elements; `dtype`: 0 float32, 1 bfloat16; `int8`:
+// pages hold rows of int8_rows.h, and what is said of them is in bytes.
 
 #pragma once
 
@@ -19,7 +20,7 @@ struct KvrelayRotary {
     int64_t rows, written, heads, kv_heads, dim;  // the first `written` rows go into pages
     int64_t token_stride;                         // elements from one token of a page to the next, of K and V alike
     float eps;
-    int32_t plus_one, dtype, threads;
+    int32_t plus_one, dtype, int8, threads;
 };
 
 // A token's heads stand side by side in its page; from one token to the next may be further than that: a rank's heads are
@@ -37,7 +38,7 @@ struct KvrelayAttention {
     int64_t q_row_stride, q_head_stride, table_stride, k_token_stride, v_token_stride;
     int64_t sequences, heads, kv_heads, k_dim, v_dim, page_size;
     float scaling, softcap;
-    int32_t window, chunk, dtype, threads;
+    int32_t window, chunk, dtype, int8, threads;
 
     // The first key that a row at this position sees, or one before all of them.
     int64_t oldest(int64_t position) const {

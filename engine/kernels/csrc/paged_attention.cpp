@@ -14,6 +14,7 @@
 // models do in their own bfloat16 attention); by AMX's tiles where it has them and 32 divides K's width. The choice
 // depends on dtype, shape and CPU only.
 
+#include "int8_rows.h"
 #include "kernels.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -22,6 +23,7 @@
 #include <cstdlib>
 #include <limits>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -252,21 +254,24 @@ struct Scratch {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <class Element, class Product>
+// Queries and outputs are Elements; pages hold the same, or int8.
+template <class Element, class Product, class Kept>
 class Attention {
     static constexpr bool PAIRS = Product::PAIRS;
     static constexpr bool WIDENS = !PAIRS && sizeof(Element) == 2;
+    static constexpr bool INT8 = sizeof(Kept) == 1;
+    using Factor = std::conditional_t<PAIRS, uint16_t, float>;  // what is multiplied
 
     struct Rows {
-        const Element *k[KEYS], *v[KEYS];  // of KV head 0
+        const Kept *k[KEYS], *v[KEYS];  // of KV head 0
     };
 
     const KvrelayAttention& a;
-    const int64_t group, tile_rows, q_units, v_padded;
+    const int64_t group, tile_rows, q_units, v_padded, k_width, v_width;
     const float to_exponent;  // from a product of q and k to the power of 2 that it weighs, or to tanh's argument
     uint32_t *q_tile, *k_block, *v_block, *weights;
     float *scores, *out_tile, *row_max, *row_sum, *row_scale, *wide;
-    Element* zeros;
+    Kept* zeros;
     Product product;
 
    public:
@@ -276,8 +281,10 @@ class Attention {
           tile_rows(std::max<int64_t>(group, rows_of_tile)),
           q_units(PAIRS ? args.k_dim / 2 : args.k_dim),
           v_padded(round_up(args.v_dim, LANES)),
+          k_width(kept_width<Kept>(args.k_dim)),
+          v_width(kept_width<Kept>(args.v_dim)),
           to_exponent(args.softcap == 0.0f ? args.scaling * LOG2_E : args.scaling / args.softcap) {
-        const int64_t widest = a.kv_heads * (a.k_dim > a.v_dim ? a.k_dim : a.v_dim);
+        const int64_t widest = a.kv_heads * std::max(k_width, v_width);
         for (int pass = 0; pass < 2; pass++) {
             size_t at = 0;
             char* base = pass ? scratch.reserve(0) : nullptr;
@@ -295,11 +302,11 @@ class Attention {
             row_max = (float*)take(tile_rows);
             row_sum = (float*)take(tile_rows);
             row_scale = (float*)take(tile_rows);
-            wide = (float*)take(WIDENS ? LANES * a.k_dim : 0);
-            zeros = (Element*)take(widest + LANES);
+            wide = (float*)take(WIDENS || INT8 ? LANES * std::max(a.k_dim, a.v_dim) : 0);
+            zeros = (Kept*)take(widest + LANES);
             if (!pass) scratch.reserve(at);
         }
-        std::memset(zeros, 0, sizeof(Element) * widest);
+        std::memset(zeros, 0, sizeof(Kept) * widest);
     }
 
     // Rows of a tile: heads, in each the tokens, in each the query heads of the group.
@@ -320,8 +327,8 @@ class Attention {
             for (int64_t h = 0; h < tile.heads; h++) {
                 if (more && rows <= FEW_ROWS) touch(tile, next, h * KEYS / tile.heads, (h + 1) * KEYS / tile.heads);
                 const int64_t head = tile.first_head + h;
-                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * a.k_dim, k_block + i);
-                pack_values(here.v, head * a.v_dim);
+                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * k_width, k_block + i);
+                pack_values(here.v, head * v_width);
                 // rows that see nothing of this block are left out, as whole steps of the products
                 for (int64_t from = std::max<int64_t>(0, block - start) * group / LANES * LANES; from < rows; from += STEP_ROWS)
                     step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block, head);
@@ -368,27 +375,31 @@ class Attention {
                 slot++;
             }
             const int64_t token = page * a.page_size + slot;
-            found.k[i] = (const Element*)a.k_pages + token * a.k_token_stride;
-            found.v[i] = (const Element*)a.v_pages + token * a.v_token_stride;
+            found.k[i] = (const Kept*)a.k_pages + token * a.k_token_stride;
+            found.v[i] = (const Kept*)a.v_pages + token * a.v_token_stride;
         }
     }
 
     // Touch each line of the rows from .. to - 1. Plain loads in the order of addresses, because they set the CPU's own
     // stream prefetcher going; prefetch instructions do not (measured on Zen 5: 1.5 times the bandwidth).
     void touch(const Tile& tile, const Rows& rows, int64_t from, int64_t to) const {
-        const int64_t k_first = tile.first_head * a.k_dim, k_last = k_first + tile.heads * a.k_dim;
-        const int64_t v_first = tile.first_head * a.v_dim, v_last = v_first + tile.heads * a.v_dim;
-        constexpr int64_t line = LINE / sizeof(Element);
+        const int64_t k_first = tile.first_head * k_width, k_last = k_first + tile.heads * k_width;
+        const int64_t v_first = tile.first_head * v_width, v_last = v_first + tile.heads * v_width;
+        constexpr int64_t line = LINE / sizeof(Kept);
         for (int64_t i = from; i < to; i++) {
-            for (int64_t j = k_first; j < k_last; j += line) (void)*(const volatile Element*)(rows.k[i] + j);
-            for (int64_t j = v_first; j < v_last; j += line) (void)*(const volatile Element*)(rows.v[i] + j);
+            for (int64_t j = k_first; j < k_last; j += line) (void)*(const volatile Kept*)(rows.k[i] + j);
+            for (int64_t j = v_first; j < v_last; j += line) (void)*(const volatile Kept*)(rows.v[i] + j);
         }
     }
 
-    void pack_keys(const Element* const* keys, int64_t offset, uint32_t* to) {
+    void pack_keys(const Kept* const* keys, int64_t offset, uint32_t* to) {
         const uint32_t* rows[LANES];
         for (int i = 0; i < LANES; i++) {
-            if constexpr (WIDENS) {
+            if constexpr (INT8) {
+                Factor* row = (Factor*)wide + i * a.k_dim;
+                from_int8(keys[i] + offset, a.k_dim, row);
+                rows[i] = (const uint32_t*)row;
+            } else if constexpr (WIDENS) {
                 widen_row((const uint16_t*)(keys[i] + offset), a.k_dim, wide + i * a.k_dim);
                 rows[i] = (const uint32_t*)(wide + i * a.k_dim);
             } else {
@@ -398,15 +409,24 @@ class Attention {
         transpose(rows, q_units, to, KEYS);
     }
 
-    void pack_values(const Element* const* values, int64_t offset) {
+    void pack_values(const Kept* const* values, int64_t offset) {
         if constexpr (PAIRS) {
-            for (int i = 0; i < KEYS; i += 2)
-                interleave((const uint16_t*)(values[i] + offset), (const uint16_t*)(values[i + 1] + offset), a.v_dim,
-                           v_padded, v_block + i / 2 * v_padded);
+            for (int i = 0; i < KEYS; i += 2) {
+                const uint16_t *one = (const uint16_t*)(values[i] + offset), *other = (const uint16_t*)(values[i + 1] + offset);
+                if constexpr (INT8) {
+                    uint16_t* rows = (uint16_t*)wide;
+                    from_int8(values[i] + offset, a.v_dim, rows);
+                    from_int8(values[i + 1] + offset, a.v_dim, rows + a.v_dim);
+                    one = rows, other = rows + a.v_dim;
+                }
+                interleave(one, other, a.v_dim, v_padded, v_block + i / 2 * v_padded);
+            }
         } else {
             for (int i = 0; i < KEYS; i++) {
                 float* to = (float*)v_block + i * v_padded;
-                if constexpr (WIDENS)
+                if constexpr (INT8)
+                    from_int8(values[i] + offset, a.v_dim, to);
+                else if constexpr (WIDENS)
                     widen_row((const uint16_t*)(values[i] + offset), a.v_dim, to);
                 else
                     std::memcpy(to, values[i] + offset, a.v_dim * sizeof(float));
@@ -521,8 +541,8 @@ void cut(const KvrelayAttention& args, int64_t rows_of_tile, std::vector<Tile>& 
 }
 
 // Tiles are dealt out one at a time, a sequence's last (and longest) first: who computes one changes no bit.
-template <class Element, class Product>
-int attend(const KvrelayAttention& args) {
+template <class Element, class Product, class Kept>
+int attend_kept(const KvrelayAttention& args) {
     std::vector<Tile> tiles;
     const int64_t rows_of_tile = tile_rows_of(args);
     try {
@@ -536,13 +556,18 @@ int attend(const KvrelayAttention& args) {
     for (int64_t i = 0; i < count; i++) {
         static thread_local Scratch scratch;
         try {
-            Attention<Element, Product>(args, rows_of_tile, scratch).run(tiles[i]);
+            Attention<Element, Product, Kept>(args, rows_of_tile, scratch).run(tiles[i]);
         } catch (const std::bad_alloc&) {
 #pragma omp atomic write
             failed = 1;
         }
     }
     return failed;
+}
+
+template <class Element, class Product>
+int attend(const KvrelayAttention& args) {
+    return args.int8 ? attend_kept<Element, Product, int8_t>(args) : attend_kept<Element, Product, Element>(args);
 }
 
 }  // namespace

@@ -131,7 +131,7 @@ inline float max_lanes(Vec v) {
     return x[0];
 }
 
-// Rows of float32 or bfloat16, read and written as floats; n < 16 for a row's last elements
+// Rows of float32 or bfloat16, read and written as floats, and of int8, read so; n < 16 for a row's last elements
 
 inline Vec read(const float* p) { return load(p); }
 
@@ -143,6 +143,13 @@ inline Vec read(const uint16_t* p) {
     Vec v;
     std::memcpy(&v, &bits, sizeof v);
     return v;
+}
+
+inline Vec read(const int8_t* p) {
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    Bytes bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
 }
 
 template <class Element>

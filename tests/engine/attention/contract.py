@@ -12,6 +12,7 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionCall, StepMeta, build_meta
 from engine.gpu.staging import on_device
 from engine.pages import fp8 as kv_fp8
+from engine.pages import int8_rows
 from engine.pages.fp8 import KvScale
 from engine.types import Chunk
 
@@ -99,8 +100,11 @@ class Batch:
         page_dtype = self.kv_dtype or self.dtype
         self.scale = KvScale(2.0**-6, 2.0**-7) if page_dtype == kv_fp8.DTYPE else KvScale()
         poison = torch.full((NUM_PAGES, size, case.kv_heads, 1), float("nan"), device=self.device)
-        self.k_pages = poison.expand(-1, -1, -1, case.k_dim).to(page_dtype).contiguous()
-        self.v_pages = poison.expand(-1, -1, -1, case.v_dim).to(page_dtype).contiguous()
+        if page_dtype == int8_rows.DTYPE:
+            poison = torch.full_like(poison, -1.0)  # and a scale that is NaN
+        beside = int8_rows.SCALE_BYTES if page_dtype == int8_rows.DTYPE else 0
+        self.k_pages = poison.expand(-1, -1, -1, case.k_dim + beside).to(page_dtype).contiguous()
+        self.v_pages = poison.expand(-1, -1, -1, case.v_dim + beside).to(page_dtype).contiguous()
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
@@ -121,15 +125,22 @@ class Batch:
             slopes if case.slopes else None,
         )
         if self.kv_dtype is not None:  # what is compared with is what the pages can hold
-            self.k = [(kv_fp8.quantise(k, scale.k).float() * scale.k).to(self.dtype) for k in self.k]
-            self.v = [(kv_fp8.quantise(v, scale.v).float() * scale.v).to(self.dtype) for v in self.v]
+            self.k = [self._shown(self._kept(k, scale.k), scale.k) for k in self.k]
+            self.v = [self._shown(self._kept(v, scale.v), scale.v) for v in self.v]
+
+    def _kept(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        """As pages hold them."""
+        return int8_rows.quantise(rows) if self.kv_dtype == int8_rows.DTYPE else kv_fp8.quantise(rows, scale)
+
+    def _shown(self, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        return (int8_rows.widened(kept) if kept.dtype == int8_rows.DTYPE else kept.float() * scale).to(self.dtype)
 
     def run(self, spans: dict[int, range], row_multiple: int = 1) -> dict[int, torch.Tensor]:
         """One step over these positions of these sequences."""
         meta = self.meta(spans, row_multiple)
         rows = [self._rows(part, spans, meta) for part in (self.q, self.k, self.v)]
         if self.kv_dtype is not None:
-            rows[1:] = [kv_fp8.quantise(x, s) for x, s in zip(rows[1:], (self.scale.k, self.scale.v), strict=True)]
+            rows[1:] = [self._kept(x, s) for x, s in zip(rows[1:], (self.scale.k, self.scale.v), strict=True)]
         self.backend.write(rows[1], rows[2], self.k_pages, self.v_pages, meta)
         out = self.backend.attend(rows[0], self.k_pages, self.v_pages, meta, self.call)
         assert out.shape == (meta.num_rows, self.case.heads, self.case.v_dim)

@@ -45,16 +45,26 @@ def test_the_reference_reads_pages_in_fp8(case: Case) -> None:
     check_chunks(Batch(case, torch.bfloat16, TorchBackend(), CHUNKED_LENGTHS, kv_dtype=torch.float8_e4m3fn))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["grouped queries", "sinks and window", "odd widths, odd pages", "values wider than keys"]
+)
+def test_pages_in_int8_are_read(backend: AttentionBackend, name: str, dtype: torch.dtype) -> None:
+    check_prefill(Batch(CASES[name], dtype, backend, PREFILL_LENGTHS, kv_dtype=torch.int8))
+    check_chunks(Batch(CASES[name], dtype, backend, CHUNKED_LENGTHS, kv_dtype=torch.int8))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["plain", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["grouped queries", "sinks and window", "odd widths, odd pages", "softcap", "slopes"])
 def test_native_rows_are_the_same_bits_in_any_batch_chunk_and_thread(
-    name: str, dtype: torch.dtype, threads: int
+    name: str, dtype: torch.dtype, threads: int, kv_dtype: torch.dtype | None
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        batch = Batch(CASES[name], dtype, NativeBackend(), (300, 5, 130))
+        batch = Batch(CASES[name], dtype, NativeBackend(), (300, 5, 130), kv_dtype=kv_dtype)
         together = batch.run({i: range(n) for i, n in enumerate(batch.lengths)})
         alone = batch.run({0: range(300)})[0]
         assert torch.equal(together[0], alone)
