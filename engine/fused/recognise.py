@@ -68,7 +68,7 @@ def _norm(module: nn.Module, kernels: Kernels) -> Norm | None:
     if wanted is None or wanted.dtype != x.dtype:
         return None
     for plus_one in (False, True):
-        norm = Norm(kernels, NormWeight(weight.detach().clone(), eps, plus_one))
+        norm = Norm(kernels, NormWeight(weight.detach().clone(), eps, plus_one), module.forward)
         if torch.allclose(norm(x).float(), wanted.float(), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype] / 16):
             return norm
     return None

@@ -157,6 +157,12 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(name: str, tmp_path: P
     assert "\n" not in reason
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_models_with_a_state_pass_the_parity_check_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """One of them has rows that are wider than its norms' weights."""
+    assert load(make_tiny_model(name, tmp_path), dtype="bfloat16").layout.has_states
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "deepseek_v3"])
 def test_bfloat16_tokens_do_not_depend_on_batch_chunks_or_pages(
