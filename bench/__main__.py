@@ -40,6 +40,7 @@ NAMES = (
     "int8",
     "adapters",
     "states",
+    "kv_int8",
     "families",
     "fairness",
     "accounts",

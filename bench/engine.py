@@ -112,7 +112,7 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began_s
 
 
-def ours(engine: Engine, new_tokens: int) -> Contender:
+def ours(engine: Engine, new_tokens: int, prompt_tokens: int = PROMPT_TOKENS) -> Contender:
     def step(sequences: list[list[int]], start: int) -> None:
         pages = -(-(start + len(sequences[0]) + new_tokens) // engine.layout.page_size)
         spec = SampleSpec(params=GREEDY, position=start + len(sequences[0]))
@@ -132,12 +132,12 @@ def ours(engine: Engine, new_tokens: int) -> Contender:
         )
 
     def decode(batch: int, turn: int) -> float:
-        step(prompts(batch, PROMPT_TOKENS, turn, engine.info.vocab_size), 0)
+        step(prompts(batch, prompt_tokens, turn, engine.info.vocab_size), 0)
         last = [[5]] * batch
 
         def steps() -> None:
             for i in range(new_tokens):
-                step(last, PROMPT_TOKENS + i)
+                step(last, prompt_tokens + i)
 
         return _seconds(steps) / new_tokens
 

@@ -67,20 +67,20 @@ def logits_of(engine: Engine, prompts: list[list[int]]) -> torch.Tensor:
     return torch.cat([torch.cat(part) for part in parts])
 
 
-def compare(own: torch.Tensor, fp8: torch.Tensor) -> Difference:
-    own, fp8 = own.double(), fp8.double()
-    centred, other = own - own.mean(-1, keepdim=True), fp8 - fp8.mean(-1, keepdim=True)
+def compare(own: torch.Tensor, narrow: torch.Tensor) -> Difference:
+    own, narrow = own.double(), narrow.double()
+    centred, other = own - own.mean(-1, keepdim=True), narrow - narrow.mean(-1, keepdim=True)
     error = (centred - other).norm(dim=-1) / centred.norm(dim=-1)
-    log_own, log_fp8 = own.log_softmax(-1), fp8.log_softmax(-1)
-    kl = (log_own.exp() * (log_own - log_fp8)).sum(-1)
-    best, best_fp8 = own.argmax(-1), fp8.argmax(-1)
-    likeliest = log_own.gather(1, best[:, None]) - log_fp8.gather(1, best[:, None])
-    gap = ((own.gather(1, best[:, None]) - own.gather(1, best_fp8[:, None])).squeeze(1) / own.std(-1))[best != best_fp8]
+    log_own, log_narrow = own.log_softmax(-1), narrow.log_softmax(-1)
+    kl = (log_own.exp() * (log_own - log_narrow)).sum(-1)
+    best, its_best = own.argmax(-1), narrow.argmax(-1)
+    likeliest = log_own.gather(1, best[:, None]) - log_narrow.gather(1, best[:, None])
+    gap = ((own.gather(1, best[:, None]) - own.gather(1, its_best[:, None])).squeeze(1) / own.std(-1))[best != its_best]
     return Difference(
         positions=own.shape[0],
         relative_error_median=float(error.median()),
         relative_error_p99=float(error.quantile(0.99)),
-        same_likeliest=float((best == best_fp8).double().mean()),
+        same_likeliest=float((best == its_best).double().mean()),
         kl_mean_nats=float(kl.mean()),
         kl_p99_nats=float(kl.quantile(0.99)),
         nll_increase_nats=float(likeliest.mean()),

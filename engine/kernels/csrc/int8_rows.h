@@ -15,13 +15,45 @@ constexpr int64_t SCALE_BYTES = 4;
 template <class Kept>
 inline int64_t kept_width(int64_t n) { return sizeof(Kept) == 1 ? n + SCALE_BYTES : n; }
 
-template <class Element>
-inline void from_int8(const int8_t* row, int64_t n, Element* to) {
+inline float scale_of(const int8_t* row, int64_t n) {
     float scale;
     std::memcpy(&scale, row + n, sizeof scale);
+    return scale;
+}
+
+// The row's numbers, which bfloat16 holds as they are
+template <class Element>
+inline void numbers(const int8_t* row, int64_t n, Element* to) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) write(to + i, read(row + i) * splat(scale));
-    if (const int64_t rest = n - i) write_some(to + i, read_some(row + i, rest) * splat(scale), rest);
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(Element) == 2)
+        for (; i + 2 * LANES <= n; i += 2 * LANES) {
+            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)read(row + i + LANES), (__m512)read(row + i));
+            std::memcpy(to + i, &both, sizeof both);
+        }
+#endif
+    for (; i + LANES <= n; i += LANES) write(to + i, read(row + i));
+    if (const int64_t rest = n - i) write_some(to + i, read_some(row + i, rest), rest);
+}
+
+// Those of two rows in turns, as bfloat16: one 32-bit unit for each place, the first row's in its low half
+inline void numbers_of_two(const int8_t* first, const int8_t* second, int64_t n, uint32_t* to) {
+    typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
+    auto unit = [](Vec one, Vec other) {
+        UVec low, high;
+        std::memcpy(&low, &one, sizeof low);
+        std::memcpy(&high, &other, sizeof high);
+        return low >> 16 | (high & 0xffff0000u);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const UVec units = unit(read(first + i), read(second + i));
+        std::memcpy(to + i, &units, sizeof units);
+    }
+    if (const int64_t rest = n - i) {
+        const UVec units = unit(read_some(first + i, rest), read_some(second + i, rest));
+        std::memcpy(to + i, &units, rest * sizeof *to);
+    }
 }
 
 // As engine/pages/int8_rows.py has it, to the bit

@@ -272,6 +272,7 @@ class Attention {
     uint32_t *q_tile, *k_block, *v_block, *weights;
     float *scores, *out_tile, *row_max, *row_sum, *row_scale, *wide;
     Kept* zeros;
+    float k_scales[INT8 ? KEYS : 1], v_scales[INT8 ? KEYS : 1];
     Product product;
 
    public:
@@ -302,7 +303,7 @@ class Attention {
             row_max = (float*)take(tile_rows);
             row_sum = (float*)take(tile_rows);
             row_scale = (float*)take(tile_rows);
-            wide = (float*)take(WIDENS || INT8 ? LANES * std::max(a.k_dim, a.v_dim) : 0);
+            wide = (float*)take(WIDENS || INT8 ? LANES * a.k_dim : 0);
             zeros = (Kept*)take(widest + LANES);
             if (!pass) scratch.reserve(at);
         }
@@ -327,7 +328,7 @@ class Attention {
             for (int64_t h = 0; h < tile.heads; h++) {
                 if (more && rows <= FEW_ROWS) touch(tile, next, h * KEYS / tile.heads, (h + 1) * KEYS / tile.heads);
                 const int64_t head = tile.first_head + h;
-                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * k_width, k_block + i);
+                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * k_width, k_block + i, k_scales + (INT8 ? i : 0));
                 pack_values(here.v, head * v_width);
                 // rows that see nothing of this block are left out, as whole steps of the products
                 for (int64_t from = std::max<int64_t>(0, block - start) * group / LANES * LANES; from < rows; from += STEP_ROWS)
@@ -392,12 +393,13 @@ class Attention {
         }
     }
 
-    void pack_keys(const Kept* const* keys, int64_t offset, uint32_t* to) {
+    void pack_keys(const Kept* const* keys, int64_t offset, uint32_t* to, float* scales) {
         const uint32_t* rows[LANES];
         for (int i = 0; i < LANES; i++) {
             if constexpr (INT8) {
                 Factor* row = (Factor*)wide + i * a.k_dim;
-                from_int8(keys[i] + offset, a.k_dim, row);
+                numbers(keys[i] + offset, a.k_dim, row);
+                scales[i] = scale_of(keys[i] + offset, a.k_dim);
                 rows[i] = (const uint32_t*)row;
             } else if constexpr (WIDENS) {
                 widen_row((const uint16_t*)(keys[i] + offset), a.k_dim, wide + i * a.k_dim);
@@ -410,22 +412,24 @@ class Attention {
     }
 
     void pack_values(const Kept* const* values, int64_t offset) {
+        if constexpr (INT8)
+            for (int i = 0; i < KEYS; i++) v_scales[i] = scale_of(values[i] + offset, a.v_dim);
         if constexpr (PAIRS) {
             for (int i = 0; i < KEYS; i += 2) {
-                const uint16_t *one = (const uint16_t*)(values[i] + offset), *other = (const uint16_t*)(values[i + 1] + offset);
+                uint32_t* to = v_block + i / 2 * v_padded;
                 if constexpr (INT8) {
-                    uint16_t* rows = (uint16_t*)wide;
-                    from_int8(values[i] + offset, a.v_dim, rows);
-                    from_int8(values[i + 1] + offset, a.v_dim, rows + a.v_dim);
-                    one = rows, other = rows + a.v_dim;
+                    numbers_of_two(values[i] + offset, values[i + 1] + offset, a.v_dim, to);
+                    for (int64_t j = a.v_dim; j < v_padded; j++) to[j] = 0;
+                } else {
+                    interleave((const uint16_t*)(values[i] + offset), (const uint16_t*)(values[i + 1] + offset), a.v_dim,
+                               v_padded, to);
                 }
-                interleave(one, other, a.v_dim, v_padded, v_block + i / 2 * v_padded);
             }
         } else {
             for (int i = 0; i < KEYS; i++) {
                 float* to = (float*)v_block + i * v_padded;
                 if constexpr (INT8)
-                    from_int8(values[i] + offset, a.v_dim, to);
+                    numbers(values[i] + offset, a.v_dim, to);
                 else if constexpr (WIDENS)
                     widen_row((const uint16_t*)(values[i] + offset), a.v_dim, to);
                 else
@@ -459,7 +463,10 @@ class Attention {
             return;
         }
         Vec x[GROUPS];
-        for (int g = 0; g < GROUPS; g++) x[g] = load(s + g * LANES) * splat(to_exponent);
+        for (int g = 0; g < GROUPS; g++) {
+            x[g] = load(s + g * LANES) * splat(to_exponent);
+            if constexpr (INT8) x[g] = x[g] * load(k_scales + g * LANES);
+        }
         if (a.softcap != 0.0f)
             for (int g = 0; g < GROUPS; g++) x[g] = tanh_any(x[g]) * splat(a.softcap * LOG2_E);
         const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -485,7 +492,9 @@ class Attention {
         store_weights(of_step, x);
     }
 
-    void store_weights(int64_t row, const Vec* x) {
+    void store_weights(int64_t row, Vec* x) {
+        if constexpr (INT8)  // the products are of whole numbers: what they are times is left to scores and weights
+            for (int g = 0; g < GROUPS; g++) x[g] = x[g] * load(v_scales + g * LANES);
         if constexpr (PAIRS) {
             uint16_t* w = (uint16_t*)(weights + row * (KEYS / 2));
             for (int g = 0; g < GROUPS; g++) write(w + g * LANES, x[g]);

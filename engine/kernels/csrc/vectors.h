@@ -146,6 +146,17 @@ inline Vec read(const uint16_t* p) {
 }
 
 inline Vec read(const int8_t* p) {
+#ifdef __AVX512F__
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    Vec v;
+    for (int half = 0; half < 2; half++) {
+        const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + half * LANES / 2)));
+        const __m256 floats = _mm256_cvtepi32_ps(wide);
+        std::memcpy((char*)&v + half * sizeof floats, &floats, sizeof floats);
+    }
+    return v;
+#endif
     typedef int8_t Bytes __attribute__((vector_size(16)));
     Bytes bytes;
     std::memcpy(&bytes, p, sizeof bytes);
