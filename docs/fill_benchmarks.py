@@ -790,16 +790,18 @@ def simulator(result: Mapping[str, Any]) -> str:
     return table(["under the live policies", "requests a CPU second", "not compiled"], rows)
 
 
+ACCURACY = {
+    "relative_error_median": "relative error of logits, median",
+    "relative_error_p99": "the same, P99",
+    "same_likeliest": "share of positions with the same likeliest token",
+    "kl_mean_nats": "KL divergence, mean, nats",
+    "nll_increase_nats": "loss, more by, nats",
+}
+
+
 def kv_fp8(result: Mapping[str, Any]) -> str:
-    names = {
-        "relative_error_median": "relative error of logits, median",
-        "relative_error_p99": "the same, P99",
-        "same_likeliest": "share of positions with the same likeliest token",
-        "kl_mean_nats": "KL divergence, mean, nats",
-        "nll_increase_nats": "loss, more by, nats",
-    }
     sides = (result["fp8_against_bfloat16"], result["bfloat16_against_float32"])
-    rows = [[text, *(cell(side[name]) for side in sides)] for name, text in names.items()]
+    rows = [[text, *(cell(side[name]) for side in sides)] for name, text in ACCURACY.items()]
     rows.append(["bytes of KV a token", *(f"{result['kv_bytes'][name]:,.0f}" for name in ("fp8", "bfloat16"))])
     of = f"{sides[0]['positions']:,} positions of {result['prompts']} prompts, {result['model']}"
     note = ", random weights: a rehearsal of how it is measured" if result["is_rehearsal"] else ""
@@ -1132,6 +1134,38 @@ def adapters(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def states(result: Mapping[str, Any]) -> str:
+    parts = []
+    for kind, of in result["kinds"].items():
+        rows = [
+            [step, f"{t['generate_ms']:.1f}", f"{t['kvrelay_ms']:.1f}", spread(t["speed"])]
+            for step, t in of["times"].items()
+        ]
+        page = f"{of['page_kv_mb']:g} MB of KV and {of['page_state_mb']:g} MB of states"
+        parts += [
+            f"{kind}, {of['params_m']:g}M parameters, pages of {of['page_tokens']:,} tokens, {page}:",
+            table(["step", "transformers, ms", "kvrelay, ms", "speed"], rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def kv_int8(result: Mapping[str, Any]) -> str:
+    rows = [
+        [step, f"{t['bfloat16_ms']:.1f}", f"{t['int8_ms']:.1f}", spread(t["speed"])]
+        for step, t in result["times"].items()
+    ]
+    sides = (result["int8_against_bfloat16"], result["bfloat16_against_float32"])
+    errors = [[text, *(cell(side[name]) for side in sides)] for name, text in ACCURACY.items()]
+    errors.append(["bytes of KV a token", *(f"{result['kv_bytes'][name]:,.0f}" for name in ("int8", "bfloat16"))])
+    return "\n\n".join(
+        [
+            table(["step", "pages in bfloat16, ms", "in int8, ms", "speed"], rows),
+            f"{sides[0]['positions']:,} positions, {result['model']}:",
+            table(["", "int8 against bfloat16", "bfloat16 against float32"], errors),
+        ]
+    )
+
+
 def families(result: Mapping[str, Any]) -> str:
     by: dict[str, list[Mapping[str, str]]] = {verdict: [] for verdict in ("exact", "refused", "wrong", "not made")}
     for model in result["models"]:
@@ -1237,6 +1271,8 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "speculation": speculation,
     "int8": int8,
     "adapters": adapters,
+    "states": states,
+    "kv_int8": kv_int8,
     "families": families,
     "protocol": protocol,
     "roofline": roofline,

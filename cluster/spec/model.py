@@ -168,6 +168,7 @@ class ClusterSpec(Spec):
     if TYPE_CHECKING:  # those of the engine's knobs that others look at
         dtype: str
         page_size: int | None
+        quantization: str
         max_model_len: int | None
 
     name: str = setting(

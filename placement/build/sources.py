@@ -4,6 +4,7 @@ machine's figures, ProfileWorkers from what was measured of kvrelay's own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from cluster.spec.model import ClusterSpec
@@ -20,11 +21,18 @@ from placement.latency.profile_latency import ProfileLatency
 from prefill_worker.options import PrefillOptions
 from worker.roles import PHASES, kind_of
 
+KV_DTYPES = {"fp8_e4m3": "float8", "int8": "int8"}  # what shapes call those that pools may have
 MESSAGE_S = 0.0005  # one way, between two processes
 
 
 def degrees_of(pool: PoolSpec) -> Degrees:
     return Degrees(pool.tensor_parallel, pool.pipeline_parallel)
+
+
+def shape_in(pool: PoolSpec, spec: ClusterSpec, shape: ModelShape) -> ModelShape:
+    """The model as the pool's workers have it, its KV and its weights in few bits where the spec says so."""
+    shape = replace(shape.with_dtype(spec.dtype), kv_dtype=KV_DTYPES.get(pool.kv_dtype, shape.kv_dtype))
+    return replace(shape, weight_bits=8.0, quantisation="int8") if spec.quantization == "int8" else shape
 
 
 def largest_step(pool: PoolSpec) -> tuple[int, int]:
@@ -83,7 +91,7 @@ class RooflineWorkers:
     def _catalog(self, spec: ClusterSpec, pool: PoolSpec) -> RooflineCatalog:
         tokens, requests = largest_step(pool)
         return RooflineCatalog(
-            self.shape.with_dtype(spec.dtype),
+            shape_in(pool, spec, self.shape),
             self.hardware,
             page_size=spec.page_size or PAGE_SIZE,
             max_batch_tokens=tokens,
@@ -152,7 +160,7 @@ class ProfileWorkers:
         facts = profile.prefill_pool if pool.role == "prefill" else profile.decode_pool
         pages = facts.num_pages
         if isinstance(pool.kv_memory, int) and self.shape is not None:
-            token_bytes = self.shape.with_dtype(spec.dtype).kv_bytes_per_token
+            token_bytes = shape_in(pool, spec, self.shape).kv_bytes_per_token
             pages = max(1, pool.kv_memory // (token_bytes * profile.page_size))
         errors = dict(zip(PHASES, profile.wrong_by, strict=True))
         error = max(errors[phase] for phase in kind_of(pool.role).phases)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from engine.pages.layout import BESIDE
 from placement.catalogs.base import PlanError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
@@ -113,6 +114,8 @@ class ModelShape:
 
     @property
     def kv_dtype_bytes(self) -> float:
+        if self.kv_dtype == "int8":  # and a scale for each head's row
+            return 1.0 + 2.0 * BESIDE["int8"] / (self.k_dim + self.v_dim)
         return DTYPE_BYTES[self.kv_dtype or self.dtype]
 
     @property

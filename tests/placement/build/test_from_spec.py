@@ -17,6 +17,7 @@ from placement.build import from_spec
 from placement.build.from_spec import mixed_spec, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers
 from placement.catalogs.base import PlanError
+from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.profile import DecodePoint, Fault, MixedPoint, PoolFacts, PrefillPoint, Profile, TransferPoint
@@ -163,6 +164,25 @@ def test_pages_are_of_the_memory_that_is_given_or_left() -> None:
     too_little = spec(pools=[{"role": "prefill"}, {"role": "decode", "kv_memory": 1000}])
     with pytest.raises(PlanError, match=r"pools\[1\].kv_memory is 1000, less than one page; give at least 2097152"):
         sim_cluster(too_little, roofline())
+
+
+@unit
+def test_what_is_kept_in_fewer_bits_takes_and_reads_less() -> None:
+    def workers(**changes: Any) -> tuple[int, float, float]:
+        """Pages in 1 GiB, seconds of a decode step alone, and of one behind much KV."""
+        narrow = {"kv_dtype": changes.pop("kv_dtype", "auto")}
+        pools = [{"role": "prefill", **narrow}, {"role": "decode", "kv_memory": "1GiB", **narrow}]
+        worker = sim_cluster(spec(pools=pools, **changes), roofline()).workers[1]
+        return worker.num_pages, decode_s(worker.latency, 8, 128), decode_s(worker.latency, 8, 8 * 4096)
+
+    pages, alone_s, behind_s = workers()
+    half = workers(kv_dtype="int8")  # 64 KiB of numbers and 2 KiB of scales for a token
+    assert half[0] == 2**30 // (16 * 67_584)
+    assert workers(kv_dtype="fp8_e4m3")[0] == 2 * pages
+    assert half[2] - half[1] < 0.6 * (behind_s - alone_s)
+    weights = workers(quantization="int8")
+    assert weights[0] == pages
+    assert weights[1] < 0.75 * alone_s
 
 
 @unit
