@@ -89,6 +89,9 @@ class Reservations:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
         root = root_of(request)
         hashes = self._host.page_hashes(tokens, root)
+        if self.reads_prompts and self._host.engine.layout.has_states:
+            # a page that others have must not be computed again, as the last one of a prompt that is unread may be
+            hashes = hashes[: (len(tokens) - 1) // self._host.pool.page_size]
         held = HeldAnswer(
             state=request,
             params=params,

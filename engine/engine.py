@@ -18,6 +18,7 @@ from engine.drafting import DraftModel
 from engine.loading.load import LoadedModel, Progress, load_both, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
+from engine.pages.layout import PAGE_SIZE
 from engine.pending import DoneStep, PendingStep
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
 
@@ -58,14 +59,21 @@ class Engine:
     @property
     def can_overlap(self) -> bool:
         """Whether `begin` returns before the step is done, so that it pays to begin the next one meanwhile."""
-        return self.steps.can_overlap
+        return self.steps.can_overlap and not self.layout.has_states  # a step that fails is taken back at once
 
     def step(self, step: Step) -> list[SampledToken]:
         """Run every chunk's tokens; return one token for each chunk that has `sample`, in the chunks' order.
 
         A row whose logits are not finite brings a token with an `error`; the others are not to blame.
         """
-        return self.begin(step).result()
+        pending = self.begin(step)
+        try:
+            tokens = pending.result()
+        except Exception:
+            self.model.journal.take_back()
+            raise
+        self.model.journal.forget()
+        return tokens
 
     def begin(self, step: Step) -> PendingStep:
         """Begin a step; its tokens come from `result()` of what is returned. One more may be begun before that.
@@ -78,11 +86,12 @@ class Engine:
         with torch.inference_mode(), devices.current(self.device):
             if self.draft_model is not None:
                 step = self.draft_model.with_guesses(step)
+            self.model.journal.forget()
             try:
                 with self.adapters.of(step.chunks):
                     return self.steps.begin(step)
             except Exception:
-                self.model.take_back()
+                self.model.journal.take_back()
                 raise
 
     @property
@@ -91,9 +100,9 @@ class Engine:
         return 0.0 if self.draft_model is None else self.draft_model.spent_s
 
     def probe(self) -> SampledToken:
-        """Whether it still can: compute a page of tokens that nobody asked for, then the last one alone, in a page of
-        the engine's own. Prompts go the first way, further tokens the second. Returns the last draw."""
-        length = min(self.layout.page_size, self.info.max_model_len)
+        """Whether it still can: compute some tokens that nobody asked for, then the last one alone, in a page of the
+        engine's own. Prompts go the first way, further tokens the second. Returns the last draw."""
+        length = min(self.layout.page_size, PAGE_SIZE, self.info.max_model_len)
         for start in (0, length - 1):
             spec = SampleSpec(params=SamplingParams(temperature=0.0), position=length)
             chunk = Chunk(

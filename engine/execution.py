@@ -1,7 +1,8 @@
 """run_step runs a step so that one request's trouble is that request's alone, and the engine's own is not kept.
 
-A step that raises is run again chunk by chunk: writing the same KV into the same pages twice changes nothing. A chunk
-that fails by itself brings a token with an `error`, whether it was to be sampled or not; the others bring theirs.
+A step that raises is run again chunk by chunk: writing the same KV into the same pages twice changes nothing, and
+states beside it were taken back (Engine.begin). A chunk that fails by itself brings a token with an `error`, whether it
+was to be sampled or not; the others bring theirs.
 
 When no chunk of a step could be computed, either the engine is broken or all its requests are to blame, a lone one say.
 The engine decides: it computes a token of its own (`probe`), in the way of any request. If it can, the requests failed,

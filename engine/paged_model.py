@@ -32,9 +32,18 @@ class KvPages:
 
 @dataclass(slots=True)
 class Journal:
-    """What the last step has written over."""
+    """What a step has written over that cannot be written twice."""
 
-    states: States | None = None  # None: no layer keeps a state
+    states: States | None = None  # None: the step has not begun, or is done, or no layer keeps a state
+
+    def take_back(self) -> None:
+        """The step failed and may be run again: all is as it was before."""
+        if self.states is not None:
+            self.states.take_back()
+        self.forget()
+
+    def forget(self) -> None:
+        self.states = None
 
 
 def in_place(meta: StepMeta) -> StepMeta:
@@ -83,11 +92,6 @@ class PagedModel:
             self.journal.states = States(memory, meta)
         state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales, states=self.journal.states)
         return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
-
-    def take_back(self) -> None:
-        """The last step failed and may be run again: what cannot be written twice is as it was before."""
-        if self.journal.states is not None:
-            self.journal.states.take_back()
 
     def layout(self, dtype: torch.dtype, num_pages: int) -> KvLayout:
         """Of so many pages of all layers."""

@@ -19,9 +19,9 @@ from engine.pages.layout import LayerKv, LayerState
 
 LAYER = "kvrelay_layer"  # attribute of an attention module, or of one with a state: its number among the calls
 
-FULL = 0.0  # what the probe's masks are filled with: this, a window's width, CHUNK less a chunk's, or OTHER
-OTHER = -1.0
-CHUNK = -2.0
+FULL = 0.0  # what the probe's masks are filled with: this, a window's width, a chunk's below 0, or OTHER
+OTHER = 0.5
+LONGEST = 1 << 24  # tokens of a window or a chunk: what is beyond is a mask's own filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Probe:
         kv = LayerKv(kv_heads=k.shape[1], k_dim=k.shape[3], v_dim=v.shape[3])
         self._number(module)
         scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        window, chunk = (0, int(CHUNK - code)) if code <= CHUNK else (int(code), 0)
+        window, chunk = max(0, int(code)), max(0, -int(code))
         self.layers.append(
             LayerProbe(kv, k.dtype, q.shape[1], window, scaling, chunk, softcap or 0.0, has_sinks, has_slopes)
         )
@@ -152,7 +152,7 @@ def _code(name: str, mask: torch.Tensor | None, sliding_window: int | None) -> f
         return float(sliding_window or 0)
     codes = set(mask.flatten().tolist()) if isinstance(mask, torch.Tensor) else {OTHER}
     code: float = codes.pop()
-    if codes or code == OTHER or code != int(code):
+    if codes or code == OTHER or not -LONGEST < code < LONGEST:
         raise UnsupportedModel(
             f"{name} carries a pattern in its mask that is neither causal nor a sliding window nor in chunks, "
             "and paged attention knows only these"
@@ -175,7 +175,7 @@ def probe_mask(
 
 
 def _pattern(mask_function: Callable[..., Any], max_len: int) -> float:
-    """FULL, a window's width, CHUNK less a chunk's, or OTHER: by asking who sees the first position, and for whole rows
+    """FULL, a window's width, a chunk's below 0, or OTHER: by asking who sees the first position, and for whole rows
     of the mask at several positions up to max_len."""
     zero = torch.zeros((), dtype=torch.long)
 
@@ -199,4 +199,4 @@ def _pattern(mask_function: Callable[..., Any], max_len: int) -> float:
         return FULL if not any(starts) else OTHER
     if starts == [max(0, query + 1 - width) for query in asked]:
         return float(width)
-    return CHUNK - width if width and starts == [query - query % width for query in asked] else OTHER
+    return -float(width) if width and starts == [query - query % width for query in asked] else OTHER

@@ -22,13 +22,14 @@ from engine.fused.kernels import Heads, Kernels, MakeRotation, NormWeight, OneCa
 class Norm:
     kernels: Kernels
     weight: NormWeight
-    own: Callable[[torch.Tensor], torch.Tensor]  # the module's, for rows that are wider than its weight
+    own: Callable[[torch.Tensor], torch.Tensor]  # the module's, for rows in another dtype than its weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.norm(x, self.weight) if x.dtype == self.weight.weight.dtype else self.own(x)
 
     def after_adding(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + y, the norm of x + y); neither x nor y is read after."""
+        assert x.dtype == self.weight.weight.dtype, "the layers that are recognised add and norm in one dtype"
         return self.kernels.add_norm(x, y, self.weight)
 
 

@@ -14,7 +14,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import choice as flashinfer_choice
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.shapes import HALF, Shape, distinct, why_not
-from engine.attention.probe import Probe
+from engine.attention.probe import LayerProbe, Probe
 from engine.attention.registry import make_backend
 from engine.fused.gpu import FlashInferKernels, TorchKernels
 from engine.fused.kernels import Kernels
@@ -67,7 +67,9 @@ class GpuPlatform:
             return backend
         if not probe.attentions:
             return make_backend("torch", kv_dtype, self.device)
-        for number, layer in enumerate(probe.attentions):
+        for number, layer in enumerate(probe.layers):
+            if not isinstance(layer, LayerProbe):
+                continue
             reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
             if layer.chunk:
                 reason = "it attends in chunks, which FlashInfer does not know"

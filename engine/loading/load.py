@@ -182,7 +182,7 @@ def _check_with_states(name: str, options: EngineOptions) -> None:
         ("speculative_model", ("",), "cannot be taken back to before a guess"),
     ):
         if (value := getattr(options, key)) not in served:
-            raise ValueError(f"{key} is {value!r}, but {name} keeps a state beside KV, which {why}; give {served[0]!r}")
+            raise ValueError(f"{key} is {value!r}, but {name} keeps a state beside KV, which {why}; leave it out")
 
 
 def _in_int8(

@@ -72,8 +72,8 @@ def reference_logits(model: PreTrainedModel, vocab_size: int, max_len: int) -> R
 def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     ids = ids[None].to(model.device)
     try:
-        if mixers.has_any(model):
-            return _as_generated(model, ids)
+        if (cache_name := mixers.cache_name(model)) and mixers.has_any(model):
+            return _as_generated(model, ids, cache_name)
         logits: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     except Exception as error:  # a model's own code raises what it likes
         name = type(model).__name__
@@ -81,11 +81,10 @@ def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _as_generated(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def _as_generated(model: PreTrainedModel, ids: torch.Tensor, name: str) -> torch.Tensor:
     """A prompt, then a token at a time: layers that keep a state compute those by other code, which may round and clamp
     otherwise."""
     known = inspect.signature(model.forward).parameters
-    name = next(name for name in mixers.CACHES if name in known)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
 
     def run(rows: slice, cache: Any) -> Any:

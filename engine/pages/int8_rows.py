@@ -11,14 +11,16 @@ SCALE_BYTES = 4  # of each row, behind its numbers
 
 
 def quantise(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] -> int8 [..., D + 4]: the numbers nearest to x / scale, halves to even, and the scale."""
+    """[..., D] -> int8 [..., D + 4]: the numbers nearest to x / scale, halves to even, and the scale. That of a row
+    with something infinite, or no number, is NaN: whoever reads it is told so."""
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / 127.0
-    inverse = torch.where(scale > 0.0, 1.0 / scale, torch.zeros_like(scale))
-    return torch.cat([torch.round(x * inverse).to(DTYPE), scale.view(DTYPE)], dim=-1)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    inverse = torch.where(scale >= torch.finfo(torch.float32).tiny, 1.0 / scale, 0.0)
+    return torch.cat([torch.round(x * inverse).nan_to_num(0.0).to(DTYPE), scale.view(DTYPE)], dim=-1)
 
 
 def widened(rows: torch.Tensor) -> torch.Tensor:
     """The inverse, but for what was rounded: float32 [..., D]."""
-    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return rows[..., :-SCALE_BYTES].float() * scale

@@ -71,17 +71,18 @@ def _is_mixer(module: nn.Module) -> bool:
         return True
     if not any(update in source for update in UPDATES):
         return False
-    if ".update(" in source or not _cache_name(type(module)):
+    if ".update(" in source or not cache_name(module):
         raise UnsupportedModel(f"{name} keeps KV and a state in one module, which pages cannot hold")
     return True
 
 
-def _cache_name(kind: Any) -> str:
-    return next((name for name in inspect.signature(kind.forward).parameters if name in CACHES), "")
+def cache_name(module: nn.Module) -> str:
+    """Of the parameter that a cache comes in; empty: none."""
+    return next((name for name in inspect.signature(type(module).forward).parameters if name in CACHES), "")
 
 
 def _with_cache(module: Any) -> Run:
-    own, name = module.forward, _cache_name(type(module))
+    own, name = module.forward, cache_name(module)
     _, *others = inspect.signature(own).parameters.values()
     wanted = [each.name for each in others if each.default is each.empty and each.kind != each.VAR_KEYWORD]
     nothing = dict.fromkeys(each for each in wanted if each != name)
@@ -135,9 +136,11 @@ class _Mixer:
         return (mixed, None) if self._gives_more else mixed
 
     def _probe(self, hidden: torch.Tensor, probe: Probe) -> torch.Tensor:
-        """Row by row: no Linear in it sees all rows, so that none is thought to be one that adapters may change."""
+        """Row by row: no Linear in it sees all rows, so that none is thought to be one that adapters may change. Of
+        random rows, for of nothing a state may stay nothing."""
         states = _Cache(self._num_states)
-        first, second = hidden.split(1, dim=1)
+        generator = torch.Generator().manual_seed(0)
+        first, second = torch.randn(hidden.shape, generator=generator).to(hidden).split(1, dim=1)
         mixed = self._run(first, states)
         recurrent = states.tensors[1]
         before = [each.clone() for each in recurrent]

@@ -111,7 +111,8 @@ def _layer_groups(spec: ClusterSpec, source: WorkerSource) -> int:
         return MAX_GROUPS
     shape = getattr(source, "shape", None)
     dtype = LAYOUT_DTYPES[shape.with_dtype(spec.dtype).dtype] if shape is not None else "bfloat16"
-    page_size = spec.page_size or PAGE_SIZE
+    measured: int = getattr(getattr(source, "profile", None), "page_size", PAGE_SIZE)
+    page_size = spec.page_size or measured
     layout = KvLayout(page_size, dtype, layers, 1)
     pages = -(-TYPICAL_PROMPT_TOKENS // page_size)
     return len(layer_groups(layout, pages, spec.transfer.options(TransferOptions).layers_per_group))

@@ -57,7 +57,7 @@ def test_an_architecture_that_pages_cannot_carry(
 def test_what_a_state_beside_kv_cannot_have(tmp_path: Path, key: str, value: Any) -> None:
     directory = str(make_tiny_model("qwen3_5_text", tmp_path))
     value = directory if value == "itself" else value
-    with pytest.raises(ValueError, match=f"{key} is {value!r}, but Qwen3_5ForCausalLM keeps a state .*; give "):
+    with pytest.raises(ValueError, match=f"{key} is {value!r}, but Qwen3_5ForCausalLM keeps a state .*; leave it out"):
         load(directory, **{key: value})
 
 

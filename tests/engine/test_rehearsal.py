@@ -17,7 +17,7 @@ from engine.types import PENDING, Chunk, SampledToken, SampleSpec, SamplingParam
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import greedy, page_tables, prompts, save
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
@@ -27,6 +27,21 @@ MODELS = {
         {"head_dim": 16, "sliding_window": 24},
     ),  # not of Llama's layers: only its norms are fused
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
 }
 WHOLE_MODEL_FUSED = {"llama", "qwen2", "qwen3", "mistral"}
 SOME = ((70, 5, 1, 33, 16), 6)

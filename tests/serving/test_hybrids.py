@@ -100,6 +100,27 @@ async def test_a_step_that_fails_is_run_again_from_what_was_there_before(
     assert [list(each.token_ids) for each in answers] == wanted
 
 
+async def test_a_step_that_fails_before_it_computes_takes_back_no_other(
+    model_dir: ModelDir, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster_of(model_dir("qwen3_next")) as cluster, AsyncClient(cluster.endpoint) as client:
+        steps = cluster.decode[0].engine.steps
+        begin, failed = steps.begin, []
+
+        def fails_at_its_beginning(step: Any) -> Any:
+            if len(step.chunks) > 1:
+                failed.append(len(step.chunks))
+                raise RuntimeError("nothing was computed")
+            return begin(step)
+
+        monkeypatch.setattr(steps, "begin", fails_at_its_beginning)
+        answers = await ask_all(client)
+        await cluster.settled()
+        cluster.check_invariants()
+        assert len(failed) > NEW_TOKENS // 2
+    assert [list(each.token_ids) for each in answers] == wanted
+
+
 async def test_guesses_are_refused_before_a_request_comes(model_dir: ModelDir) -> None:
     cluster = cluster_of(model_dir("qwen3_next"), worker_changes={"num_speculative_tokens": 2})
     with pytest.raises(

@@ -32,7 +32,9 @@ def told_together() -> Iterator[None]:
                 bytes_of.recv_into(read)
             try:
                 take_all()
-            except Exception:  # this one is of a loop that is closed; those behind it have no byte left that tells
+            except (
+                Exception
+            ):  # it has taken one, of a loop that is closed; those behind it have no byte left that tells
                 loop.call_soon(read_all)
                 raise
 

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace {
 
@@ -60,11 +61,19 @@ inline void numbers_of_two(const int8_t* first, const int8_t* second, int64_t n,
 template <class Element>
 inline void to_int8(const Element* x, int64_t n, int8_t* row) {
     float largest = 0.0f;
+    Vec spoiled = Vec{};  // not 0 where something is infinite, or no number
     for (int64_t i = 0; i < n; i += LANES) {
         const Vec v = n - i < LANES ? read_some(x + i, n - i) : read(x + i);
         largest = std::fmax(largest, max_lanes(v < Vec{} ? -v : v));
+        spoiled = spoiled + v * splat(0.0f);
     }
-    const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = sum_lanes(spoiled) == 0.0f ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    if (!(scale >= std::numeric_limits<float>::min())) {  // so small that one over it is no float, or no number
+        std::memset(row, 0, n);
+        std::memcpy(row + n, &scale, sizeof scale);
+        return;
+    }
+    const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t count = n - i < LANES ? n - i : LANES;
         const Vec v = (count < LANES ? read_some(x + i, count) : read(x + i)) * splat(inverse);

@@ -50,6 +50,7 @@ def test_the_reference_reads_pages_in_fp8(case: Case) -> None:
     "name", ["grouped queries", "sinks and window", "odd widths, odd pages", "values wider than keys"]
 )
 def test_pages_in_int8_are_read(backend: AttentionBackend, name: str, dtype: torch.dtype) -> None:
+    check_prefill(Batch(Case(2, 1, 6, 10, page_size=3), dtype, backend, (1, 5), kv_dtype=torch.int8))
     check_prefill(Batch(CASES[name], dtype, backend, PREFILL_LENGTHS, kv_dtype=torch.int8))
     check_chunks(Batch(CASES[name], dtype, backend, CHUNKED_LENGTHS, kv_dtype=torch.int8))
 

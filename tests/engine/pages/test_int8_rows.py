@@ -1,6 +1,8 @@
 """KV pages in int8: what a row is, and that the kernels write it as the reference does, to the bit."""
 
 import ctypes
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from engine.options import EngineOptions
 from engine.pages import int8_rows
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
+from engine.types import Chunk, SampleSpec, SamplingParams, Step
+from tests.zoo import make_tiny_model
 
 
 def test_a_number_is_off_by_half_a_step_at_most() -> None:
@@ -39,7 +43,7 @@ def test_a_page_has_its_scales() -> None:
 def test_the_fused_kernel_writes_the_same_rows(dtype: torch.dtype, dim: int) -> None:
     heads, kv_heads, rows = 4, 2, 7
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    qkv[3] = 0.0
+    qkv[3], qkv[4] = 0.0, qkv[4] * 1e-38
     angle = torch.rand(rows, dim)
     cos, sin, slots = angle.cos().to(dtype), angle.sin().to(dtype), torch.randperm(16)[:rows]
     turned = torch.empty(rows, heads, dim, dtype=dtype)
@@ -67,6 +71,30 @@ def test_the_fused_kernel_writes_the_same_rows(dtype: torch.dtype, dim: int) -> 
         native.library().kvrelay_rotate_and_write(ctypes.byref(args))
     for own, kept in zip(plain, narrow, strict=True):
         assert torch.equal(kept[slots], int8_rows.quantise(own[slots]))
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("attention", ["native", "torch"])
+def test_what_is_no_number_is_told_and_not_made_one(spoil: float, attention: str, tmp_path: Path) -> None:
+    """A request whose KV is spoiled fails; its neighbour does not."""
+    options: dict[str, Any] = {"attention": attention, "kv_dtype": "int8", "dtype": "float32", "parity_check": False}
+    engine = Engine.load(EngineOptions(model=str(make_tiny_model("llama", tmp_path)), num_pages=8, **options))
+    with torch.inference_mode():
+        engine.model.module.get_input_embeddings().weight[7] = spoil
+    greedy = SamplingParams(temperature=0.0)
+    chunks = [
+        Chunk(
+            request_id=name,
+            token_ids=ids,
+            start=0,
+            block_table=[page],
+            sample=SampleSpec(params=greedy, position=len(ids)),
+        )
+        for page, (name, ids) in enumerate({"spoiled": [5, 7, 9, 11], "sound": [5, 8, 9, 11]}.items())
+    ]
+    spoiled, sound = engine.step(Step(chunks=chunks))
+    assert "NaN" in spoiled.error
+    assert not sound.error
 
 
 def test_it_is_for_cpus_and_one_process() -> None:
