@@ -33,9 +33,8 @@ UPDATES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
 STATE = re.compile(r"state_idx=(\d+)")  # of several that a layer has
 WEIGHT = re.compile(r"self\.(\w+)\.weight\b")  # of a part that the mixer multiplies by itself
 
-Run = Callable[
-    [torch.Tensor, "_Cache"], Any
-]  # [B, T, in], their states, which it changes -> [B, T, out], or (it, more)
+# [B, T, in] and their states, which it changes -> [B, T, out], or that and more
+Run = Callable[[torch.Tensor, "_Cache"], Any]
 
 
 def adopt(model: nn.Module) -> None:
