@@ -100,6 +100,12 @@ def in_turns(
     return took
 
 
+def compared(took: Mapping[str, Sequence[float]], one: str, other: str, digits: int = 2) -> dict[str, Any]:
+    """Of what two took in turns: medians in ms, and how fast `one` is beside the `other`."""
+    times = {f"{who}_ms": round(1e3 * statistics.median(seconds), digits) for who, seconds in took.items()}
+    return {**times, "speed": spread(list(zip(took[one], took[other], strict=True)))}
+
+
 def prompts(count: int, tokens: int, turn: int, vocab_size: int = VOCAB) -> list[list[int]]:
     """New ones each turn and for each length, so that no cache of prefixes helps anybody."""
     generator = torch.Generator().manual_seed((turn * 1000 + count) * 10000 + tokens)

@@ -16,7 +16,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from bench.common import REPO, RESULTS, about, demo_model, save
-from bench.engine import PAGE_SIZE, PROMPT_TOKENS, in_turns, ours
+from bench.engine import PAGE_SIZE, PROMPT_TOKENS, compared, in_turns, ours
 from bench.kv_fp8 import compare, logits_of
-from bench.rounds import spread
 from bench.speculation import pair
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -53,10 +51,7 @@ def engine_of(model: str, way: str) -> Engine:
 def times(engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
     contenders = {way: ours(engine, STEPS) for way, engine in engines.items()}
     return {
-        name: {
-            **{f"{way}_ms": round(1e3 * median(seconds), 3) for way, seconds in ways.items()},
-            "speed": spread(list(zip(ways["int8"], ways["bfloat16"], strict=True))),
-        }
+        name: compared(ways, "int8", "bfloat16", digits=3)
         for name, ways in in_turns(contenders, BATCHES, PREFILLS, rounds).items()
     }
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from bench.common import about, demo_model, save
-from bench.engine import in_turns, ours
+from bench.engine import compared, in_turns, ours
 from bench.kv_fp8 import PAGE_SIZE, compare, logits_of
-from bench.rounds import spread
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.process import set_thread_counts
@@ -71,10 +69,8 @@ def main() -> None:
     for tokens, batches, prefills in ((128, (1, 8, 32), (128, 512, 2048)), (LONG_TOKENS, LONG_BATCHES, ())):
         contenders = {way: ours(engines[way], STEPS, tokens) for way in ("bfloat16", "int8")}
         for name, by in in_turns(contenders, batches, prefills, rounds).items():
-            result["times"][f"{name} behind {tokens:,} tokens" if "decode" in name else name] = {
-                **{f"{way}_ms": round(1e3 * median(seconds), 2) for way, seconds in by.items()},
-                "speed": spread(list(zip(by["int8"], by["bfloat16"], strict=True))),
-            }
+            name = f"{name} behind {tokens:,} tokens" if "decode" in name else name
+            result["times"][name] = compared(by, "int8", "bfloat16")
     Console().print(result)
     if not args.quick:
         print(f"written to {save('kv_int8', result)}")

@@ -15,7 +15,6 @@ import argparse
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ import transformers
 from rich.console import Console
 
 from bench.common import about, save
-from bench.engine import DECODE_BATCHES, generate, in_turns, ours
-from bench.rounds import spread
+from bench.engine import DECODE_BATCHES, compared, generate, in_turns, ours
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.pages.layout import LayerKv, LayerState
+from engine.pages.layout import kv_and_state_bytes
 from engine.process import set_thread_counts
 from tests import zoo
 
@@ -74,22 +72,13 @@ def measure(kind: str, folder: Path, rounds: int) -> dict[str, Any]:
     with torch.inference_mode():
         took = in_turns(contenders, DECODE_BATCHES, PREFILLS, rounds)
     layout = engine.layout
-    kv, state = (
-        sum(sum(layer.page_bytes(layout.page_size, layout.dtype)) for layer in layout.layers if isinstance(layer, each))
-        for each in (LayerKv, LayerState)
-    )
+    kv, state = kv_and_state_bytes(layout.layers, layout.page_size, layout.dtype)
     return {
         "params_m": round(engine.info.num_params / 1e6, 1),
         "page_tokens": layout.page_size,
         "page_kv_mb": round(kv / 1e6, 2),
         "page_state_mb": round(state / 1e6, 2),
-        "times": {
-            name: {
-                **{f"{who}_ms": round(1e3 * median(seconds), 2) for who, seconds in by.items()},
-                "speed": spread(list(zip(by["kvrelay"], by["generate"], strict=True))),
-            }
-            for name, by in took.items()
-        },
+        "times": {name: compared(by, "kvrelay", "generate") for name, by in took.items()},
     }
 
 

@@ -1088,13 +1088,15 @@ def speculation(result: Mapping[str, Any]) -> str:
     return f"{table(columns, rows)}\n\nBatches with other tokens than without: {result['answers_that_differ']}."
 
 
+def speed_rows(times: Mapping[str, Mapping[str, Any]], one: str, other: str) -> list[list[str]]:
+    """Of bench.engine.compared, by step."""
+    return [[step, f"{t[f'{one}_ms']:.1f}", f"{t[f'{other}_ms']:.1f}", spread(t["speed"])] for step, t in times.items()]
+
+
 def int8(result: Mapping[str, Any]) -> str:
     parts = []
     for name, of in result["models"].items():
-        speeds = [
-            [step, f"{t['bfloat16_ms']:.1f}", f"{t['int8_ms']:.1f}", spread(t["speed"])]
-            for step, t in of["times"].items()
-        ]
+        speeds = speed_rows(of["times"], "bfloat16", "int8")
         against = (of["int8_against_bfloat16"], of["bfloat16_against_float32"])
         errors = [
             ["relative error of logits, median", *(f"{100 * side['relative_error_median']:.1f}%" for side in against)],
@@ -1137,10 +1139,7 @@ def adapters(result: Mapping[str, Any]) -> str:
 def states(result: Mapping[str, Any]) -> str:
     parts = []
     for kind, of in result["kinds"].items():
-        rows = [
-            [step, f"{t['generate_ms']:.1f}", f"{t['kvrelay_ms']:.1f}", spread(t["speed"])]
-            for step, t in of["times"].items()
-        ]
+        rows = speed_rows(of["times"], "generate", "kvrelay")
         page = f"{of['page_kv_mb']:g} MB of KV and {of['page_state_mb']:g} MB of states"
         parts += [
             f"{kind}, {of['params_m']:g}M parameters, pages of {of['page_tokens']:,} tokens, {page}:",
@@ -1150,10 +1149,7 @@ def states(result: Mapping[str, Any]) -> str:
 
 
 def kv_int8(result: Mapping[str, Any]) -> str:
-    rows = [
-        [step, f"{t['bfloat16_ms']:.1f}", f"{t['int8_ms']:.1f}", spread(t["speed"])]
-        for step, t in result["times"].items()
-    ]
+    rows = speed_rows(result["times"], "bfloat16", "int8")
     sides = (result["int8_against_bfloat16"], result["bfloat16_against_float32"])
     errors = [[text, *(cell(side[name]) for side in sides)] for name, text in ACCURACY.items()]
     errors.append(["bytes of KV a token", *(f"{result['kv_bytes'][name]:,.0f}" for name in ("int8", "bfloat16"))])

@@ -9,6 +9,7 @@ Shapes: T packed rows, H query heads, G key/value heads, D key width, E value wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ def _attend(
     attention = probe_attention if isinstance(held_by(module), Probe) else serve_attention
     q_1HTD, k_1GTD = (x.to(v_1GTE.dtype) for x in (q_1HTD, k_1GTD))
     return attention(module, q_1HTD, k_1GTD, v_1GTE, None, scaling, sliding_window=window, slopes=slopes)[0]
+
+
+def _projected(module: Any, hidden_1TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of three Linears, [1, heads, T, D] each."""
+    projected = (projection(hidden_1TN) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    q, k, v = (x.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for x in projected)
+    return q, k, v
 
 
 def _put(module: Any, name: str, method: Callable[..., Any]) -> bool:
@@ -122,16 +130,18 @@ def _falcon_heads(module: Any, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def _xglm(module: Any) -> bool:
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
-        q, k, v = (x.unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2) for x in projected)
+        q, k, v = _projected(module, hidden_states)
         return module.out_proj(_attend(module, q, k, v, module.scaling).flatten(2)), None
 
     return _put(module, "forward", forward)
 
 
 def _llama4(module: Any) -> bool:
-    """Its attention is the interface's; the temperatures of its queries are by positions that it asks a cache for."""
-    own = module.forward
+    """Its attention is the interface's; where its queries have temperatures, they are by positions that it asks a cache
+    for."""
+    if module.use_rope or not module.attn_temperature_tuning:
+        return False
+    own = MethodType(type(module).forward, module)
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         state = held_by(module)
@@ -163,8 +173,7 @@ def _diffllama(module: Any) -> bool:
     def forward(
         hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        projected = (projection(hidden_states) for projection in (module.q_proj, module.k_proj, module.v_proj))
-        q, k, v = (x.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for x in projected)
+        q, k, v = _projected(module, hidden_states)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         v = torch.cat([half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)], dim=-1)
         attended, taken = _attend(module, q, k, v, module.scaling).chunk(2, dim=2)

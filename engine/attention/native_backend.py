@@ -94,8 +94,6 @@ def layer_args(
     heads: int, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall, dtype: torch.dtype
 ) -> AttentionArgs:
     """What a layer's steps have in common, but for sinks and slopes. `dtype`: of queries."""
-    is_int8 = k_pages.dtype == int8_rows.DTYPE
-    beside = int8_rows.SCALE_BYTES if is_int8 else 0
     return AttentionArgs(
         k_pages=k_pages.data_ptr(),
         v_pages=v_pages.data_ptr(),
@@ -103,15 +101,15 @@ def layer_args(
         v_token_stride=v_pages.stride(1),
         heads=heads,
         kv_heads=k_pages.shape[2],
-        k_dim=k_pages.shape[3] - beside,
-        v_dim=v_pages.shape[3] - beside,
+        k_dim=int8_rows.width_of(k_pages),
+        v_dim=int8_rows.width_of(v_pages),
         page_size=k_pages.shape[1],
         scaling=call.scaling,
         softcap=call.softcap,
         window=call.window,
         chunk=call.chunk,
         dtype=DTYPE_CODE[dtype],
-        int8=is_int8,
+        int8=k_pages.dtype == int8_rows.DTYPE,
     )
 
 

@@ -26,8 +26,7 @@ class TorchBackend:
     def attend(
         self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, meta: StepMeta, call: AttentionCall
     ) -> torch.Tensor:
-        beside = int8_rows.SCALE_BYTES if v_pages.dtype == int8_rows.DTYPE else 0
-        out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], v_pages.shape[3] - beside)
+        out_THE = q_THD.new_zeros(q_THD.shape[0], q_THD.shape[1], int8_rows.width_of(v_pages))
         query_starts, starts = meta.query_starts.tolist(), meta.starts.tolist()
         for s, start in enumerate(starts):
             first, last = query_starts[s], query_starts[s + 1]

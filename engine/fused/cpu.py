@@ -114,8 +114,7 @@ class CpuKernels:
         args.slots, args.written, args.rows = meta.slots.data_ptr(), meta.slots.shape[0], meta.num_rows
         args.threads = torch.get_num_threads()
         self._rotate_and_write(args)
-        if state.on_layer is not None:
-            state.on_layer(layer)
+        state.tell(layer)
         return q_THD
 
     def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:

@@ -9,7 +9,7 @@ import torch
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
 from engine.pages import fp8, int8_rows
-from engine.pages.layout import PAGE_SIZE, LayerKv, LayerState
+from engine.pages.layout import PAGE_SIZE, kv_and_state_bytes
 
 DEFAULT_KV_BYTES = 1 << 30
 MOST_PAGE_SIZE = 1024  # tokens
@@ -24,10 +24,7 @@ def page_size(options: EngineOptions, probe: Probe) -> int:
     if options.page_size is not None:
         return options.page_size
     dtype = str(page_dtype(options, probe)).removeprefix("torch.")
-    kv, states = (
-        sum(sum(shape.page_bytes(PAGE_SIZE, dtype)) for shape in probe.shapes if isinstance(shape, kind))
-        for kind in (LayerKv, LayerState)
-    )
+    kv, states = kv_and_state_bytes(probe.shapes, PAGE_SIZE, dtype)
     times = -(-states // kv) if kv else MOST_PAGE_SIZE
     return min(PAGE_SIZE * max(1, times), MOST_PAGE_SIZE)
 

@@ -51,7 +51,7 @@ def check_narrow(
     reference: parity.Reference,
     name: str,
     dtype: torch.dtype,
-    scales: tuple[KvScale, ...] | None = None,
+    scales: tuple[KvScale, ...] | None,
 ) -> None:
     """Raises UnsupportedModel when pages of `dtype`, called `name`, cost more than rounding."""
     lenient = replace(reference, tolerance=parity.narrow_tolerance(reference))

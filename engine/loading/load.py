@@ -25,7 +25,7 @@ from engine.loading.gpu import GpuPlatform
 from engine.loading.platform import OWN_PAGES, Platform
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
-from engine.pages import fp8, int8_rows
+from engine.pages import fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
@@ -240,14 +240,13 @@ def _with_scales(
 ) -> tuple[ModelInfo, tuple[KvScale, ...] | None]:
     """The scales of pages in fp8, which the fingerprint holds, too. Raises UnsupportedModel when narrow pages cost too
     much."""
-    if options.kv_dtype == "int8" and reference is not None:
-        checks.check_narrow(model, reference, options.kv_dtype, int8_rows.DTYPE)
-    if options.kv_dtype != "fp8_e4m3":
+    if options.kv_dtype == "auto":
         return info, None
-    scales = checks.fp8_scales(model, info)
+    scales = checks.fp8_scales(model, info) if options.kv_dtype == "fp8_e4m3" else None
     if reference is not None:
-        checks.check_narrow(model, reference, options.kv_dtype, fp8.DTYPE, scales)
-    return replace(info, fingerprint=fp8.with_scales(info.fingerprint, scales)), scales
+        dtype = capacity.page_dtype(options, model.probe)
+        checks.check_narrow(model, reference, options.kv_dtype, dtype, scales)
+    return info if scales is None else replace(info, fingerprint=fp8.with_scales(info.fingerprint, scales)), scales
 
 
 def _allocate(

@@ -6,8 +6,15 @@ from __future__ import annotations
 
 import torch
 
+from engine.pages.layout import BESIDE
+
 DTYPE = torch.int8
-SCALE_BYTES = 4  # of each row, behind its numbers
+SCALE_BYTES = BESIDE["int8"]  # of each row, behind its numbers
+
+
+def width_of(pages: torch.Tensor) -> int:
+    """Of a head's row, as the model has it, in pages [..., row] of any dtype."""
+    return pages.shape[-1] - (SCALE_BYTES if pages.dtype == DTYPE else 0)
 
 
 def quantise(x: torch.Tensor) -> torch.Tensor:

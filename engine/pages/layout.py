@@ -80,6 +80,15 @@ class LayerState:
         return f"(conv {','.join(map(str, self.conv))}; recurrent {','.join(map(str, self.recurrent))})"
 
 
+def kv_and_state_bytes(layers: Sequence[LayerKv | LayerState], page_size: int, dtype: str) -> tuple[int, int]:
+    """What a page of these layers holds of KV, and what of states."""
+    kv, states = (
+        sum(sum(layer.page_bytes(page_size, dtype)) for layer in layers if isinstance(layer, kind))
+        for kind in (LayerKv, LayerState)
+    )
+    return kv, states
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A contiguous run of bytes in a worker's KV memory."""
@@ -103,7 +112,7 @@ class KvLayout:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def has_states(self) -> bool:
         """Whether a layer keeps what cannot be taken back to an earlier token."""
         return any(isinstance(layer, LayerState) for layer in self.layers)

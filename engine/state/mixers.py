@@ -47,7 +47,8 @@ def adopt(model: nn.Module) -> None:
 
 
 def has_any(model: nn.Module) -> bool:
-    return any(_is_mixer(module) for module in model.modules())
+    """That `adopt` has found."""
+    return any(isinstance(module.forward, _Mixer) for module in model.modules())
 
 
 def _source(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from cluster.router.options import RouterOptions
 from cluster.spec.load import parse_spec
 from cluster.spec.model import ClusterSpec
 from engine.knobs import knobs_of
-from engine.pages.layout import PAGE_SIZE, KvLayout
+from engine.pages.layout import KvLayout
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import MAX_GROUPS, layer_groups
 from placement.build.from_profile import shared_hosts
@@ -50,7 +50,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
         router=spec.router.options(RouterOptions),
         message_s=source.message_s,
         report_gap_s=report_gap_s(len(workers)),
-        layer_groups=_layer_groups(spec, source),
+        layer_groups=_layer_groups(spec, source, models[0].page_size),
         num_routers=spec.router.replicas,
         handoff_s=source.profile.loaded_handoff_s if isinstance(source, ProfileWorkers) else 0.0,
         hosts=shared_hosts(source.profile, workers) if isinstance(source, ProfileWorkers) else (),
@@ -104,15 +104,13 @@ def _models(spec: ClusterSpec, source: WorkerSource) -> list[WorkerModel]:
     ]
 
 
-def _layer_groups(spec: ClusterSpec, source: WorkerSource) -> int:
+def _layer_groups(spec: ClusterSpec, source: WorkerSource, page_size: int) -> int:
     """In how many parts a prompt's KV leaves while it is computed."""
     layers = source.layers
     if not layers:
         return MAX_GROUPS
     shape = getattr(source, "shape", None)
     dtype = LAYOUT_DTYPES[shape.with_dtype(spec.dtype).dtype] if shape is not None else "bfloat16"
-    measured: int = getattr(getattr(source, "profile", None), "page_size", PAGE_SIZE)
-    page_size = spec.page_size or measured
     layout = KvLayout(page_size, dtype, layers, 1)
     pages = -(-TYPICAL_PROMPT_TOKENS // page_size)
     return len(layer_groups(layout, pages, spec.transfer.options(TransferOptions).layers_per_group))

@@ -18,6 +18,8 @@ from cluster.router.monitoring.status import status_of
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.types import SampledToken, Step
+from kvrelay.client.client import AsyncClient
+from kvrelay.client.types import Completion
 from placement.checks.replay import Replayed, read_recording, replay
 from tests.greedy import eager_model, greedy_tokens
 from tests.zoo import VOCAB
@@ -48,6 +50,16 @@ def router_with(**changes: object) -> ServerOptions:
 def random_prompt(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(FIRST_ID, VOCAB) for _ in range(length)]
+
+
+async def generate_all(client: AsyncClient, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Completion]:
+    """Greedy answers of so many tokens to all at once."""
+    how: dict[str, Any] = {"temperature": 0.0, "max_tokens": new_tokens, "min_tokens": new_tokens, "timeout_s": 60}
+    return await asyncio.gather(*(client.generate(list(prompt), **how) for prompt in prompts))
+
+
+def tokens_of(answers: Sequence[Completion]) -> list[list[int]]:
+    return [list(each.token_ids) for each in answers]
 
 
 def transformers_tokens(directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:

@@ -17,7 +17,17 @@ from kvrelay.client.types import Completion, KvrelayError
 from tests.adapters import KINDS, make_adapter, merged
 from tests.greedy import greedy_tokens
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import Gate, counters, engine_with, leave, random_prompt, replays, router_with, worker_with
+from tests.serving.harness import (
+    Gate,
+    counters,
+    engine_with,
+    leave,
+    random_prompt,
+    replays,
+    router_with,
+    tokens_of,
+    worker_with,
+)
 
 NEW_TOKENS = 48
 LENGTHS = (70, 33, 16, 5, 47, 64, 21, 40)
@@ -60,10 +70,6 @@ async def ask(client: AsyncClient, index: int, **more: Any) -> Completion:
 
 async def ask_all(client: AsyncClient) -> list[Completion]:
     return await asyncio.gather(*(ask(client, index) for index in range(len(LENGTHS))))
-
-
-def tokens_of(completions: list[Completion]) -> list[list[int]]:
-    return [list(each.choices[0].token_ids) for each in completions]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,17 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
     ROUTER,
     Gate,
     counters,
     engine_with,
+    generate_all,
     leave,
     random_prompt,
     replays,
+    tokens_of,
     transformers_tokens,
     worker_with,
 )
@@ -30,11 +31,6 @@ PROMPTS = [random_prompt(length, seed=length) for length in (70, 33, 16, 5, 47, 
 def cluster_of(model: Any, **more: Any) -> LocalCluster:
     worker = worker_with(max_batch_tokens=40, **more.pop("worker_changes", {}))
     return LocalCluster(str(model), engine=engine_with(), worker=worker, router=ROUTER, **more)
-
-
-async def ask_all(client: AsyncClient) -> list[Completion]:
-    how: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS, "timeout_s": 60.0}
-    return await asyncio.gather(*(client.generate(prompt, **how) for prompt in PROMPTS))
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +46,13 @@ async def test_whatever_becomes_of_a_worker(way: str, model_dir: ModelDir, wante
     ):
         first = cluster.prefill[0] if way == "prefill is lost" else cluster.decode[0]
         gate = Gate(first.engine, at=2 if way == "prefill is lost" else 10)
-        running = asyncio.create_task(ask_all(client))
+        running = asyncio.create_task(generate_all(client, PROMPTS, NEW_TOKENS))
         await gate.reached()
         await leave(first, gate, drains=way == "decode drains")
         answers = await running
         await cluster.settled()
         cluster.check_invariants()
-    assert [list(each.token_ids) for each in answers] == wanted
+    assert tokens_of(answers) == wanted
     timelines = [each.timeline for each in answers if each.timeline is not None]
     assert any(each.moves if way == "decode drains" else each.attempts > 1 for each in timelines)
 
@@ -69,10 +65,10 @@ async def test_who_prefills_and_decodes_in_one_place(
         cluster_of(model_dir("qwen3_next"), prefill=0, decode=0, mixed=2, worker_changes=changes) as cluster,
         AsyncClient(cluster.endpoint) as client,
     ):
-        answers = await ask_all(client)
+        answers = await generate_all(client, PROMPTS, NEW_TOKENS)
         await cluster.settled()
         cluster.check_invariants()
-    assert [list(each.token_ids) for each in answers] == wanted
+    assert tokens_of(answers) == wanted
     replays(*(tmp_path / f"{worker.options.name}.jsonl" for worker in cluster.workers))
 
 
@@ -95,12 +91,12 @@ async def test_a_step_that_fails_is_run_again_from_what_was_there_before(
             return pending
 
         monkeypatch.setattr(steps, "begin", fails_where_there_are_several)
-        answers = await ask_all(client)
+        answers = await generate_all(client, PROMPTS, NEW_TOKENS)
         await cluster.settled()
         cluster.check_invariants()
         assert len(failed) > NEW_TOKENS // 2
         assert counters(cluster)["router_retries"] == 0
-    assert [list(each.token_ids) for each in answers] == wanted
+    assert tokens_of(answers) == wanted
 
 
 async def test_guesses_are_refused_before_a_request_comes(model_dir: ModelDir) -> None:

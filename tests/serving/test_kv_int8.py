@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,18 @@ import pytest_asyncio
 
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, Gate, counters, engine_with, leave, random_prompt, worker_with
+from tests.serving.harness import (
+    ROUTER,
+    Gate,
+    counters,
+    engine_with,
+    generate_all,
+    leave,
+    random_prompt,
+    tokens_of,
+    worker_with,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,15 +42,6 @@ def cluster_of(model: Any, *, decode_pages: int = 96, **more: Any) -> LocalClust
     )
 
 
-async def ask_all(client: AsyncClient) -> list[Completion]:
-    how: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS, "timeout_s": 60.0}
-    return await asyncio.gather(*(client.generate(prompt, **how) for prompt in PROMPTS))
-
-
-def tokens_of(answers: Sequence[Completion]) -> list[list[int]]:
-    return [list(each.token_ids) for each in answers]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def wanted(model_dir: ModelDir) -> list[list[int]]:
     """Of one worker, with nothing handed over."""
@@ -50,7 +49,7 @@ async def wanted(model_dir: ModelDir) -> list[list[int]]:
         cluster_of(model_dir("llama"), prefill=0, decode=0, mixed=1) as cluster,
         AsyncClient(cluster.endpoint) as client,
     ):
-        return tokens_of(await ask_all(client))
+        return tokens_of(await generate_all(client, PROMPTS, NEW_TOKENS))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -60,8 +59,8 @@ async def test_it_is_handed_over(transport: str, model_dir: ModelDir, wanted: li
         cluster_of(model_dir("llama"), decode_pages=22, worker_changes=changes) as cluster,
         AsyncClient(cluster.endpoint) as client,
     ):
-        answers = await ask_all(client)
-        again = await ask_all(client)  # from what is cached
+        answers = await generate_all(client, PROMPTS, NEW_TOKENS)
+        again = await generate_all(client, PROMPTS, NEW_TOKENS)  # from what is cached
         await cluster.settled()
         cluster.check_invariants()
         assert cluster.decode[0].engine.layout.page_bytes() == 3 * 2 * 16 * 2 * (16 + 4)
@@ -73,7 +72,7 @@ async def test_it_moves(model_dir: ModelDir, wanted: list[list[int]]) -> None:
     async with cluster_of(model_dir("llama"), decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
         first = cluster.decode[0]
         gate = Gate(first.engine, at=6)
-        running = asyncio.create_task(ask_all(client))
+        running = asyncio.create_task(generate_all(client, PROMPTS, NEW_TOKENS))
         await gate.reached()
         await leave(first, gate, drains=True)
         answers = await running

@@ -15,13 +15,13 @@ import pytest
 
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
     ROUTER,
     Gate,
     counters,
     engine_with,
+    generate_all,
     random_prompt,
     transformers_tokens,
     until,
@@ -59,12 +59,12 @@ async def test_greedy_tokens_equal_transformers(name: str, transport: str, model
         client = AsyncClient(cluster.endpoint)
         decode = cluster.decode[0]
         gate = Gate(decode.engine)  # until all are there: over a slow transport they could come and go one by one
-        answers = asyncio.create_task(_generate(client, PROMPTS))
+        answers = asyncio.create_task(generate_all(client, PROMPTS, NEW_TOKENS))
         await until(lambda: _num_arrived(decode) >= len(PROMPTS) - 1, "so many are there that pages will run out")
         gate.open()
         first = await answers
         counts = counters(cluster)
-        again = await _generate(client, [PROMPTS[4], *LIKE_90])
+        again = await generate_all(client, [PROMPTS[4], *LIKE_90], NEW_TOKENS)
         await cluster.settled()
         cluster.check_invariants()
         await client.close()
@@ -95,12 +95,3 @@ def _expected(name: str, directory: Path) -> list[list[int]]:
 
 def _num_arrived(worker: Worker[Any]) -> int:
     return sum(request.num_outputs > 0 for request in worker.role.requests.values())
-
-
-async def _generate(client: AsyncClient, prompts: list[list[int]]) -> list[Completion]:
-    return await asyncio.gather(
-        *(
-            client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, timeout_s=60)
-            for prompt in prompts
-        )
-    )

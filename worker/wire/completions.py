@@ -32,10 +32,8 @@ def told_together() -> Iterator[None]:
                 bytes_of.recv_into(read)
             try:
                 take_all()
-            except (
-                Exception
-            ):  # it has taken one, of a loop that is closed; those behind it have no byte left that tells
-                loop.call_soon(read_all)
+            except Exception:  # it has taken one, of a loop that is closed
+                loop.call_soon(read_all)  # those behind it have no byte left that tells
                 raise
 
         add_reader(bytes_of, read_all)
