@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from cluster.front.allowance.options import Account
 from cluster.spec.knobs import Spec, change_of
-from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
+from cluster.spec.model import ClusterSpec, ModelSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import range_text
 from worker.roles import ROLES
@@ -26,9 +26,16 @@ PARTS: dict[str, type[Spec]] = {
     "Cluster keys": ClusterSpec,
     "Router keys": RouterSpec,
     "Pool keys": PoolSpec,
+    "Model keys": ModelSpec,
     "Transfer keys": TransferSpec,
 }
-PREFIXES = {"Cluster keys": "", "Router keys": "router.", "Pool keys": "pools[].", "Transfer keys": "transfer."}
+PREFIXES = {
+    "Cluster keys": "",
+    "Router keys": "router.",
+    "Pool keys": "pools[].",
+    "Model keys": "models[].",
+    "Transfer keys": "transfer.",
+}
 CHANGES = "What changes while it runs"
 HOW = {"now": "at once", "rolling": "as workers are replaced"}
 
@@ -54,7 +61,7 @@ def changes_table() -> str:
     for heading, part in PARTS.items():
         prefix = PREFIXES[heading]
         for name in part.model_fields:
-            if prefix or name not in ("router", "pools", "transfer"):
+            if prefix or name not in ("router", "pools", "transfer", "models"):
                 change = change_of(part, name)
                 how = HOW.get(change.how) or f"not: {change.why_fixed}"
                 keys.setdefault(how, []).append(f"`{prefix}{name}`")

@@ -41,6 +41,7 @@ from cluster.deploy.roster import (
 from cluster.router.takers import Takers, why_alone, without
 from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
+from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan, workers_of
 from cluster.spec.sources import Sources
 from worker.awake import AwakeClock
@@ -68,8 +69,9 @@ class Controller:
             _restore(running, saved["spec"])
         self._running = running
         spec = running.resolved
-        workers = ((plan.name, plan.options.role) for plan in workers_of(spec))
-        self._roster = Roster(roles_of(workers, spec.router.replicas), saved)
+        plans = workers_of(spec)
+        roles = roles_of(((plan.name, plan.options.role) for plan in plans), spec.router.replicas)
+        self._roster = Roster(roles, saved, {plan.name: plan.model for plan in plans})
         for name in self._roster.worker_names() if saved is None else ():
             self._note_made(name)
         self._changes = Changes(self, self._roster, running)
@@ -150,7 +152,7 @@ class Controller:
             return why
         if replicas != self._running.sizes[pool]:
             self._running.resize(pool, replicas, "kvrelay scale")
-        await self._take_in(self._roster.resize(pool, kept.role, replicas))
+        await self._take_in(self._roster.resize(pool, kept.role, replicas, kept.model))
         return ""
 
     async def _take_in(self, added: Sequence[str]) -> None:
@@ -243,8 +245,8 @@ class Controller:
     async def has_room(self, plan: WorkerPlan) -> bool:
         return await asyncio.to_thread(has_room, plan, loopback=self._running.machine is not None)
 
-    async def start_worker(self, pool: str, role: str, *, is_stand_in: bool) -> None:
-        await self._take_in([self._roster.add(pool, role, is_stand_in=is_stand_in)])
+    async def start_worker(self, pool: PoolSpec, *, is_stand_in: bool) -> None:
+        await self._take_in([self._roster.add(pool.label, pool.role, pool.model, is_stand_in=is_stand_in)])
 
     async def let_go(self, name: str) -> None:
         await self._set_leaving(name, undo=False)

@@ -10,11 +10,12 @@ engine in a thread of its own. `shared_memory` works here as between processes; 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from cluster.front.server import RouterServer, ServerOptions
@@ -40,6 +41,7 @@ class LocalCluster:
         prefill: int = 1,
         decode: int = 1,
         mixed: int = 0,
+        models: Mapping[str, str] = MappingProxyType({}),
         engine: EngineOptions | None = None,
         decode_engine: EngineOptions | None = None,
         worker: Mapping[str, Any] | None = None,
@@ -49,7 +51,8 @@ class LocalCluster:
         """`engine`, `worker` (settings by name, of either role) and `router` say everything but names, roles, addresses
         and the model.
 
-        `decode_engine` is for decode workers that differ (fewer pages, say); `faults` go into every handoff.
+        `models`: served beside it, by what requests call them, each by as many workers; `decode_engine` is for decode
+        workers that differ (fewer pages, say); `faults` go into every handoff.
         """
         engine = engine or EngineOptions(model=model, num_pages=512)
         self._engines = {
@@ -62,6 +65,7 @@ class LocalCluster:
             router or ServerOptions(),
             cluster_id=f"local-{secrets.token_hex(4)}",
             model=model,
+            models=models,
             secret=SECRET,
             host="127.0.0.1",
             port=0,
@@ -71,6 +75,7 @@ class LocalCluster:
         self.prefill: list[Worker[PrefillRole]] = []
         self.decode: list[Worker[DecodeRole]] = []
         self.mixed: list[Worker[MixedRole]] = []
+        self.beside: dict[str, list[Worker[Any]]] = {name: [] for name in models}  # of other models
         self.routers: list[RouterServer] = []
         self.server: RouterServer | None = None  # the first router, at `endpoint`
         self._endpoints: list[WorkerEndpoint] = []
@@ -94,18 +99,31 @@ class LocalCluster:
         await self._make("prefill", self.prefill)
         await self._make("decode", self.decode)
         await self._make("mixed", self.mixed)
+        for name, workers in self.beside.items():
+            for role in self._counts:
+                await self._make(role, workers, name)
+        models = {worker: name for name, workers in self.beside.items() for worker in workers}
         self._endpoints = [
-            WorkerEndpoint(name=worker.options.name, role=worker.options.role, address=(await worker.start()).address)
+            WorkerEndpoint(
+                name=worker.options.name,
+                role=worker.options.role,
+                address=(await worker.start()).address,
+                model=models.get(worker, ""),
+            )
             for worker in self.workers
         ]
         self.server = await self.add_router()
         self.endpoint = f"127.0.0.1:{self.server.port}"
 
-    async def _make(self, role: str, workers: list[Worker[Any]]) -> None:
+    async def _make(self, role: str, workers: list[Worker[Any]], model: str = "") -> None:
         """Each goes to `workers` at once, for `stop` to find should the next one fail."""
+        made = self._engines[role]
+        if model:
+            made = replace(made, model=self._router_options.models[model])
         for index in range(self._counts[role]):
-            engine = await asyncio.to_thread(Engine.load, self._engines[role])
-            options = worker_options(f"{role}-{index}", role, **self._worker)
+            engine = await asyncio.to_thread(Engine.load, made)
+            name = f"{model}-{role}-{index}" if model else f"{role}-{index}"
+            options = worker_options(name, role, **self._worker)
             workers.append(make_worker(options, engine, faults=None if role == "decode" else self._faults))
 
     async def add_router(self) -> RouterServer:
@@ -115,7 +133,8 @@ class LocalCluster:
         await server.start()
         server.set_workers(self._endpoints)
         async with asyncio.timeout(10):
-            while not all(link.state is LinkState.READY for link, _, _ in server.router.workers()):
+            links = [link for router in server.catalog.routers for link, *_ in router.workers()]
+            while not all(link.state is LinkState.READY for link in links):
                 await asyncio.sleep(POLL_S)
         return server
 
@@ -129,13 +148,14 @@ class LocalCluster:
 
     @property
     def workers(self) -> list[Worker[Any]]:
-        return [*self.prefill, *self.decode, *self.mixed]
+        return [*self.prefill, *self.decode, *self.mixed, *itertools.chain(*self.beside.values())]
 
     def check_invariants(self) -> None:
         for worker in self.workers:
             worker.check_invariants()
         for server in self.routers:
-            server.router.check_invariants()
+            for router in server.catalog.routers:
+                router.check_invariants()
 
     def held_pages(self) -> dict[str, int]:
         """Pages that are neither free nor cached, by worker, where there are any."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from worker.options import pool_of
@@ -44,6 +45,7 @@ class WorkerEntry(NamedTuple):
     incarnation: str
     trouble: str = ""  # that it died of late, how often and of what
     is_leaving: bool = False  # it is drained, and then ended
+    model: str = ""  # of the spec's `served`
 
 
 class Newest:
@@ -64,6 +66,7 @@ class Newest:
 class Member:
     name: str
     role: str  # ROUTER, or a worker's
+    model: str = ""  # of a worker, of the spec's `served`
     stage: str = "waiting"
     fraction: float = 0.0
     address: str = ""
@@ -104,10 +107,16 @@ class Member:
 
 
 class Roster:
-    def __init__(self, roles: Mapping[str, str], saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        roles: Mapping[str, str],
+        saved: Mapping[str, Any] | None = None,
+        models: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`roles`: name -> ROUTER or a worker's role, in the order to show them. `saved`: an earlier controller's, who
-        knew who is there by then."""
-        self._members = {name: Member(name=name, role=role) for name, role in roles.items() if saved is None}
+        knew who is there by then. `models`: of workers, those that are not the cluster's own."""
+        members = [Member(name=name, role=role, model=models.get(name, "")) for name, role in roles.items()]
+        self._members = {member.name: member for member in members if saved is None}
         self.was_ready = False  # all of them, at some time
         self.version = Version(epoch=1)  # of the newest change, so that a watcher can wait for the next one
         if saved is not None:
@@ -199,7 +208,7 @@ class Roster:
         """Every worker that has been ready, lost ones included: a router knows better and sooner than this roster
         whether it can reach one."""
         return [
-            WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m), m.is_leaving)
+            WorkerEntry(m.name, m.role, *m.served_as, self._trouble(m), m.is_leaving, m.model)
             for m in self._members.values()
             if m.role != ROUTER and m.served_as is not None and not m.is_gone
         ]
@@ -233,7 +242,7 @@ class Roster:
     def _pool(self, pool: str) -> list[Member]:
         return sorted((m for m in self._members.values() if m.pool == pool), key=lambda m: int(m.name[len(pool) + 1 :]))
 
-    def resize(self, pool: str, role: str, replicas: int) -> list[str]:
+    def resize(self, pool: str, role: str, replicas: int, model: str = "") -> list[str]:
         """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who is
         added."""
         names = self.staying(pool)
@@ -245,12 +254,12 @@ class Roster:
         back = leaving[:missing]
         for name in back:
             self.set_leaving(name, undo=True)
-        return [self.add(pool, role) for _ in range(missing - len(back))]
+        return [self.add(pool, role, model) for _ in range(missing - len(back))]
 
-    def add(self, pool: str, role: str, *, is_stand_in: bool = False) -> str:
+    def add(self, pool: str, role: str, model: str = "", *, is_stand_in: bool = False) -> str:
         """One more, of the first name that is free, which is returned."""
         name = self.free_name(pool)
-        self._members[name] = Member(name=name, role=role, is_added=True, is_stand_in=is_stand_in)
+        self._members[name] = Member(name=name, role=role, model=model, is_added=True, is_stand_in=is_stand_in)
         self._note_change()
         return name
 

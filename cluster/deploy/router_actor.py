@@ -63,12 +63,12 @@ class RouterActor(MemberActor):
                 read_tokens(spec.router.tokens_file)
         except TokenError as error:
             return str(error)
-        why: Coroutine[Any, Any, str] = self._thread.service.why_not(spec.router)
+        why: Coroutine[Any, Any, str] = self._thread.service.why_not(spec)
         return self._thread.call(why, CALL_TIMEOUT_S)
 
     def take_spec(self, spec: ClusterSpec) -> None:
         """Go by it from now on, as far as it changes while a router runs."""
-        self._thread.call(self._thread.service.take_spec(spec.router), CALL_TIMEOUT_S)
+        self._thread.call(self._thread.service.take_spec(spec), CALL_TIMEOUT_S)
 
     def wait_serving(self, timeout_s: float) -> str:
         """Why it does not serve by then; empty if it does. Raises TimeoutError if it says nothing."""
@@ -144,6 +144,7 @@ def _options(spec: ClusterSpec, index: int, greeting: Greeting, cluster_id: str)
         tokens=greeting.secrets.clients,
         model=spec.model,
         model_name=spec.model_name,
+        models={model.name: model.model for model in spec.models},
         metrics_port=router.metrics_port + index if router.metrics_port else router.metrics_port,
         http_ports=_http_ports(router, index, _port_of(greeting.last_http)),
         router=router.options(RouterOptions),

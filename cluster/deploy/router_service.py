@@ -18,7 +18,7 @@ from cluster.front.server import RouterServer, ServerOptions
 from cluster.router.links.worker_link import WorkerEndpoint
 from cluster.router.options import RouterOptions
 from cluster.router.takers import RouterStanding
-from cluster.spec.model import RouterSpec
+from cluster.spec.model import ClusterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class RouterService:
             async with asyncio.timeout(timeout_s):
                 await self._server.serving.wait()
             return ""
-        return "; ".join(f"{link.name}: {link.reason}" for link, _, _ in self._server.router.workers() if link.reason)
+        links = [link for router in self._server.catalog.routers for link, _, _ in router.workers()]
+        return "; ".join(f"{link.name}: {link.reason}" for link in links if link.reason)
 
     async def wait_broken(self) -> None:
         """Never: a router has no loop of its own that could break, and whoever keeps its process sees that die."""
@@ -67,17 +68,20 @@ class RouterService:
         await self._server.stop(grace_s)
 
     async def standing(self) -> RouterStanding:
-        return self._server.router.standing
+        return self._server.catalog.standing
 
-    async def why_not(self, spec: RouterSpec) -> str:
+    async def why_not(self, spec: ClusterSpec) -> str:
         """Why it could not go by this spec; empty if it could. Nothing changes."""
-        return await self._server.why_not_adapters(spec.options(FrontOptions).adapters)
+        adapters = spec.router.options(FrontOptions).adapters
+        return await self._server.models.why_not(models_of(spec)) or await self._server.why_not_adapters(adapters)
 
-    async def take_spec(self, spec: RouterSpec) -> None:
+    async def take_spec(self, spec: ClusterSpec) -> None:
         """Raises TokenError."""
-        front = spec.options(FrontOptions)
-        self._server.take_options(spec.options(RouterOptions), front, spec.tokens_file or "")
-        self._server.take_prices(spec.prices.prices if spec.prices else None)
+        router = spec.router
+        front = router.options(FrontOptions)
+        self._server.take_options(router.options(RouterOptions), front, router.tokens_file or "")
+        self._server.take_prices(router.prices.prices if router.prices else None)
+        await self._server.models.take(models_of(spec))
         await self._server.take_adapters(front.adapters)
 
     async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:
@@ -86,6 +90,13 @@ class RouterService:
             return
         entries = [WorkerEntry(*worker) for worker in workers]
         self._server.set_workers(
-            WorkerEndpoint(name=e.name, role=e.role, address=e.address, trouble=e.trouble, is_leaving=e.is_leaving)
+            WorkerEndpoint(
+                name=e.name, role=e.role, address=e.address, trouble=e.trouble, is_leaving=e.is_leaving, model=e.model
+            )
             for e in entries
         )
+
+
+def models_of(spec: ClusterSpec) -> dict[str, str]:
+    """Beside the cluster's own: where each lies, by what requests call it."""
+    return {model.name: model.model for model in spec.models}

@@ -27,9 +27,20 @@ class Ending:
     def __init__(self) -> None:
         self.submission: Submission | None = None  # None: refused before there was one
         self.num_tokens = 0  # that were made into messages
+        self.metrics: RouterMetrics | None = None  # of the model that it asks for; None: not known yet
         self.release: Callable[[], None] = _nothing  # of what it has of its caller's allowance
+        self._held_in: set[object] = set()
         self.code = "OK"
         self.reason = ""
+
+    def hold(self, calls: set[object]) -> None:
+        """It is one of these until it ends."""
+        self._held_in = calls
+        calls.add(self)
+
+    def end(self) -> None:
+        self._held_in.discard(self)
+        self.release()
 
 
 def _nothing() -> None:
@@ -38,6 +49,7 @@ def _nothing() -> None:
 
 class Endings:
     def __init__(self, metrics: RouterMetrics, log_requests: Literal["off", "text", "json"]) -> None:
+        """`metrics`: of calls that end before it is known which model they ask for."""
         self._metrics = metrics
         self.log_requests = log_requests
 
@@ -59,8 +71,8 @@ class Endings:
             ending.code, ending.reason = "UNKNOWN", repr(error)
             raise
         finally:
-            ending.release()
-            self._metrics.on_ended(ending.code)
+            ending.end()
+            (ending.metrics or self._metrics).on_ended(ending.code)
             if self.log_requests != "off":
                 self._log(described(ending, CALLER.get()))
 

@@ -14,15 +14,14 @@ from typing import Literal, Protocol
 
 import grpc
 
-from cluster.front.adapters import AdapterBook
 from cluster.front.allowance.allowances import Allowances, Refused, Standing
 from cluster.front.answers import ChoiceAnswer, conclude, merged, trailers
 from cluster.front.bounds.limits import CallLimit
 from cluster.front.bounds.stalls import Stalls
 from cluster.front.endings import Ending, Endings
+from cluster.front.models.catalog import Catalog, Served
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_request, encode
-from cluster.front.tokenizer import TextCodec
 from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed, Submission
 from cluster.usage.meter import Counting, Meter, Uncounted
@@ -45,26 +44,20 @@ class Call(Protocol):
 class Generation:
     def __init__(
         self,
-        router: Router,
+        catalog: Catalog,
         *,
-        codec: TextCodec | None,
-        model_name: str,
         options: FrontOptions,
         calls: CallLimit,
         num_routers: int = 1,
         counting: Counting | None = None,
-        adapters: AdapterBook | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_routers`: of the cluster, each of which gives a part of what an account allows."""
-        self.codec = codec
-        self.adapters = adapters or AdapterBook()
+        self.catalog = catalog
         self.stalls = Stalls(options.max_stall_s)
-        self.endings = Endings(router.metrics, options.log_requests)
+        self.endings = Endings(catalog.first.router.metrics, options.log_requests)
         self.allowances = Allowances(options.accounts, num_routers)
         self.is_draining = False
-        self._router = router
-        self._model_name = model_name
         self._options = options
         self._calls = calls
         self._counting = counting or Uncounted()
@@ -76,16 +69,10 @@ class Generation:
         self.endings.log_requests = options.log_requests
         self.allowances.accounts = options.accounts
 
-    @property
-    def model_name(self) -> str:
-        """The name that requests give: as configured, or as the workers say."""
-        if self._model_name or self._router.model is None:
-            return self._model_name
-        return self._router.model.name
-
     async def encode(self, text: str, model: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises InvalidRequest, RequestFailed."""
-        return await encode(text, self.open_model(model), self.codec, special_tokens=special_tokens)
+        served = self.open_model(model)
+        return await encode(text, served.info, served.codec, special_tokens=special_tokens)
 
     def begin_call(self) -> None:
         """One more, of this task: it ends with it. Raises RequestFailed."""
@@ -106,13 +93,16 @@ class Generation:
         soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `shown_special`:
         special tokens whose text is part of the answer's.
         """
-        checked = await self._check(request, call, ending)
+        served = self.open_model(request.model)
+        router, ending.metrics = served.router, served.router.metrics
+        ending.hold(served.calls)
+        checked = await self._check(request, served, call, ending)
         del request
         call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
-        submission = ending.submission = self._router.submit(checked.new)
+        submission = ending.submission = router.submit(checked.new)
         meter = Meter(submission, self._counting)
         numbers = [live.choice for live in submission.choices]
-        answers = [ChoiceAnswer(submission.id, i, checked.params, self.codec, shown_special) for i in numbers]
+        answers = [ChoiceAnswer(submission.id, i, checked.params, served.codec, shown_special) for i in numbers]
         running = set(numbers)
         try:
             while running:
@@ -123,49 +113,52 @@ class Generation:
                     response = answers[index].response(tokens, finish)
                     if response.finish_reason:
                         running.discard(index)
-                        self._router.stop_choice(submission, index)
+                        router.stop_choice(submission, index)
                         if not running:
                             conclude(response, submission, sum(answer.num_tokens for answer in answers))
                     meter.deliver(len(response.token_ids))
                     yield response
                 if not is_kept:
-                    self._router.unread.release(submission, updates)
+                    router.unread.release(submission, updates)
             call.set_trailing_metadata(trailers(submission))
         finally:
             ending.num_tokens = sum(answer.num_tokens for answer in answers)
             self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
-            await self._leave(submission, checked.new.owner, meter)
+            await self._leave(router, submission, checked.new.owner, meter)
 
-    async def _leave(self, submission: Submission, owner: str, meter: Meter) -> None:
+    async def _leave(self, router: Router, submission: Submission, owner: str, meter: Meter) -> None:
         """The call is over, whether its answer is or not."""
         try:
             if not submission.is_over:  # all clients may leave in one moment, each with many choices
-                await self._router.turns.wait(owner)
+                await router.turns.wait(owner)
         finally:
-            self._router.cancel(submission, "the client went away")
-            self._router.unread.forget(submission)
+            router.cancel(submission, "the client went away")
+            router.unread.forget(submission)
             meter.end()
 
-    async def _check(self, request: generate_pb2.GenerateRequest, call: Call, ending: Ending) -> CheckedRequest:
+    async def _check(
+        self, request: generate_pb2.GenerateRequest, served: Served, call: Call, ending: Ending
+    ) -> CheckedRequest:
         arrived_s = self._clock()
-        model = self.open_model(request.model)
         limits = self._limits(arrived_s, call.time_remaining())
         checked = await check_request(
             request,
-            model=model,
-            served_name=self.model_name,
-            adapters=self.adapters,
-            codec=self.codec,
-            admit=partial(self._admit, ending),
+            model=served.info,
+            adapters=served.adapters,
+            codec=served.codec,
+            admit=partial(self._admit, served, ending),
             limits=limits,
             account=self.allowances.of(CALLER.get()),
         )
         _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
         return checked
 
-    def _admit(self, ending: Ending, request_id: str, num_choices: int) -> None:
+    def _admit(self, served: Served, ending: Ending, request_id: str, num_choices: int) -> None:
         caller = CALLER.get()
-        self._router.admit(request_id, caller)
+        if self.catalog.has(request_id):
+            why = f"request_id {request_id!r} is in use; give another, or none"
+            raise RequestFailed(grpc.StatusCode.ALREADY_EXISTS, why)
+        served.router.admit(caller)
         if why := self._calls.count_choices(num_choices):
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
         _raise_refused(self.allowances.begin(caller, num_choices, self._clock()))
@@ -189,18 +182,18 @@ class Generation:
             queue_deadline_s=arrived_s + self._options.max_queue_s,
         )
 
-    def open_model(self, name: str) -> generate_pb2.GetModelInfoResponse:
+    def open_model(self, name: str) -> Served:
         """For what costs something: a router that is stopping refuses it. Raises RequestFailed."""
         if self.is_draining:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "the router is stopping; try another")
         return self.checked_model(name)
 
-    def checked_model(self, name: str) -> generate_pb2.GetModelInfoResponse:
-        """What is served, if that is its name, or an adapter's. Raises RequestFailed."""
-        if self._router.model is None:
+    def checked_model(self, name: str) -> Served:
+        """The model of that name, or the base of an adapter's, of which some worker has been ready. Raises
+        RequestFailed."""
+        if all(each.router.model is None for each in self.catalog):
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker is ready yet; try again later")
-        self.adapters.check_name(name, self.model_name)
-        return self._router.model
+        return self.catalog.of(name).ready()
 
 
 def _raise_refused(refused: Refused | None) -> None:

@@ -85,10 +85,11 @@ class GenerateService:
     ) -> generate_pb2.GetModelInfoResponse:
         try:
             asked, model = _read(request).model, generate_pb2.GetModelInfoResponse()
-            model.CopyFrom(self._generation.checked_model(asked))
+            served = self._generation.checked_model(asked)
+            model.CopyFrom(served.info)
         except (RequestFailed, InvalidRequest) as error:
             await refuse_with(context, error)
-        model.name = asked or self._generation.model_name
+        model.name = asked or served.name
         return model
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 import grpc
 
-from cluster.front.adapters import AdapterBook
 from cluster.front.allowance.options import NO_LIMITS, Account
+from cluster.front.models.adapters import AdapterBook
 from cluster.front.structured import check_form
 from cluster.front.tokenizer import TextCodec
 from cluster.front.trace_context import TRACE
@@ -50,7 +50,6 @@ async def check_request(
     request: generate_pb2.GenerateRequest,
     *,
     model: generate_pb2.GetModelInfoResponse,
-    served_name: str,
     adapters: AdapterBook,
     codec: TextCodec | None,
     admit: Callable[[str, int], None],
@@ -62,7 +61,6 @@ async def check_request(
     `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
     the caller gets nothing now.
     """
-    adapters.check_name(request.model, served_name)
     adapter = adapters.asked(request.model, request.adapter)
     request_id = checked_id(request.request_id)
     caller = CALLER.get()

@@ -21,22 +21,26 @@ import grpc.aio
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from cluster.front.adapters import AdapterBook
 from cluster.front.authentication import client_door, owner_of
 from cluster.front.bounds.limits import CallLimit, grpc_options
 from cluster.front.bounds.memory import let_go_forever
 from cluster.front.generation import Generation
 from cluster.front.grpc import GENERATE_SERVICE, GenerateService
 from cluster.front.health import Health
+from cluster.front.models.catalog import Catalog, Served
+from cluster.front.models.coming import Models
 from cluster.front.operating.operate import CLUSTER_SERVICE, ClusterService, Pools
 from cluster.front.operating.usage_call import Usage
 from cluster.front.options import FrontOptions
 from cluster.front.tokenizer import TextCodec, load_codec
 from cluster.front.trace_context import TracedCalls, TracedHttp
 from cluster.router.driver import Router
+from cluster.router.explaining.kept import Record
 from cluster.router.links.worker_link import WorkerEndpoint
-from cluster.router.live.unread import Unread
+from cluster.router.live.shared import Shared
+from cluster.router.monitoring.exposing import expose, text_of
 from cluster.router.monitoring.families import Scrape
+from cluster.router.monitoring.scraping import ScrapeServer
 from cluster.router.monitoring.status import status_of
 from cluster.router.options import RouterOptions
 from cluster.router.tracing.asked import make_tracing
@@ -79,6 +83,7 @@ class ServerOptions:
     reflection: bool = True
     model: str = ""  # directory or hub name whose tokenizer is loaded; empty: token ids only
     model_name: str = ""  # the name that requests give; empty: as the workers say
+    models: Mapping[str, str] = field(default_factory=dict)  # beside it: directory or hub name, by the name in requests
     metrics_port: int | None = None  # None: not exposed; 0: any free one
     http_ports: tuple[int, ...] = ()  # the first that is free serves HTTP (0: any free one); none: nobody does
     router: RouterOptions = field(default_factory=RouterOptions)
@@ -105,59 +110,47 @@ class RouterServer:
             raise ValueError(why)
         self.options = options
         self._keyring = Keyring(text=options.tokens, path=options.tokens_file) if options.auth else None
-        self._tracing = make_tracing(
-            options.front.otlp_traces_endpoint,
-            instance=options.name,
-            clock=time.monotonic,
-            model=self._model_name,
-        )
-        self.router = Router(
-            options.name,
+        self._tracing = make_tracing(options.front.otlp_traces_endpoint, instance=options.name, clock=time.monotonic)
+        front = options.front
+        self._shared = Shared.of(
             options.router,
-            cluster_id=options.cluster_id,
-            secret=options.secret,
-            tls=options.worker_tls,
-            record=options.record,
-            unread=Unread(options.front.max_unread_bytes, options.front.max_unread_total_bytes),
-            bundle_share=options.front.bundle_share,
-            keeps=options.front.explained_requests,
-            on_end=self._tracing.on_end if self._tracing is not None else None,
-            on_readiness=self._on_readiness,
+            bundle_share=front.bundle_share,
+            max_unread_bytes=front.max_unread_bytes,
+            max_unread_total_bytes=front.max_unread_total_bytes,
         )
-        self.serving = asyncio.Event()  # once a worker of each role was ready
+        self.router = self._make_router("")  # of the cluster's own model
+        first = Served(given_name=options.model_name, path=options.model, router=self.router, codec=codec)
+        self.catalog = Catalog(first)
+        self.models = Models(self.catalog, self._make_router, self._load_codec)
+        self.serving = asyncio.Event()  # once a worker of each role of each model was ready
         self.port = 0
         self.metrics_port: int | None = None
         self.http_port: int | None = None
-        self._codec = codec
         self._pools = pools
-        self._adapters = AdapterBook()
         self._reading = asyncio.Lock()
         self._accounting: Accounting | None = None
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
-        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s, self.router.turns)
+        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s, self._shared.turns)
         self._letting_go: asyncio.Task[None] | None = None
         self._generation: Generation | None = None
         self._http: HttpListener | None = None
+        self._scraped: ScrapeServer | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
         """Listen; returns the port. Raises OSError when it is taken, TokenizerError when the tokenizer cannot load."""
         options = self.options
-        if self._codec is None and options.model:
-            self._codec = await asyncio.to_thread(
-                load_codec, options.model, max_waiting_bytes=options.front.max_tokenizing_bytes
-            )
+        if self.catalog.first.codec is None and options.model:
+            self.catalog.first.codec = await self._load_codec(options.model)
+        await self.models.take(options.models)
         await self.take_adapters(options.front.adapters)
         if options.usage_db is not None:
             self._accounting = await asyncio.to_thread(Accounting.open, options.usage_db, options.name)
             self._accounting.start()
         self._generation = Generation(
-            self.router,
-            codec=self._codec,
-            model_name=options.model_name,
-            adapters=self._adapters,
+            self.catalog,
             options=options.front,
             calls=self._calls,
             num_routers=options.num_routers,
@@ -170,7 +163,7 @@ class RouterServer:
         )
         services = {
             GENERATE_SERVICE: GenerateService(self._generation).handlers(),
-            CLUSTER_SERVICE: ClusterService(self.router, self._pools, self._usage, self._adapters).handlers(),
+            CLUSTER_SERVICE: ClusterService(self.catalog, self._pools, self._usage).handlers(),
             health.SERVICE_NAME: self._health.handlers(),
         }
         _serve(self._server, services)
@@ -179,18 +172,19 @@ class RouterServer:
             reflection.enable_server_reflection(names, self._server)
         self.port = bind(self._server, options.host, options.port, options.tls)
         if options.metrics_port is not None:
-            self.metrics_port = self._expose(options, options.metrics_port)
+            self._scraped = self._expose(options, options.metrics_port)
+            self.metrics_port = self._scraped.server_port
         if options.http_ports:
             self.http_port = await self._serve_http(self._generation, options.http_ports)
         await self._server.start()
-        self.router.loop_clock.start()
+        self._shared.loop_clock.start()
         self._letting_go = asyncio.create_task(let_go_forever(self._num_busy))
         log.info("%s listens on %s:%d", options.name, options.host, self.port)
         return self.port
 
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         """These are the cluster's workers from now on."""
-        self.router.set_workers(workers)
+        self.catalog.set_workers(workers)
 
     def take_options(self, router: RouterOptions, front: FrontOptions, tokens_file: str) -> None:
         """Go by these from now on, where they are of what changes while it runs (knob's `changes`). Raises TokenError
@@ -198,25 +192,28 @@ class RouterServer:
         if tokens_file != self.options.tokens_file and self._keyring is not None:
             self._keyring.follow(tokens_file)
         self.options = replace(self.options, router=router, front=front, tokens_file=tokens_file)
-        self.router.take_options(router, front.bundle_share, front.explained_requests)
-        self.router.unread.max_bytes = front.max_unread_bytes
-        self.router.unread.max_total_bytes = front.max_unread_total_bytes
+        self._shared.bundles.set_targets(front.bundle_share, router.slo_tpot_ms / 1e3)
+        self._shared.unread.max_bytes = front.max_unread_bytes
+        self._shared.unread.max_total_bytes = front.max_unread_total_bytes
+        for served in self.catalog.all:
+            served.router.take_options(router, front.explained_requests)
+            if served.codec is not None:
+                served.codec.max_waiting_bytes = front.max_tokenizing_bytes
         self._health.max_watches = front.max_watches
         self._calls.set_limit(front.max_calls)
-        if self._codec is not None:
-            self._codec.max_waiting_bytes = front.max_tokenizing_bytes
         if self._generation is not None:
             self._generation.take_options(front)
 
     async def take_adapters(self, wanted: Mapping[str, str]) -> None:
         """Requests may name these from now on, once their files are read: directories by name. One call after another:
         the last has the last word."""
+        book = self.catalog.first.adapters
         async with self._reading:
-            self._adapters.known = await asyncio.to_thread(self._adapters.read, wanted)
+            book.known = await asyncio.to_thread(book.read, wanted)
 
     async def why_not_adapters(self, wanted: Mapping[str, str]) -> str:
         """Why those that come could not be taken; empty if they could."""
-        return await asyncio.to_thread(self._adapters.why_not, wanted)
+        return await asyncio.to_thread(self.catalog.first.adapters.why_not, wanted)
 
     def take_prices(self, prices: Prices | None) -> None:
         """Tell these from now on."""
@@ -230,34 +227,34 @@ class RouterServer:
         self._health.set(is_serving=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self.router.num_submissions:
+                while self.catalog.num_submissions:
                     await asyncio.sleep(DRAIN_POLL_S)
-        await self.router.close()
+        for served in self.catalog.all:
+            await served.router.close()
         if self._http is not None:
             await self._http.stop()
         await self._server.stop(0.5)  # the last messages and statuses still go out
-        await self.router.loop_clock.stop()
+        await self._shared.loop_clock.stop()
         if self._letting_go is not None:
             self._letting_go.cancel()
-        await asyncio.to_thread(self.router.metrics.close)
+        if self._scraped is not None:
+            await asyncio.to_thread(self._scraped.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        if self._codec is not None:
-            self._codec.close()
+        await self.models.close()
         if self._accounting is not None:
             await self._accounting.stop()
 
     def _usage(self) -> Usage:
         return Usage(self._accounting, self.options.prices)
 
-    def _expose(self, options: ServerOptions, port: int) -> int:
+    def _expose(self, options: ServerOptions, port: int) -> ScrapeServer:
         host = options.host
         try:
-            return self.router.metrics.expose(
+            return expose(
                 host,
                 port,
-                model=self._model_name,
-                scrape=partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
+                partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
                 may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
                 tls=options.tls,
             )
@@ -273,15 +270,15 @@ class RouterServer:
 
         options = self.options
         probes = Probes(
-            is_ready=lambda: self.router.is_ready and not generation.is_draining, metrics=self._metrics_text
+            is_ready=lambda: self.catalog.is_ready and not generation.is_draining, metrics=self._metrics_text
         )
         guard: ASGIApp = Guard(
-            make_app(generation, probes, self.router),
+            make_app(generation, probes),
             keyring=self._keyring,
             calls=self._calls,
             max_body_bytes=options.front.max_message_bytes,
             max_stall_s=options.front.max_stall_s,
-            turn=self.router.turns.wait,
+            turn=self._shared.turns.wait,
             limits=generation.limits_now,
         )
         front = options.front
@@ -301,38 +298,68 @@ class RouterServer:
         raise OSError(f"{why}; give another http_port, or 0 for any free one")
 
     async def _metrics_text(self) -> bytes:
-        assert self._generation is not None, "it was started"
-        return await asyncio.to_thread(self.router.metrics.text, self._generation.model_name, await self.scrape())
+        return await asyncio.to_thread(text_of, await self.scrape())
 
-    def _scrape_from_a_thread(self, loop: asyncio.AbstractEventLoop) -> Scrape:
+    def _scrape_from_a_thread(self, loop: asyncio.AbstractEventLoop) -> list[Scrape]:
         """Whatever lives is read in the event loop. Raises TimeoutError where that hangs: then the scrape fails."""
         return asyncio.run_coroutine_threadsafe(self.scrape(), loop).result(SCRAPE_TIMEOUT_S)
 
-    async def scrape(self) -> Scrape:
-        codec = self._codec
-        return Scrape(
-            status=status_of(self.router),
-            codes=dict(self.router.metrics.codes),
-            front={
-                "router_ready": (self.router.is_ready, "1 if each phase has a worker."),
+    async def scrape(self) -> list[Scrape]:
+        """Of each model, the cluster's own first."""
+        return [self._scrape(served) for served in self.catalog.all]
+
+    def _scrape(self, served: Served) -> Scrape:
+        router, codec = served.router, served.codec
+        front: dict[str, tuple[float, str]] = {
+            "router_ready": (router.is_ready, "1 if each phase has a worker."),
+            "tokenizing_bytes": (codec.waiting_bytes if codec else 0, "Of texts that wait to be tokenised."),
+        }
+        if served is self.catalog.first:  # what is the process's, and of no model
+            front |= {
                 "calls": (self._calls.running, "Calls that run, health not counted."),
                 "health_watches": (self._health.num_watches, "Streams that watch the health."),
-                "unread_bytes": (self.router.unread.total_bytes, "Of tokens that clients have not read."),
-                "tokenizing_bytes": (codec.waiting_bytes if codec else 0, "Of texts that wait to be tokenised."),
-            },
+                "unread_bytes": (self._shared.unread.total_bytes, "Of tokens that clients have not read."),
+            }
+        return Scrape(
+            model=served.name,
+            status=status_of(router),
+            histograms=router.metrics.histograms,
+            codes=dict(router.metrics.codes),
+            front=front,
         )
 
-    def _model_name(self) -> str:
-        return self._generation.model_name if self._generation is not None else ""
-
     def _num_busy(self) -> int:
-        return self._calls.running + self.router.num_live
+        return self._calls.running + self.catalog.num_live
 
-    def _on_readiness(self, is_ready: bool) -> None:
+    def _on_readiness(self) -> None:
         if self._generation is not None and not self._generation.is_draining:
-            self._health.set(is_serving=is_ready)
-            if is_ready:
+            self._health.set(is_serving=self.catalog.is_ready)
+            if self.catalog.is_whole:
                 self.serving.set()
+
+    def _make_router(self, model: str) -> Router:
+        """`model`: of the spec's `served`."""
+        options = self.options
+        return Router(
+            options.name,
+            options.router,
+            cluster_id=options.cluster_id,
+            secret=options.secret,
+            tls=options.worker_tls,
+            record=options.record if not model else "",
+            shared=self._shared,
+            keeps=options.front.explained_requests,
+            on_end=partial(self._trace, model) if self._tracing is not None else None,
+            on_readiness=self._on_readiness,
+        )
+
+    def _trace(self, model: str, record: Record) -> None:
+        if self._tracing is not None:
+            self._tracing.on_end(record, model or self.catalog.first.name)
+
+    async def _load_codec(self, model: str) -> TextCodec:
+        """Raises TokenizerError."""
+        return await asyncio.to_thread(load_codec, model, max_waiting_bytes=self.options.front.max_tokenizing_bytes)
 
 
 def _serve(server: grpc.aio.Server, services: dict[str, dict[str, grpc.RpcMethodHandler]]) -> None:

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,20 +29,17 @@ from cluster.router.explaining.kept import Kept, Record, record_of
 from cluster.router.explaining.notes import Told
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
-from cluster.router.live.bundles import Bundles
 from cluster.router.live.moves import LiveMoves
 from cluster.router.live.requests import ChoiceUpdate, LiveRequest, NewRequest, RequestFailed, Submission
-from cluster.router.live.turns import Turns
-from cluster.router.live.unread import Unread
+from cluster.router.live.shared import Shared
 from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
-from cluster.router.takers import RouterStanding, Takers, why_alone, without
+from cluster.router.takers import Takers, why_alone, without
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
-from worker.awake import AwakeClock
 from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
 from worker.options import report_gap_s
 from worker.recording import record_calls
@@ -76,31 +72,30 @@ class Router:
         secret: str = "",
         tls: TlsFiles | None = None,
         record: str = "",
-        unread: Unread | None = None,
-        bundle_share: float = 0.0,
+        shared: Shared | None = None,
         keeps: int = 0,
         on_end: Callable[[Record], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_readiness: Callable[[bool], None] | None = None,
+        on_readiness: Callable[[], None] | None = None,
     ) -> None:
-        """`record`: a folder to write every call of the policy into; empty: none is. `keeps`: so many requests that
-        have ended, and as many slow ones, to say where their time went. `on_end`: who else is told of each
-        that has ended."""
+        """`record`: a folder to write every call of the policy into; empty: none is. `shared`: what it has in common
+        with the routers of other models in this process. `keeps`: so many requests that have ended, and as many slow
+        ones, to say where their time went; `on_end`: who else is told of each that has ended. `on_readiness`: called
+        whenever `is_ready` changes."""
+        shared = shared or Shared.of(options)
         self.router_id = f"{name}/{secrets.token_hex(4)}"
         self.cluster_id = cluster_id
         self.policy = RouterPolicy(options)
         if record:
             record_calls(self.policy, record, name)
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(shared.load, shared.chronicle)
         self._clock = clock
         self._started_s = clock()
         self._on_readiness = on_readiness
         self._was_ready = False
         self._serials = itertools.count(1)
-        self.loop_clock = AwakeClock()
-        self.turns = Turns()
-        self._bundles = Bundles(bundle_share, options.slo_tpot_ms / 1e3)
-        self.unread = unread or Unread(sys.maxsize, sys.maxsize)
+        self.loop_clock, self.turns = shared.loop_clock, shared.turns
+        self.unread, self._bundles = shared.unread, shared.bundles
         self._served = ServedModel()
         self.kept = Kept(keeps, options.targets_s, on_end)
         self._links = WorkerLinks(
@@ -124,11 +119,10 @@ class Router:
         self._links.set_workers(wanted)
         self.metrics.receipts.keep({worker.name for worker in wanted})
 
-    def take_options(self, options: RouterOptions, bundle_share: float, keeps: int) -> None:
+    def take_options(self, options: RouterOptions, keeps: int) -> None:
         """Go by these from now on."""
-        self.kept.set_bounds(keeps, (options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3))
+        self.kept.set_bounds(keeps, options.targets_s)
         self.policy.take_options(options)
-        self._bundles.set_targets(bundle_share, options.slo_tpot_ms / 1e3)
         self._links.set_dead_after(options.dead_after_s)
 
     async def close(self) -> None:
@@ -139,14 +133,17 @@ class Router:
         await asyncio.sleep(0)  # cancels leave before the streams end
         await self._links.close()
 
-    def admit(self, request_id: str, owner: str = "") -> None:
-        """Raises RequestFailed when a request of this id and owner would be refused now, whatever is in it: asked
-        before anything is spent on it."""
-        self._check_id(request_id)
+    def admit(self, owner: str = "") -> None:
+        """Raises RequestFailed when a request of this owner would be refused now, whatever is in it: asked before
+        anything is spent on it."""
         self._dispatcher.admit(owner)
 
+    def has(self, request_id: str) -> bool:
+        """Whether one of this id runs."""
+        return request_id in self._dispatcher.submissions
+
     def _check_id(self, request_id: str) -> None:
-        if request_id in self._dispatcher.submissions:
+        if self.has(request_id):
             raise RequestFailed(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id {request_id!r} is in use; give another, or none"
             )
@@ -156,6 +153,7 @@ class Router:
         self._check_id(request.id)
         self.metrics.counts["requests"] += 1
         submission = Submission.of(request, self.router_id, next(self._serials), self.turns, self._bundles)
+        submission.on_unread = self._end_unread
         self._dispatcher.start(submission)
         if submission.error is not None:
             raise submission.error
@@ -231,10 +229,7 @@ class Router:
         link.set_role(role, chunk_tokens)
 
     def _ready(self, name: str) -> WorkerLink:
-        link = self._links.get(name)
-        if link is None:
-            known = ", ".join(each.name for each, *_ in self.workers()) or "none"
-            raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"there is no worker {name!r}; there are {known}")
+        link = self._links[name]
         if link.state is not LinkState.READY:
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"{name} is {link.state.value}: {link.reason}")
         return link
@@ -245,13 +240,13 @@ class Router:
         return without(self.policy.workers.takers, self._links.leaving)
 
     @property
-    def standing(self) -> RouterStanding:
-        ready = {
+    def ready_workers(self) -> dict[str, str]:
+        """By name, the incarnation of each one's process."""
+        return {
             link.name: link.hello.worker.incarnation.partition(".")[0]  # behind it, of its role
             for link, *_ in self.workers()
             if link.state is LinkState.READY and link.hello is not None
         }
-        return RouterStanding(self.takers, ready)
 
     def _check_others(self, name: str) -> None:
         """Whether each phase of this worker has another one. Raises RequestFailed."""
@@ -515,7 +510,8 @@ class Router:
         else:
             self._dispatcher.end(live, finish, tokens)
         if too_much := self.unread.put(submission, len(tokens)):
-            self._end_unread(*too_much)
+            most, why = too_much
+            most.on_unread(most, why)  # another model's, perhaps
 
     def _end_unread(self, submission: Submission, why: str) -> None:
         """It may have its last token already, and only its client not."""
@@ -560,6 +556,9 @@ class Router:
         ended = [record for record in ended if record.timeline.arrived_s == came_s]
         return sorted([*ended, *running], key=lambda record: record.choice)
 
+    def knows(self, worker: str) -> bool:
+        return self._links.get(worker) is not None
+
     def workers(self) -> list[tuple[WorkerLink, pb.WorkerReport | None, float]]:
         """Each link, prefill first, by name, with the worker's last report and its age in seconds."""
         return self._links.with_reports(self._clock())
@@ -588,7 +587,7 @@ class Router:
             if not self._was_ready:
                 self._dispatcher.on_phase_missing()
             if self._on_readiness is not None:
-                self._on_readiness(self._was_ready)
+                self._on_readiness()
 
 
 def _is_waiting(submission: Submission) -> bool:

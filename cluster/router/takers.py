@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-Takers = Mapping[str, Mapping[str, bool]]  # phase -> name -> whether it speaks
+Takers = Mapping[str, Mapping[str, bool]]  # phase, of which model -> name -> whether it speaks
 
 
 class RouterStanding(NamedTuple):
@@ -15,6 +15,7 @@ class RouterStanding(NamedTuple):
 
     takers: Takers
     ready: Mapping[str, str]  # to be sent requests: by worker, the incarnation of its process
+    models: Collection[str] = ()  # that it takes requests for, or has some of
 
 
 def alone_in(workers: Collection[str], takers: Takers) -> list[str]:

@@ -16,7 +16,7 @@ from cluster.spec.sources import shown
 from engine.knobs import knobs_of
 from worker.roles import ROLES
 
-PARTS = ("router", "transfer", "pools")
+PARTS = ("router", "transfer", "pools", "models")
 DERIVED_KEYS = ("threads", "cpus", "kv_memory", "device", "num_gpus", "gpu_memory_utilization")  # that auto is for
 BETWEEN_HOSTS = {"tcp", "process_group"}
 NOW = Change("now")
@@ -82,6 +82,7 @@ def compare(before: ClusterSpec, after: ClusterSpec, sizes: Mapping[str, tuple[i
         *_changed("", before, after),
         *_changed("router.", before.router, after.router),
         *_changed("transfer.", before.transfer, after.transfer),
+        *_changed_models(before, after),
         *_changed_pools(before, after, sizes),
     ]
 
@@ -105,6 +106,18 @@ def _have_common(was: set[str], now: set[str]) -> bool:
     """A transport, and one that goes between hosts where both have some."""
     wide = was & BETWEEN_HOSTS, now & BETWEEN_HOSTS
     return bool(was & now) and (bool(wide[0] & wide[1]) or not all(wide))
+
+
+def _changed_models(before: ClusterSpec, after: ClusterSpec) -> Iterator[KeyChange]:
+    old, new = ({each.name: (i, each) for i, each in enumerate(spec.models)} for spec in (before, after))
+    for name, (index, model) in new.items():
+        if name in old:
+            yield from _changed(f"models[{index}].", old[name][1], model)
+        else:
+            yield KeyChange(f"models[{index}]", None, f"{name}: {model.model}", NOW)
+    for name, (index, model) in old.items():
+        if name not in new:
+            yield KeyChange(f"models[{index}]", f"{name}: {model.model}", None, NOW)
 
 
 def _changed_pools(
@@ -137,7 +150,8 @@ def live_knobs(pool: PoolSpec) -> dict[str, Any]:
 
 def made_by(spec: ClusterSpec, pool: PoolSpec) -> str:
     """Names what a worker of a resolved spec's pool is started with: one of another name is to be replaced."""
-    parts = (("", spec, PARTS), ("transfer.", spec.transfer, ()), ("pool.", pool, ("name", "replicas")))
+    served = spec.served[pool.model]
+    parts = (("", served, PARTS), ("transfer.", spec.transfer, ()), ("pool.", pool, ("name", "replicas")))
     known = {
         f"{prefix}{key}": value
         for prefix, part, but in parts

@@ -35,11 +35,13 @@ def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tupl
     """A spec from a YAML file whose variables are filled in, and where each of its values comes from
     (cluster/spec/sources.py). A relative model directory is meant from the file's folder. Raises SpecError."""
     data, sources = _read(path, environ)
-    spec = parse_spec(data)
-    beside = Path(path).resolve().parent / spec.model
-    if spec.model.startswith(".") and beside.is_dir():
-        spec = spec.model_copy(update={"model": str(beside)})
-    return spec.with_adapters_in(Path(path).resolve().parent), sources
+    folder = Path(path).resolve().parent
+
+    def found(model: str) -> str:
+        beside = folder / model
+        return str(beside) if model.startswith(".") and beside.is_dir() else model
+
+    return parse_spec(data).with_paths(found).with_adapters_in(folder), sources
 
 
 def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,7 +20,7 @@ from cluster.front.options import FrontOptions
 from cluster.router.options import RouterOptions
 from cluster.spec.errors import show
 from cluster.spec.knobs import Spec, setting, with_knobs
-from cluster.spec.pool import TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
+from cluster.spec.pool import ANOTHER_MODEL, TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
 from cluster.spec.tls import FilePath, MemberTls, RouterTls
 from cluster.usage.options import OFF, Prices, UsageOptions
 from engine.options import EngineOptions
@@ -29,7 +29,7 @@ from worker.roles import PHASES, ROLES
 from worker.wire.tls import why_open
 
 Name = Annotated[str, Field(min_length=1)]
-ADAPTER_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+SERVED_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 MAX_PORT = 65_535
 USUAL_HTTP_PORT = 8000  # vLLM's
 LISTENED = "routers listen by it from their start"
@@ -126,7 +126,7 @@ class RouterSpec(Spec):
     @classmethod
     def _adapters_have_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
         for name, path in value.items():
-            if not ADAPTER_NAME.fullmatch(name):
+            if not SERVED_NAME.fullmatch(name):
                 raise ValueError(f"{show(name)} is no adapter's name; give letters, digits and . _ - : / , at most 128")
             if not path:
                 raise ValueError(f"{name} has no directory; give one as PEFT saves it")
@@ -162,6 +162,24 @@ class TransferSpec(Spec):
 
 
 @with_knobs(EngineOptions, scope="cluster")
+class ModelSpec(Spec):
+    changes = "now"
+
+    if TYPE_CHECKING:  # of the engine's knobs, one that others look at
+        dtype: str
+
+    name: str = setting(..., "what requests call it, and pools in their `model`", fixed="clients know it")
+    model: Name = setting(..., "a directory or hub id, as `model` of the cluster", fixed=ANOTHER_MODEL)
+
+    @field_validator("name", mode="after")
+    @classmethod
+    def _good_name(cls, value: str) -> str:
+        if not SERVED_NAME.fullmatch(value):
+            raise ValueError("give letters, digits and . _ - : / , at most 128")
+        return value
+
+
+@with_knobs(EngineOptions, scope="cluster")
 class ClusterSpec(Spec):
     changes = "now"
 
@@ -179,7 +197,7 @@ class ClusterSpec(Spec):
     model: Name = setting(
         ...,
         "a Hugging Face directory or hub id. `./x` is meant from the spec's folder if it is there, else from yours",
-        fixed="requests that run could not move from one model to another",
+        fixed=ANOTHER_MODEL,
     )
     served_model_name: str | None = setting(
         None, "what requests may call it; null: the directory's name or the hub id", fixed="clients know it"
@@ -194,6 +212,9 @@ class ClusterSpec(Spec):
     router: RouterSpec = setting(RouterSpec(), "see *Router keys*")
     pools: Annotated[tuple[PoolSpec, ...], Field(min_length=1)] = setting(
         ..., "a list; prompts and answers each need a pool: of role prefill and of role decode, or mixed"
+    )
+    models: tuple[ModelSpec, ...] = setting(
+        (), "served beside `model`, from pools that name them; a list, see *Several models*"
     )
     transfer: TransferSpec = setting(TransferSpec(), "see *Transfer keys*")
     tls: MemberTls | None = setting(
@@ -229,9 +250,15 @@ class ClusterSpec(Spec):
 
     @model_validator(mode="after")
     def _pools_make_sense(self) -> ClusterSpec:
-        for phase in PHASES:
-            if not any(phase in ROLES[pool.role].phases for pool in self.pools):
-                raise ValueError(f"pools has none that computes {phase}; add one with role {phase}, or mixed")
+        self._check_models()
+        for name in self.served:
+            for phase in PHASES:
+                if not any(phase in ROLES[pool.role].phases for pool in self.pools if pool.model == name):
+                    of = f" of {name}" if name else ""
+                    more = f" and model {name}" if name else ""
+                    raise ValueError(
+                        f"pools has none that computes {phase}{of}; add one with role {phase}, or mixed{more}"
+                    )
         for label, count in Counter(pool.label for pool in self.pools).items():
             if count > 1:
                 raise ValueError(f"pools has {count} pools named {label}; give each a name of its own")
@@ -243,13 +270,34 @@ class ClusterSpec(Spec):
         _check_ports(self.router)
         _check_auth(self.router)
         self._check_replan()
-        if self.model_name in self.router.options(FrontOptions).adapters:
-            raise ValueError(
-                f"router.adapters has {show(self.model_name)}, which is the model's own name; take another"
-            )
+        for name in (self.model_name, *(model.name for model in self.models)):
+            if name in self.router.options(FrontOptions).adapters:
+                raise ValueError(f"router.adapters has {show(name)}, which is a model's own name; take another")
         return self
 
+    def _check_models(self) -> None:
+        for name, count in Counter([self.model_name, *(model.name for model in self.models)]).items():
+            if count > 1:
+                raise ValueError(f"models has {show(name)}, the name of another one; give each its own")
+        for index, pool in enumerate(self.pools):
+            if pool.model not in self.served:
+                known = ", ".join(model.name for model in self.models) or "none"
+                raise ValueError(
+                    f"pools[{index}].model is {show(pool.model)}, which is not in models; there are {known}, and a "
+                    "pool without a model serves the cluster's own"
+                )
+
+    @property
+    def served(self) -> dict[str, ClusterSpec | ModelSpec]:
+        """What pools may name in their `model`, and who has the model's own keys; the cluster's own is ''."""
+        return {"": self, **{model.name: model for model in self.models}}
+
     def _check_replan(self) -> None:
+        if self.replan != "off" and self.models:
+            raise ValueError(
+                f"replan is {self.replan}, and there are several models, of which a replanner knows one; make it off, "
+                "or take models out"
+            )
         if self.replan != "off" and not self.targets_s:
             raise ValueError(
                 f"replan is {self.replan}, and router has no targets; give slo_ttft_ms, slo_tpot_ms or both"
@@ -269,6 +317,12 @@ class ClusterSpec(Spec):
         options = self.router.options(RouterOptions)
         given_ms = {"ttft_s": options.slo_ttft_ms, "tpot_s": options.slo_tpot_ms}
         return {name: ms / 1e3 for name, ms in given_ms.items() if ms}
+
+    def with_paths(self, found: Callable[[str], str]) -> ClusterSpec:
+        """Each model where `found` says that it lies."""
+        models = tuple(each.model_copy(update={"model": found(each.model)}) for each in self.models)
+        beside = {"models": models} if models else {}  # else it would count as given
+        return self.model_copy(update={"model": found(self.model), **beside})
 
     def with_adapters_in(self, folder: Path) -> ClusterSpec:
         """Their directories by whole paths: a relative one is meant from there, where it is found there."""

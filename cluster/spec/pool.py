@@ -22,6 +22,7 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 # Between processes, and of which memory; loopback is for tests within one.
 TRANSPORTS = {"cuda_ipc": ("cuda",), "shared_memory": ("cpu",), "tcp": ("cpu",), "process_group": ("cpu", "cuda")}
+ANOTHER_MODEL = "requests that run could not move from one model to another"
 GPU_ONLY = ("gpu_memory_utilization", "cuda_graphs")
 
 
@@ -67,6 +68,7 @@ class PoolSpec(Spec):
     role: Annotated[str, BeforeValidator(_some_role)] = setting(
         ..., "what its workers do: " + " or ".join(f"`{role}`" for role in ROLES)
     )
+    model: str = setting("", "of the cluster's `models` by name; empty: its own", fixed=ANOTHER_MODEL)
     replicas: int = setting(1, "how many", unit="workers", ge=1, le=4096, changes="now")
 
     threads: int | Literal["auto"] = setting(
@@ -190,10 +192,12 @@ def check_devices(pools: Sequence[PoolSpec], devices: Sequence[str], transports:
         _check_device(index, pool, device)
     for key, values in (("kv_dtype", [pool.kv_dtype for pool in pools]), ("device", list(devices))):
         named = [(index, value) for index, value in enumerate(values) if key == "kv_dtype" or value != "auto"]
-        for index, value in named[1:]:
-            if value != named[0][1]:
+        firsts: dict[str, int] = {}
+        for index, value in named:
+            first = firsts.setdefault(pools[index].model if key == "kv_dtype" else "", index)
+            if value != values[first]:
                 raise ValueError(
-                    f"pools[{index}].{key} is {value!r}, but pools[{named[0][0]}].{key} is {named[0][1]!r}; give both "
+                    f"pools[{index}].{key} is {value!r}, but pools[{first}].{key} is {values[first]!r}; give both "
                     "the same, for KV is handed over as it is"
                 )
     known = next((device for device in devices if device != "auto"), None)

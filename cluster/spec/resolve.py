@@ -181,6 +181,7 @@ class WorkerPlan:
     num_cpus: float
     num_gpus: float
     resources: Mapping[str, float]
+    model: str  # of the spec's `served`
 
     @property
     def name(self) -> str:
@@ -218,12 +219,13 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
     per_worker = len(cpus) // pool.replicas
     own = cpus[index * per_worker : (index + 1) * per_worker] if index < pool.replicas else ()
     ranks = _shares(own, pool.tensor_parallel)
+    model = spec.served[pool.model]
     return WorkerPlan(
         options=_options(spec, pool, index),
         engine={
-            **spec.knobs(EngineOptions),
+            **model.knobs(EngineOptions),
             **pool.knobs(EngineOptions),
-            "model": spec.model,
+            "model": model.model,
             "kv_bytes": None if pool.kv_memory == "auto" else pool.kv_memory,
             "threads": pool.threads,
             "device": pool.device,
@@ -235,6 +237,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
         resources=pool.resources,
+        model=pool.model,
     )
 
 
@@ -251,7 +254,8 @@ def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
-    elsewhere = {other.role: given_knobs(other.policy) for other in spec.pools if other.role != pool.role}
+    others = [other for other in spec.pools if other.role != pool.role and other.model == pool.model]
+    elsewhere = {other.role: given_knobs(other.policy) for other in others}
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,

@@ -19,8 +19,10 @@ from engine.knobs import knobs_of
 from kvrelay.cli.groups import Flags
 from worker.roles import ROLES
 
-PARTS = ("router", "pools", "transfer")  # of the spec, which have keys of their own
-POOL_KEYS = tuple(name for name in PoolSpec.model_fields if name not in ("name", "role", "replicas", "assumed"))
+PARTS = ("router", "pools", "transfer", "models")  # of the spec, which have keys of their own
+POOL_KEYS = tuple(
+    name for name in PoolSpec.model_fields if name not in ("name", "role", "model", "replicas", "assumed")
+)
 ROUTER_FLAGS = {
     "host": "--host",
     "port": "--port",

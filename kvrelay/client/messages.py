@@ -264,7 +264,8 @@ def status_from(status: cluster_pb2.GetStatusResponse) -> ClusterStatus:
         )
         for worker in status.workers
     )
-    return _copy(ClusterStatus, status, workers=workers, counters=dict(status.counters), limits=dict(status.limits))
+    plain = {"counters": dict(status.counters), "limits": dict(status.limits), "models": tuple(status.models)}
+    return _copy(ClusterStatus, status, workers=workers, **plain)
 
 
 T = TypeVar("T")

@@ -315,6 +315,7 @@ class WorkerState:
     step_costs: Mapping[str, float] = field(default_factory=dict)  # as far as they were measured: worker/steps/costs.py
     num_tasks: int = 0  # of its event loop
     round_trip_s: float = 0.0  # from the router and back, at least; 0: not known yet
+    model: str = ""  # that it serves, as the cluster's spec names it; empty: the cluster's own
     clock_ahead_s: float = 0.0  # its host's time of day before the router's, give or take half a round trip
 
 
@@ -331,3 +332,4 @@ class ClusterStatus:
     loop_lag_s: float = 0.0
     num_tasks: int = 0  # of its event loop
     cluster_id: str = ""  # the same at all routers of the cluster, and another one whenever one is started
+    models: tuple[str, ...] = ()  # that may be asked for, the cluster's own first

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cluster.spec.errors import SpecError
-from cluster.spec.model import ClusterSpec
+from cluster.spec.model import ClusterSpec, ModelSpec
 from cluster.spec.resolve import Machine, WorkerPlan, resolve, workers_of
 from cluster.usage.accounting import open_database
 from cluster.usage.database import DatabaseError
@@ -33,7 +33,8 @@ def fits(spec: ClusterSpec, machine: Machine, free: FreeMemory, shm_bytes: int, 
     except SpecError as error:
         yield Finding(part=PART, name="spec", verdict="bad", found=str(error), mend="change the spec as it says")
         return
-    yield model_is_there(spec.model)
+    for served in spec.served.values():
+        yield model_is_there(served.model)
     if resolved.pools[0].device == "cpu":
         yield cores(workers_of(resolved), len(machine.cores))
         yield memory(resolved, free)
@@ -63,13 +64,17 @@ def cores(plans: Sequence[WorkerPlan], have: int) -> Finding:
     return Finding(part=PART, name="cores", verdict="good", found=found)
 
 
+def _weight_bytes(served: ClusterSpec | ModelSpec) -> int:
+    return int(load_shape(served.model).with_dtype(served.dtype).weight_bytes)
+
+
 def memory(spec: ClusterSpec, free: FreeMemory) -> Finding:
     """Of a resolved spec, on CPUs."""
     plans = workers_of(spec)
     pages = sum(int(plan.engine["kv_bytes"]) for plan in plans)
     processes = sum(plan.options.tensor_parallel for plan in plans) + spec.router.replicas
     try:
-        weights = len(plans) * int(load_shape(spec.model).with_dtype(spec.dtype).weight_bytes)
+        weights = sum(_weight_bytes(spec.served[plan.model]) for plan in plans)
     except PlanError:
         weights = None
     wanted = pages + processes * PROCESS_BYTES + (weights or 0)

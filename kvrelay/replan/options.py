@@ -13,7 +13,7 @@ WINDOW_S = 120.0
 MOST_CHANGES = 2
 Policy = Literal["kvrelay", "distserve"]  # placement/replan/policy.py, placement/replan/distserve.py
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED")  # at the next look, too
+REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "FAILED_PRECONDITION")  # at the next look, too
 NICE = 10  # it plays arrangements on the machine on which a cluster may run
 
 

@@ -133,6 +133,11 @@ class Replanner:
         self._cluster_id = status.cluster_id if self._cluster_id is None else self._cluster_id
         if status.cluster_id != self._cluster_id:
             raise OtherCluster(f"another cluster is at {self._clients[0].endpoint}, begun since the last look")
+        if len(status.models) > 1:
+            several = f"this cluster serves {' and '.join(status.models)}"
+            raise KvrelayError(
+                "FAILED_PRECONDITION", f"{several}, and a replanner knows one model; scale pools by hand"
+            )
         load = added([client.load(window_s) for client in self._clients])
         if len(load) < LEAST_REQUESTS:
             raise NotYet(f"{len(load)} requests have come and gone in {window_s:g} s; {LEAST_REQUESTS} must")

@@ -162,7 +162,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason", "page_size", "limits", "fenced_pages", "quarantined_pages", "step_age_s", "loop_lag_s", "circuit", "pairs", "num_tasks", "step_costs", "round_trip_s", "clock_ahead_s", "receipts")
+    __slots__ = ("name", "role", "address", "state", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "report_age_s", "losses", "counters", "reason", "page_size", "limits", "fenced_pages", "quarantined_pages", "step_age_s", "loop_lag_s", "circuit", "pairs", "num_tasks", "step_costs", "round_trip_s", "clock_ahead_s", "receipts", "model")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class WorkerStatus(_message.Message):
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -240,7 +241,8 @@ class WorkerStatus(_message.Message):
     round_trip_s: float
     clock_ahead_s: float
     receipts: _containers.RepeatedCompositeFieldContainer[PairReceipts]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_s: _Optional[float] = ..., loop_lag_s: _Optional[float] = ..., circuit: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Mapping[str, float]] = ..., round_trip_s: _Optional[float] = ..., clock_ahead_s: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[PairReceipts, _Mapping]]] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., report_age_s: _Optional[float] = ..., losses: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_s: _Optional[float] = ..., loop_lag_s: _Optional[float] = ..., circuit: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Mapping[str, float]] = ..., round_trip_s: _Optional[float] = ..., clock_ahead_s: _Optional[float] = ..., receipts: _Optional[_Iterable[_Union[PairReceipts, _Mapping]]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("peer", "failures", "reason", "age_s")
@@ -255,7 +257,7 @@ class PairStatus(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., failures: _Optional[int] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters", "limits", "loop_lag_s", "num_tasks", "cluster_id")
+    __slots__ = ("router_id", "model", "uptime_s", "num_queued", "num_in_flight", "workers", "counters", "limits", "loop_lag_s", "num_tasks", "cluster_id", "models")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +283,7 @@ class GetStatusResponse(_message.Message):
     LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     model: str
     uptime_s: float
@@ -292,7 +295,8 @@ class GetStatusResponse(_message.Message):
     loop_lag_s: float
     num_tasks: int
     cluster_id: str
-    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, str]] = ..., loop_lag_s: _Optional[float] = ..., num_tasks: _Optional[int] = ..., cluster_id: _Optional[str] = ...) -> None: ...
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, str]] = ..., loop_lag_s: _Optional[float] = ..., num_tasks: _Optional[int] = ..., cluster_id: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)

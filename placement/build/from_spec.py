@@ -33,6 +33,8 @@ LAYOUT_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float
 
 def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
     """What `kvrelay up` would run from this spec. Raises PlanError."""
+    if spec.models:
+        raise PlanError(f"models has {spec.models[0].name}, and a simulation is of one model; give a spec for each")
     models = _models(spec, source)
     workers = [
         sim_worker(

@@ -275,6 +275,51 @@ def test_another_spec_is_applied_while_streams_run(cluster: Running, client: Cli
     until(lambda: not client.scale("decode", 2), "decode-2 has left")
 
 
+def test_a_model_comes_and_goes_while_others_serve(cluster: Running, client: Client, tmp_path: Path) -> None:
+    """Its workers are started beside the others, and end when its last request has; no request fails but those that
+    name it afterwards."""
+    other = make_tiny_model("qwen3", tmp_path / "qwen3")
+    own, both = tmp_path / "own.yaml", tmp_path / "both.yaml"
+    own.write_text(APPLIED.format(model=cluster.summary["model"]).replace(", replicas: 3, max_batch_size: 16", ""))
+    beside = "- {role: mixed, name: other, model: qwen, kv_memory: 32MiB}\n"
+    both.write_text(own.read_text() + beside + f"models: [{{name: qwen, model: {other}, dtype: float32}}]\n")
+
+    def answer(model: str, tokens: int = 8) -> tuple[int, ...]:
+        asked = client.generate([9, 8, 7], model=model, max_tokens=tokens, ignore_eos=True, temperature=0.0)
+        return tuple(asked.token_ids)
+
+    def apply(spec: Path) -> None:
+        done = kvrelay(cluster.state_dir, "apply", str(spec), "--yes", CALLS="99")
+        assert done.returncode == 0, done.stderr
+
+    is_over, expected = threading.Event(), answer("tiny")
+
+    def keep_asking() -> bool:
+        is_right = True
+        while not is_over.is_set():
+            is_right &= answer("tiny") == expected
+        return is_right
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = pool.submit(keep_asking)
+        try:
+            apply(both)
+            assert list(client.status().models) == ["tiny", "qwen"]
+            assert answer("qwen") != expected
+            running = pool.submit(answer, "qwen", 900)
+            until(
+                lambda: any(each.name == "other-0" and each.num_running for each in client.status().workers), "it runs"
+            )
+            apply(own)
+            assert len(running.result()) == 900
+        finally:
+            is_over.set()
+        assert asking.result()
+    with pytest.raises(KvrelayError, match="NOT_FOUND: model is 'qwen'; this router serves 'tiny'"):
+        answer("qwen")
+    assert {each.name for each in client.status().workers} == {"prefill-0", "decode-0"}
+
+
 def test_an_adapter_comes_and_goes_while_it_serves(cluster: Running, client: Client, tmp_path: Path) -> None:
     model = Path(cluster.summary["model"])
     kept, other = (make_adapter(model, "everywhere", tmp_path / name, i) for i, name in enumerate(("kept", "other")))

@@ -13,6 +13,7 @@ from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.changes.steps import Done, Drain, Standing, Start, Step, Stop, Wait, next_step
 from cluster.deploy.roster import Member, Roster
 from cluster.router.takers import RouterStanding, why_alone, without
+from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class RollingHost(Protocol):
 
     async def has_room(self, plan: WorkerPlan) -> bool: ...
 
-    async def start_worker(self, pool: str, role: str, *, is_stand_in: bool) -> None: ...
+    async def start_worker(self, pool: PoolSpec, *, is_stand_in: bool) -> None: ...
 
     async def let_go(self, name: str) -> None: ...
 
@@ -67,8 +68,8 @@ class Rolling:
         alone = {
             each.name: why
             for each in workers
-            for router in standing.values()
-            if (why := why_alone([each.name], without(router.takers, leaving)))
+            for name, router in standing.items()
+            if (why := _why_asked_for(each, name, router) or why_alone([each.name], without(router.takers, leaving)))
         }
         step = next_step(self._running.sizes, workers, await self._surges(workers), alone)
         return self._with_room(step, workers, alone)
@@ -113,7 +114,7 @@ class Rolling:
     async def _start(self, label: str, *, is_stand_in: bool) -> None:
         pool = self._running.pool(label)
         assert pool is not None, "sizes are of pools that there are"
-        await self._host.start_worker(label, pool.role, is_stand_in=is_stand_in)
+        await self._host.start_worker(pool, is_stand_in=is_stand_in)
 
     def _is_current(self, member: Member) -> bool:
         return member.made_by == self._running.made_by(member.pool)
@@ -129,9 +130,17 @@ class Rolling:
             is_used=member.is_ready and not strangers,
             is_stand_in=member.is_stand_in,
             is_leaving=member.is_leaving,
+            model=member.model,
+            is_unserved=member.model not in self._running.resolved.served,
             trouble=trouble or f"ready, and not yet used by {', '.join(strangers)}",
             failure=_failure(member),
         )
+
+
+def _why_asked_for(worker: Standing, name: str, router: RouterStanding) -> str:
+    """Whose model goes, once its last requests have ended."""
+    is_asked_for = worker.is_unserved and worker.model in router.models
+    return f"requests of {worker.model} run at {name}" if is_asked_for else ""
 
 
 def _failure(member: Member) -> str:

@@ -31,6 +31,8 @@ class Standing:
     is_used: bool = False  # ready, and every router sends it requests, or would
     is_stand_in: bool = False
     is_leaving: bool = False
+    model: str = ""  # of the spec's `served`
+    is_unserved: bool = False  # its model is to be served no more
     trouble: str = ""  # why it is not used
     failure: str = ""  # why it will not become ready; empty: it may
 
@@ -142,8 +144,8 @@ def _renew_pool(pool: str, workers: Sequence[Standing], surge: bool | None, alon
 
 
 def _let_go(worker: Standing, workers: Sequence[Standing], alone: Mapping[str, str]) -> Step:
-    others = [each for each in workers if each is not worker and not each.is_leaving]
-    for phase in kind_of(worker.role).phases if worker.is_used else ():
+    others = [each for each in workers if each is not worker and not each.is_leaving and each.model == worker.model]
+    for phase in kind_of(worker.role).phases if worker.is_used and not worker.is_unserved else ():
         if not any(phase in kind_of(each.role).phases for each in others):
             return Stop(
                 f"{worker.name} is the only worker for {phase}, and there is no room for another one beside it; make "

@@ -45,7 +45,8 @@ class Answer(ABC):
     ) -> None:
         """`requests`: one for each prompt. `shown_special`: special tokens whose text is wanted."""
         self.asked = asked
-        self.names = TokenNames(generation.codec, by_id=bool(asked.return_tokens_as_token_ids))
+        self.served = generation.catalog.probably(asked.model or "")
+        self.names = TokenNames(self.served.codec, by_id=bool(asked.return_tokens_as_token_ids))
         self.stop_token_ids: Sequence[int] = asked.stop_token_ids or ()
         self._generation = generation
         self._call = call
@@ -54,7 +55,7 @@ class Answer(ABC):
         self._head = {
             "id": f"{self.prefix}-{call.request_id}",
             "created": int(time.time()),
-            "model": asked.model or generation.model_name,
+            "model": asked.model or self.served.name,
         }
         self._usages: dict[int, generate_pb2.Usage] = {}  # by prompt
         self._told: dict[int, list[Any]] = {}  # by choice; of a whole answer

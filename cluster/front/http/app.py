@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.front.generation import Generation
 from cluster.front.http import errors
-from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.chat import ChatTemplates
 from cluster.front.http.chats import ChatAnswer, chat_ids
 from cluster.front.http.completions import CompletionAnswer
 from cluster.front.http.explaining import add_explaining
@@ -39,7 +39,6 @@ from cluster.front.http.shapes import ChatBody, CompletionBody, ModelBody, Model
 from cluster.front.http.streams import EventStream
 from cluster.front.http.watching import add_page
 from cluster.front.requests import checked_id
-from cluster.router.driver import Router
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 
@@ -61,17 +60,17 @@ class Probes:
     metrics: Callable[[], Awaitable[bytes]]  # in Prometheus' text format
 
 
-def make_app(generation: Generation, probes: Probes, router: Router) -> FastAPI:
+def make_app(generation: Generation, probes: Probes) -> FastAPI:
     app = FastAPI(title="kvrelay", version=VERSION, docs_url=None, redoc_url=None, responses=FAILURES)
-    template = ChatTemplate(generation.codec.tokenizer) if generation.codec is not None else None
+    templates = ChatTemplates()
     _tell_failures(app)
-    _add_answers(app, generation, template)
-    _add_tokens(app, generation, template)
+    _add_answers(app, generation, templates)
+    _add_tokens(app, generation, templates)
     _add_models(app, generation)
     _add_probes(app, probes)
-    add_explaining(app, router)
+    add_explaining(app, generation.catalog)
     _answer_heads(app)
-    add_page(app, router, generation.stalls)
+    add_page(app, generation.catalog, generation.stalls)
     return app
 
 
@@ -80,7 +79,7 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-def _add_answers(app: FastAPI, generation: Generation, template: ChatTemplate | None) -> None:
+def _add_answers(app: FastAPI, generation: Generation, templates: ChatTemplates) -> None:
     @app.post("/v1/completions", responses=_answers(CompletionBody))
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         answer = CompletionAnswer(generation, _named(asked, request), asked)
@@ -91,38 +90,40 @@ def _add_answers(app: FastAPI, generation: Generation, template: ChatTemplate | 
         call = _named(asked, request)
         asked.check_served()
         more = {"reasoning_effort": asked.reasoning_effort} if asked.reasoning_effort is not None else {}
-        prompt, ids = await chat_ids(generation, template, asked, asked.model or "", **more)
+        prompt, ids = await chat_ids(generation, templates, asked, asked.model or "", **more)
+        template = templates.of(generation.catalog.probably(asked.model or ""))
         assert template is not None, "there is a prompt"
         answer = ChatAnswer(generation, call, asked, template, prompt, ids)
         return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
 
 
-def _add_tokens(app: FastAPI, generation: Generation, template: ChatTemplate | None) -> None:
+def _add_tokens(app: FastAPI, generation: Generation, templates: ChatTemplates) -> None:
     @app.post("/tokenize", responses={200: {"model": TokensBody}})
     async def tokenize(asked: TokenizeRequest | TokenizeChatRequest) -> Response:
         model = asked.model or ""
         if isinstance(asked, TokenizeChatRequest):
-            _, ids = await chat_ids(generation, template, asked, model)
+            _, ids = await chat_ids(generation, templates, asked, model)
         else:
             ids = await generation.encode(asked.prompt, model, special_tokens=asked.add_special_tokens)
-        strings = None
-        if asked.return_token_strs and generation.codec is not None:
-            strings = [generation.codec.token_text(each) for each in ids]
-        longest = generation.checked_model(model).max_model_len
+        served, strings = generation.checked_model(model), None
+        if asked.return_token_strs and served.codec is not None:
+            strings = [served.codec.token_text(each) for each in ids]
+        longest = served.info.max_model_len
         body: TokensBody = {"tokens": ids, "count": len(ids), "max_model_len": longest, "token_strs": strings}
         return JSONResponse(body)
 
     @app.post("/detokenize", responses={200: {"model": PromptBody}})
     async def detokenize(asked: DetokenizeRequest) -> Response:
-        model = generation.open_model(asked.model or "")
+        served = generation.open_model(asked.model or "")
+        model, codec = served.info, served.codec
         vocab_size = model.vocab_size
         if len(asked.tokens) > model.max_model_len:
             raise InvalidRequest(f"tokens has {len(asked.tokens)} ids; the model takes {model.max_model_len}")
-        if generation.codec is None:
+        if codec is None:
             raise InvalidRequest("tokens is a list of ids, and no tokenizer is loaded")
         if asked.tokens and (largest := max(asked.tokens)) >= vocab_size:
             raise InvalidRequest(f"tokens has {largest}; the model's ids go from 0 to {vocab_size - 1}")
-        body: PromptBody = {"prompt": generation.codec.text_of(asked.tokens)}
+        body: PromptBody = {"prompt": codec.text_of(asked.tokens)}
         return JSONResponse(body)
 
 
@@ -131,20 +132,28 @@ def _add_models(app: FastAPI, generation: Generation) -> None:
 
     def described(name: str) -> ModelBody:
         """`name`: of the model or of an adapter, which vLLM tells by its parent."""
-        model, base = generation.checked_model(name), generation.model_name
+        served = generation.checked_model(name)
+        base = served.name
         body: ModelBody = {
             "id": name or base,
             "object": "model",
             "created": began,
             "owned_by": "kvrelay",
             "root": name or base,
-            "max_model_len": model.max_model_len,
+            "max_model_len": served.info.max_model_len,
         }
         return body if name in ("", base) else {**body, "parent": base}
 
     @app.get("/v1/models", responses={200: {"model": ModelsBody}})
     async def models() -> Response:
-        body: ModelsBody = {"object": "list", "data": [described(name) for name in ("", *generation.adapters.served)]}
+        generation.checked_model("")  # where no worker is ready there is nothing to tell
+        names = [
+            name
+            for served in generation.catalog
+            if served.router.model is not None
+            for name in (served.key, *served.adapters.served)
+        ]
+        body: ModelsBody = {"object": "list", "data": [described(name) for name in names]}
         return JSONResponse(body)
 
     @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}})

@@ -8,10 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
 from cluster.front.http.schemas import Message, Prompted
+from cluster.front.models.catalog import Served
 from engine.types import InvalidRequest
 
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
@@ -29,6 +31,21 @@ class Marks:
     @property
     def all(self) -> Sequence[str]:
         return [mark for mark in (*self.reasoning, *self.tools) if mark]
+
+
+class ChatTemplates:
+    """Each model's, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Served, ChatTemplate] = WeakKeyDictionary()
+
+    def of(self, served: Served) -> ChatTemplate | None:
+        """None: it has no tokenizer."""
+        if served.codec is None:
+            return None
+        if served not in self._made:
+            self._made[served] = ChatTemplate(served.codec.tokenizer)
+        return self._made[served]
 
 
 class ChatTemplate:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.front.generation import Generation
 from cluster.front.http.answers import Answer, Made
-from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.chat import ChatTemplate, ChatTemplates
 from cluster.front.http.forms import chat_form
 from cluster.front.http.guard import HttpCall
 from cluster.front.http.parsing import AnswerParser, texts_of
@@ -28,10 +28,10 @@ from kvrelay.v1 import generate_pb2
 
 
 async def chat_ids(
-    generation: Generation, template: ChatTemplate | None, asked: Prompted, model: str, **more: Any
+    generation: Generation, templates: ChatTemplates, asked: Prompted, model: str, **more: Any
 ) -> tuple[str, list[int]]:
     """The prompt of a chat, and its token ids. Raises InvalidRequest, RequestFailed."""
-    generation.open_model(model)
+    template = templates.of(generation.open_model(model))
     if template is None:
         raise InvalidRequest("messages cannot be read: no tokenizer is loaded; use /v1/completions with token ids")
     prompt = template.prompt(asked, more)
@@ -53,7 +53,7 @@ class ChatAnswer(Answer):
         """Raises InvalidRequest."""
         request = asked.to_proto(call.request_id)
         request.token_ids.ids.extend(prompt_ids)
-        marks, codec = template.marks, generation.codec
+        marks, codec = template.marks, generation.catalog.probably(asked.model or "").codec
         if (form := chat_form(asked, marks, codec, prompt)) is not None:
             request.sampling.structured.CopyFrom(form)
         shown = frozenset[int]()

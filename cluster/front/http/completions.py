@@ -10,6 +10,7 @@ from cluster.front.http.guard import HttpCall
 from cluster.front.http.schemas import CompletionRequest, proto_prompts
 from cluster.front.http.shapes import CompletionChoice
 from cluster.front.http.tellers import CompletionTeller
+from cluster.front.models.catalog import Served
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2
 
@@ -22,10 +23,11 @@ class CompletionAnswer(Answer):
         """Raises InvalidRequest."""
         asked.check_served()
         requests = list(proto_prompts(asked, call.request_id))
-        special = _special(generation) if not asked.skip_special_tokens else frozenset[int]()
+        served = generation.catalog.probably(asked.model or "")
+        special = _special(served) if not asked.skip_special_tokens else frozenset[int]()
         super().__init__(generation, call, asked, requests, shown_special=special)
         self._echoes_alone = asked.echoes_alone
-        echoes = [_text(generation, prompt) if asked.echo else "" for prompt in asked.prompts()]
+        echoes = [_text(served, prompt) if asked.echo else "" for prompt in asked.prompts()]
         self._tellers = [
             CompletionTeller(
                 names=self.names,
@@ -73,15 +75,15 @@ def _whole(parts: Sequence[CompletionChoice]) -> CompletionChoice:
     return whole
 
 
-def _text(generation: Generation, prompt: str | list[int]) -> str:
+def _text(served: Served, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    if generation.codec is None:
+    if served.codec is None:
         raise InvalidRequest("echo is true, and no tokenizer is loaded; leave it out")
-    if len(prompt) > (longest := generation.checked_model("").max_model_len):
+    if len(prompt) > (longest := served.ready().info.max_model_len):
         raise InvalidRequest(f"the prompt is {len(prompt)} tokens; the model takes {longest} with the output")
-    return generation.codec.text_of(prompt)
+    return served.codec.text_of(prompt)
 
 
-def _special(generation: Generation) -> frozenset[int]:
-    return generation.codec.special_ids if generation.codec is not None else frozenset()
+def _special(served: Served) -> frozenset[int]:
+    return served.codec.special_ids if served.codec is not None else frozenset()

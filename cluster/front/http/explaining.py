@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from cluster.front.models.catalog import Catalog
 from cluster.front.operating.explain import explain, list_slow
-from cluster.router.driver import Router
 
 Last = Annotated[int, Query(ge=0, le=100_000, description="So many at most; 0: all that are kept.")]
 
@@ -53,16 +53,16 @@ class SlowBody(TypedDict):
     requests: list[ExplainedBody]
 
 
-def add_explaining(app: FastAPI, router: Router) -> None:
+def add_explaining(app: FastAPI, catalog: Catalog) -> None:
     @app.get("/v1/requests", responses={200: {"model": SlowBody}})
     async def slow(last: Last = 50) -> Response:
         """The last slow requests, and those that failed, the newest first."""
-        return JSONResponse(_plain(list_slow(router, last)))
+        return JSONResponse(_plain(list_slow(catalog, last)))
 
     @app.get("/v1/requests/{request_id:path}", responses={200: {"model": ChoicesBody}})
     async def one(request_id: str) -> Response:
         """Where the time of a request went, by its client's id."""
-        return JSONResponse(_plain(explain(router, request_id)))
+        return JSONResponse(_plain(explain(catalog, request_id)))
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from starlette.responses import FileResponse, Response
 
 from cluster.front.bounds.stalls import Stalls
 from cluster.front.http.streams import EventStream, event
+from cluster.front.models.catalog import Catalog
 from cluster.router.driver import Router
-from cluster.router.monitoring.status import a_few_at_a_time, status_of, told_of
+from cluster.router.monitoring.status import a_few_at_a_time, told_of
 from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
@@ -31,7 +32,7 @@ SECURITY = {
 }
 
 
-def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
+def add_page(app: FastAPI, catalog: Catalog, stalls: Stalls) -> None:
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -43,18 +44,19 @@ def add_page(app: FastAPI, router: Router, stalls: Stalls) -> None:
 
     @app.get("/watch", responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}})
     async def watch() -> Response:
-        return EventStream(_told(router, tells_ended=CALLER.get() in OPERATORS), stalls)
+        return EventStream(_told(catalog, tells_ended=CALLER.get() in OPERATORS), stalls)
 
 
-async def _told(router: Router, *, tells_ended: bool) -> AsyncGenerator[bytes, None]:
+async def _told(catalog: Catalog, *, tells_ended: bool) -> AsyncGenerator[bytes, None]:
     """`tells_ended`: how others' requests fared, and what was decided for it, is for operators, as GetLoad is."""
+    router = catalog.first.router  # what it has in common with those of other models
     load = router.metrics.load
     told, version = max(0, load.count - MOST_ENDED), 0
     while True:
         before, told = told, load.count
         rows = load.since(before) if tells_ended else ()
         ended = [{**told_of(each), "age_s": router.now - each.ended_s} async for each in a_few_at_a_time(rows)]
-        message = _snapshot(router) | {"ended": ended}
+        message = _snapshot(catalog) | {"ended": ended}
         if tells_ended and version != router.metrics.chronicle.version:
             version, message["deeds"] = router.metrics.chronicle.version, _deeds(router)
         yield event(message)
@@ -65,11 +67,11 @@ def _deeds(router: Router) -> list[dict[str, Any]]:
     return [asdict(deed) | {"age_s": router.now - deed.at_s} for deed in router.metrics.chronicle]
 
 
-def _snapshot(router: Router) -> dict[str, Any]:
-    options = router.policy.options
-    status = status_of(router)
+def _snapshot(catalog: Catalog) -> dict[str, Any]:
+    options = catalog.first.router.policy.options
+    status = catalog.status
     return {
         "status": MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),
-        "ready": router.is_ready,
+        "ready": catalog.is_ready,
         "targets": {"ttft": options.slo_ttft_ms / 1e3, "tpot": options.slo_tpot_ms / 1e3},
     }

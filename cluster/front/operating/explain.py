@@ -6,11 +6,12 @@ What is known is the router's (cluster/router/explaining/); here it is found and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import merge
 from itertools import islice
 
 import grpc
 
-from cluster.router.driver import Router
+from cluster.front.models.catalog import Catalog
 from cluster.router.explaining.kept import Record
 from cluster.router.explaining.spans import Span
 from cluster.router.live.requests import RequestFailed
@@ -19,21 +20,27 @@ from worker.wire.door import CALLER
 from worker.wire.tokens import OPERATORS
 
 
-def explain(router: Router, request_id: str) -> cluster_pb2.ExplainResponse:
-    """Raises RequestFailed where the caller may know of none."""
-    records = [record for record in router.records(request_id) if _may_see(record)]
+def explain(catalog: Catalog, request_id: str) -> cluster_pb2.ExplainResponse:
+    """Of the newest call of this id, whatever model it asked for. Raises RequestFailed where the caller may know of
+    none."""
+    now = catalog.first.router.now
+    found = [served.router.records(request_id) for served in catalog.all]
+    newest = max(filter(None, found), key=lambda records: records[0].timeline.arrived_s, default=[])
+    records = [record for record in newest if _may_see(record)]
     if not records:
-        kept = router.kept
+        kept = [served.router.kept for served in catalog.all]
         why = f"request_id is {request_id[:200]!r}, of which nothing is known here"
-        most = f"a router keeps the last {kept.most} requests and as many slow ones (explained_requests)"
-        raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"{why}; {most}, and has {len(kept)} now")
-    return cluster_pb2.ExplainResponse(choices=[_explained(router, record, is_whole=True) for record in records])
+        most = f"a router keeps the last {kept[0].most} requests and as many slow ones (explained_requests)"
+        raise RequestFailed(grpc.StatusCode.NOT_FOUND, f"{why}; {most}, and has {sum(map(len, kept))} now")
+    return cluster_pb2.ExplainResponse(choices=[_explained(now, record, is_whole=True) for record in records])
 
 
-def list_slow(router: Router, last: int) -> cluster_pb2.ListSlowResponse:
+def list_slow(catalog: Catalog, last: int) -> cluster_pb2.ListSlowResponse:
     """`last` 0: all."""
-    records = islice((record for record in router.kept.slow() if _may_see(record)), last or None)
-    return cluster_pb2.ListSlowResponse(requests=[_explained(router, record) for record in records])
+    now = catalog.first.router.now
+    slow = merge(*(served.router.kept.slow() for served in catalog.all), key=lambda record: -record.end_s)
+    records = islice((record for record in slow if _may_see(record)), last or None)
+    return cluster_pb2.ListSlowResponse(requests=[_explained(now, record) for record in records])
 
 
 def _may_see(record: Record) -> bool:
@@ -41,14 +48,14 @@ def _may_see(record: Record) -> bool:
     return caller in OPERATORS or record.owner == caller
 
 
-def _explained(router: Router, record: Record, *, is_whole: bool = False) -> cluster_pb2.ExplainedRequest:
+def _explained(now: float, record: Record, *, is_whole: bool = False) -> cluster_pb2.ExplainedRequest:
     names_others = CALLER.get() in OPERATORS
     return cluster_pb2.ExplainedRequest(
         request_id=record.request_id,
         choice=record.choice,
         state=record.state,
         reason=record.reason,
-        age_s=router.now - record.timeline.arrived_s,
+        age_s=now - record.timeline.arrived_s,
         ttft_s=record.ttft_s,
         tpot_s=record.tpot_s,
         e2e_s=record.e2e_s,

@@ -8,16 +8,15 @@ from typing import Any, Protocol
 
 import grpc
 
-from cluster.front.adapters import AdapterBook
 from cluster.front.grpc import refuse_with, unary
+from cluster.front.models.catalog import Catalog
 from cluster.front.operating import spec_calls
 from cluster.front.operating.explain import explain, list_slow
 from cluster.front.operating.spec_calls import SpecKeeper
 from cluster.front.operating.usage_call import Usage, get_usage
-from cluster.router.driver import Router
 from cluster.router.links.worker_link import LinkState
 from cluster.router.live.requests import RequestFailed
-from cluster.router.monitoring.status import load_of, status_of
+from cluster.router.monitoring.status import load_of
 from cluster.router.takers import Takers
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2
@@ -51,15 +50,13 @@ class Pools(SpecKeeper, Protocol):
 class ClusterService:
     def __init__(
         self,
-        router: Router,
+        catalog: Catalog,
         pools: Pools | None = None,
         usage: Callable[[], Usage] = lambda: Usage(None, None),
-        adapters: AdapterBook | None = None,
     ) -> None:
-        self._router = router
+        self._catalog = catalog
         self._pools = pools
         self._usage = usage
-        self._adapters = adapters or AdapterBook()
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
@@ -80,16 +77,16 @@ class ClusterService:
         }
 
     async def get_status(self, _: Any, context: Any) -> cluster_pb2.GetStatusResponse:
-        return status_of(self._router)
+        return self._catalog.status
 
     async def get_load(self, asked: cluster_pb2.GetLoadRequest) -> cluster_pb2.GetLoadResponse:
-        return await load_of(self._router, asked.window_s)
+        return await load_of(self._catalog.first.router, asked.window_s)
 
     async def explain(self, asked: cluster_pb2.ExplainRequest) -> cluster_pb2.ExplainResponse:
-        return explain(self._router, asked.request_id)
+        return explain(self._catalog, asked.request_id)
 
     async def list_slow(self, asked: cluster_pb2.ListSlowRequest) -> cluster_pb2.ListSlowResponse:
-        return list_slow(self._router, asked.last)
+        return list_slow(self._catalog, asked.last)
 
     async def get_usage(self, asked: cluster_pb2.GetUsageRequest) -> cluster_pb2.GetUsageResponse:
         return await get_usage(self._usage(), asked)
@@ -97,8 +94,8 @@ class ClusterService:
     async def note_decision(self, asked: cluster_pb2.NoteDecisionRequest) -> cluster_pb2.NoteDecisionResponse:
         if not asked.what:
             raise InvalidRequest("what is empty; say what was decided")
-        chronicle = self._router.metrics.chronicle
-        chronicle.note(asked.by or "operator", asked.what, asked.reason, self._router.now, acted=asked.acted)
+        router = self._catalog.first.router
+        router.metrics.chronicle.note(asked.by or "operator", asked.what, asked.reason, router.now, acted=asked.acted)
         return cluster_pb2.NoteDecisionResponse()
 
     async def drain(self, asked: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
@@ -109,12 +106,12 @@ class ClusterService:
         elif asked.undo and self._pools is not None:
             await self._take_back(asked.worker, self._pools)
         else:
-            self._router.drain(asked.worker, undo=asked.undo, force=asked.force)
+            self._catalog.router_of(asked.worker).drain(asked.worker, undo=asked.undo, force=asked.force)
         return cluster_pb2.DrainResponse()
 
     async def set_role(self, asked: cluster_pb2.SetRoleRequest) -> cluster_pb2.SetRoleResponse:
         chunk_tokens = asked.chunk_tokens if asked.HasField("chunk_tokens") else None
-        self._router.set_role(asked.worker, asked.role, chunk_tokens, force=asked.force)
+        self._catalog.router_of(asked.worker).set_role(asked.worker, asked.role, chunk_tokens, force=asked.force)
         return cluster_pb2.SetRoleResponse()
 
     async def scale(self, asked: cluster_pb2.ScaleRequest) -> cluster_pb2.ScaleResponse:
@@ -139,7 +136,7 @@ class ClusterService:
         return await spec_calls.apply_spec(self._kept(), asked)
 
     async def list_adapters(self, _: cluster_pb2.ListAdaptersRequest) -> cluster_pb2.ListAdaptersResponse:
-        return spec_calls.list_adapters(self._adapters)
+        return spec_calls.list_adapters(self._catalog.first.adapters)
 
     async def set_adapters(self, asked: cluster_pb2.SetAdaptersRequest) -> cluster_pb2.SetAdaptersResponse:
         return await spec_calls.set_adapters(self._kept(), asked)
@@ -149,7 +146,7 @@ class ClusterService:
 
     def _unheard(self, workers: list[str]) -> list[tuple[str, str, str]]:
         """Those of them that run, and that this router does not use yet."""
-        links = {link.name: link for link, *_ in self._router.workers()}
+        links = {link.name: link for router in self._catalog.routers for link, *_ in router.workers()}
         absent = [(name, LinkState.CONNECTING.value, "") for name in workers if name not in links]
         known = [links[name] for name in workers if name in links]
         return absent + [
@@ -165,14 +162,14 @@ class ClusterService:
             raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
 
     def _takers(self, *, force: bool) -> Takers | None:
-        return None if force else self._router.takers
+        return None if force else self._catalog.takers
 
     async def _take_back(self, worker: str, pools: Pools) -> None:
         """First of all from whoever would end it. Where that does not answer, it is not being ended just now."""
         with contextlib.suppress(RequestFailed):
             if not await pools.take_back(worker):
                 raise InvalidRequest(f"{worker} is in no pool, or on its way out for good")
-        self._router.drain(worker, undo=True)
+        self._catalog.router_of(worker).drain(worker, undo=True)
 
     def _kept(self) -> Pools:
         if self._pools is None:

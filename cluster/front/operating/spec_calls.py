@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from cluster.front.adapters import AdapterBook, KnownAdapter
+from cluster.front.models.adapters import AdapterBook, KnownAdapter
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 from kvrelay.v1 import cluster_pb2 as pb

@@ -48,6 +48,7 @@ class WorkerEndpoint:
     address: str  # host:port
     trouble: str = field(default="", compare=False)  # what whoever deploys has against it
     is_leaving: bool = field(default=False, compare=False)  # it is drained soon, and then ended
+    model: str = ""  # that it serves, as the spec names it; empty: the cluster's own
 
 
 class LinkState(StrEnum):

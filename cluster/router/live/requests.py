@@ -12,7 +12,7 @@ of a busy router are further apart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -227,6 +227,7 @@ class Submission:
         self._updates_at_once = max(1, MAX_AT_ONCE // (1 + choices[0].sampling.logprobs))
         self._turns = turns
         self._bundles = bundles or Bundles()
+        self.on_unread: Callable[[Submission, str], None] = _nobody  # it ends, for its tokens are not read
         self._has_begun = False  # its first tokens were taken
         self._is_keeping = False  # tokens that come do not wake the reader
         self._updates: list[ChoiceUpdate] = []
@@ -325,3 +326,7 @@ class Submission:
         if self._waiter is not None:
             self._turns.wake(self.choices[0].owner, self._waiter)
             self._waiter = None
+
+
+def _nobody(submission: Submission, why: str) -> None:
+    pass

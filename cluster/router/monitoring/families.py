@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.router.monitoring.histograms import Histogram
 from kvrelay.v1 import cluster_pb2
 
 if TYPE_CHECKING:
@@ -57,15 +58,17 @@ WORKER_GAUGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
+    model: str
     status: cluster_pb2.GetStatusResponse
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
     codes: Mapping[str, int] = field(default_factory=dict)
     front: Mapping[str, tuple[float, str]] = field(default_factory=dict)  # gauges: value and meaning
 
 
-def families(scrape: Scrape, model: str, counters: Mapping[str, str]) -> Iterator[Metric]:
-    yield from _of_router(scrape, model, counters)
-    yield from _of_workers(scrape.status.workers, model)
-    yield from _of_pairs(scrape.status.workers, model)
+def families(scrape: Scrape, counters: Mapping[str, str]) -> Iterator[Metric]:
+    yield from _of_router(scrape, scrape.model, counters)
+    yield from _of_workers(scrape.status.workers, scrape.model)
+    yield from _of_pairs(scrape.status.workers, scrape.model)
 
 
 def _of_router(scrape: Scrape, model: str, counters: Mapping[str, str]) -> Iterator[Metric]:

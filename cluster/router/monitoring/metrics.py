@@ -8,21 +8,12 @@ observed when something happens; all else is what the router's event loop says o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from cluster.router.live.requests import LiveRequest
 from cluster.router.monitoring.chronicle import Chronicle
-from cluster.router.monitoring.families import PREFIX, Scrape, families
 from cluster.router.monitoring.histograms import Histogram
 from cluster.router.monitoring.load import Load
 from cluster.router.monitoring.receipts import Receipts
-from cluster.router.monitoring.scraping import ScrapeServer
-from worker.wire.tls import TlsFiles
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
 
 LATENCY_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -62,52 +53,14 @@ COUNTERS = {
 
 
 class RouterMetrics:
-    def __init__(self) -> None:
+    def __init__(self, load: Load | None = None, chronicle: Chronicle | None = None) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.load = Load()
+        self.load = load if load is not None else Load()
         self.receipts = Receipts()
-        self.chronicle = Chronicle()
+        self.chronicle = chronicle if chronicle is not None else Chronicle()
         self.codes: Counter[str] = Counter()  # how calls of Generate's ended, by gRPC's code
-        self._histograms = {name: Histogram(*made) for name, made in HISTOGRAMS.items()}
-        self._gaps = self._histograms["inter_token_latency_seconds"]
-        self._server: ScrapeServer | None = None
-
-    def expose(
-        self,
-        host: str,
-        port: int,
-        *,
-        model: Callable[[], str],
-        scrape: Callable[[], Scrape],
-        may_enter: Callable[[bytes], bool] = lambda authorization: True,
-        tls: TlsFiles | None = None,
-    ) -> int:
-        """Serve /metrics on host:port (0: any free one); returns the port. Raises OSError when it is taken.
-
-        `scrape` is called in the metrics server's thread, at each scrape.
-        """
-        from prometheus_client import make_wsgi_app
-
-        app = make_wsgi_app(self._registry(model, scrape))
-        self._server = ScrapeServer(host, port, app, may_enter=may_enter, tls=tls)
-        return self._server.server_port
-
-    def text(self, model: str, scrape: Scrape) -> bytes:
-        """What /metrics says, in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self._registry(lambda: model, lambda: scrape))
-
-    def _registry(self, model: Callable[[], str], scrape: Callable[[], Scrape]) -> CollectorRegistry:
-        from prometheus_client import CollectorRegistry
-
-        registry = CollectorRegistry()
-        registry.register(_Exposed(self._histograms, model, scrape))
-        return registry
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self.histograms = {name: Histogram(*made) for name, made in HISTOGRAMS.items()}
+        self._gaps = self.histograms["inter_token_latency_seconds"]
 
     def on_tokens(self, count: int, gap_s: float | None) -> None:
         """`count` tokens of a request were delivered at once, `gap_s` after those before; None: its first ones."""
@@ -119,7 +72,7 @@ class RouterMetrics:
 
     def on_first_token(self, ttft_s: float) -> None:
         """It is on its way to the client, whatever becomes of the request later."""
-        self._histograms["time_to_first_token_seconds"].observe(ttft_s)
+        self.histograms["time_to_first_token_seconds"].observe(ttft_s)
 
     def on_finished(self, live: LiveRequest, targets_s: tuple[float, float] = (0.0, 0.0)) -> None:
         """`targets_s`: TTFT and TPOT of a request that has none of its own; 0: none."""
@@ -132,28 +85,11 @@ class RouterMetrics:
             self.counts["slo_ttft_missed"] += 0 < ttft_target_s < timeline.ttft_s
             self.counts["slo_tpot_missed"] += 0 < tpot_target_s < tpot_s
         before, after = timeline.halves()
-        self._histograms["e2e_request_latency_seconds"].observe(timeline.e2e_s)
-        self._histograms["request_queue_time_seconds"].observe(sum(before[:QUEUES]) + sum(after[:QUEUES]))
+        self.histograms["e2e_request_latency_seconds"].observe(timeline.e2e_s)
+        self.histograms["request_queue_time_seconds"].observe(sum(before[:QUEUES]) + sum(after[:QUEUES]))
         if num_tokens > 1:
-            self._histograms["request_time_per_output_token_seconds"].observe(tpot_s)
+            self.histograms["request_time_per_output_token_seconds"].observe(tpot_s)
 
     def on_ended(self, code: str) -> None:
         """A call of Generate's is over, as its client was told or would have been."""
         self.codes[code] += 1
-
-
-class _Exposed:
-    """What is read of a router, in a registry of its own: two routers in one process do not meet."""
-
-    def __init__(self, histograms: Mapping[str, Histogram], model: Callable[[], str], scrape: Callable[[], Scrape]):
-        self._histograms, self._model, self._scrape = histograms, model, scrape
-
-    def collect(self) -> Iterator[Metric]:
-        """Called at a scrape, in the metrics server's thread."""
-        model = self._model()
-        yield from families(self._scrape(), model, COUNTERS)
-        for name, histogram in self._histograms.items():
-            yield histogram.family(PREFIX + name, model)
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())

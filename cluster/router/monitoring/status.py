@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -28,19 +28,22 @@ TOLD = (  # of an Ended
 PHASED = ("before_first_s", "after_first_s", "prefill_worker", "decode_worker")  # to planners, besides
 
 
-def status_of(router: Router) -> cluster_pb2.GetStatusResponse:
+def status_of(router: Router, *others: Router, models: Sequence[str] = ()) -> cluster_pb2.GetStatusResponse:
+    """Of the routers of one process, each of which serves a model. `models`: those that may be asked for."""
+    routers, options = (router, *others), router.policy.options
     return cluster_pb2.GetStatusResponse(
         router_id=router.router_id,
         model=router.model.name if router.model is not None else "",
         uptime_s=router.uptime_s,
-        num_queued=router.policy.num_queued,
-        num_in_flight=router.num_in_flight,
-        workers=[_worker_status(router, *each) for each in router.workers()],
-        counters=router.metrics.counts,
-        limits={f.name: str(getattr(router.policy.options, f.name)) for f in fields(router.policy.options)},
+        num_queued=sum(each.policy.num_queued for each in routers),
+        num_in_flight=sum(each.num_in_flight for each in routers),
+        workers=[_worker_status(each, *standing) for each in routers for standing in each.workers()],
+        counters={name: sum(each.metrics.counts[name] for each in routers) for name in router.metrics.counts},
+        limits={f.name: str(getattr(options, f.name)) for f in fields(options)},
         loop_lag_s=router.loop_clock.lag_s,
         num_tasks=router.loop_clock.num_tasks,
         cluster_id=router.cluster_id,
+        models=models,
     )
 
 
@@ -54,6 +57,7 @@ def _worker_status(
         state=link.state.value,
         losses=link.losses,
         reason=link.reason,
+        model=link.worker.model,
     )
     _note_health(status, router, link)
     for peer, counts in router.metrics.receipts.of(link.name):

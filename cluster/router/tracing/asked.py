@@ -20,15 +20,13 @@ BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 GROUP = "opentelemetry_traces_exporter"  # in which packages name their exporters
 
 
-def make_tracing(
-    endpoint: str, *, instance: str, clock: Callable[[], float], model: Callable[[], str]
-) -> Tracing | None:
+def make_tracing(endpoint: str, *, instance: str, clock: Callable[[], float]) -> Tracing | None:
     """None: nobody asks. `endpoint`: in place of the variables' one; empty: theirs. Raises TracingError."""
     if not (exporters := asked_exporters(endpoint)):
         return None
     from cluster.router.tracing.tracing import Tracing, make_provider
 
-    return Tracing(make_provider(exporters, endpoint, instance), clock=clock, model=model)
+    return Tracing(make_provider(exporters, endpoint, instance), clock=clock)
 
 
 def asked_exporters(endpoint: str, environ: Mapping[str, str] = os.environ) -> list[EntryPoint]:

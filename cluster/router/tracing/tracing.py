@@ -48,20 +48,20 @@ def _resource(instance: str) -> Resource:
 
 
 class Tracing:
-    def __init__(self, provider: TracerProvider, *, clock: Callable[[], float], model: Callable[[], str]) -> None:
-        """`clock`: by which records are; `model`: what is served, as requests name it."""
+    def __init__(self, provider: TracerProvider, *, clock: Callable[[], float]) -> None:
+        """`clock`: by which records are."""
         self._provider = provider
         self._tracer = provider.get_tracer("kvrelay", version("kvrelay"))
         self._clock = clock
-        self._model = model
-        self._ended: SimpleQueue[Record | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Record, str] | None] = SimpleQueue()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
         self._thread.start()
 
-    def on_end(self, record: Record) -> None:
+    def on_end(self, record: Record, model: str) -> None:
+        """`model`: as requests name it."""
         if self._ended.qsize() < MOST:
-            self._ended.put(record)
+            self._ended.put((record, model))
 
     def close(self) -> None:
         """Send what is left, as far as that can be done soon. A second call does nothing."""
@@ -73,19 +73,20 @@ class Tracing:
 
     def _run(self) -> None:
         calls: dict[tuple[str, float], list[Record]] = {}  # of several choices, until all have ended
-        while (record := self._ended.get()) is not None:
+        while (ended := self._ended.get()) is not None:
+            record, model = ended
             self._is_closing.wait(max(0.0, record.end_s + LATE_S - self._clock()))
             key = record.request_id, record.timeline.arrived_s
             choices = [*calls.pop(key, ()), record]
             if len(choices) == record.num_choices:
-                self._send(choices)
+                self._send(choices, model)
             elif len(calls) < MOST:
                 calls[key] = choices
         self._provider.shutdown()
 
-    def _send(self, choices: list[Record]) -> None:
+    def _send(self, choices: list[Record], model: str) -> None:
         unix_s = time.time() - self._clock()  # of the clock's zero, as it is now: wall clocks are set
         try:
-            send(self._tracer, choices, unix_s, self._model())
+            send(self._tracer, choices, unix_s, model)
         except Exception:  # one that is odd costs no other its trace
             log.exception("the trace of a request cannot be made")

@@ -216,6 +216,7 @@ def summary(deployment: Deployment, snapshot: dict[str, Any], ready_s: float) ->
         "name": spec.name,
         "model": spec.model,
         "served_model_name": spec.model_name,
+        "models": [spec.model_name, *(model.name for model in spec.models)],
         "endpoints": _endpoints(snapshot),
         "http": [f"{scheme}://{member['http']}" for member in snapshot["members"] if member["http"]],
         "ready_s": round(ready_s, 3),

@@ -90,17 +90,22 @@ def _name(worker: dict[str, Any]) -> str:
     return str(worker["name"]) if degree == "1" else f"{worker['name']} (TP {degree})"
 
 
+def _models(answer: dict[str, Any]) -> str:
+    return ", ".join(answer["models"]) if answer["models"][1:] else answer["model"] or "no model yet"
+
+
 def _show(answer: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     heading = (
-        f"{answer['router_id']} at {answer['endpoint']}: {answer['model'] or 'no model yet'}, up "
+        f"{answer['router_id']} at {answer['endpoint']}: {_models(answer)}, up "
         f"{answer['uptime_s']:.0f} s, {answer['num_queued']} queued, {answer['num_in_flight']} in flight"
     )
     table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("worker", "role", "state", "address"):
+    several = answer["models"][1:]
+    for column in ("worker", *(["model"] if several else []), "role", "state", "address"):
         table.add_column(column, no_wrap=True)
     for column in ("wait", "run", "free", "cached", "leased", "fenced", "out", "all", "lost"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -108,7 +113,8 @@ def _show(answer: dict[str, Any]) -> None:
         numbers = [worker["num_waiting"], worker["num_running"], worker["available_pages"] - worker["cached_pages"]]
         numbers += [worker[f"{kind}_pages"] for kind in ("cached", "leased", "fenced", "quarantined", "total")]
         numbers += [worker["losses"]]
-        table.add_row(_name(worker), worker["role"], worker["state"], worker["address"], *map(str, numbers))
+        model = [worker["model"] or answer["models"][0]] if several else []
+        table.add_row(_name(worker), *model, worker["role"], worker["state"], worker["address"], *map(str, numbers))
     console = Console()
     console = console if console.is_terminal else Console(width=PIPED_WIDTH)
     console.print(table)

@@ -212,7 +212,8 @@ def print_ready(summary: dict[str, Any]) -> None:
         from kvrelay.doctor.finding import from_plain
 
         show(from_plain(checks), to_stderr=True)
-    note(f'{summary["served_model_name"]} is served in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
+    served = f"{' and '.join(summary['models'])} {'are' if summary['models'][1:] else 'is'} served"
+    note(f'{served} in {summary["ready_s"]:.1f} s; try: kvrelay generate "Hello"')
     for address in summary["http"]:
         note(f"OpenAI's API: {address}/v1; a page to watch: {address}/")
     note(f"logs: {summary['logs']}")

@@ -45,12 +45,13 @@ class Wanted:
         by a worker in some seconds; on other hosts only they can tell."""
         from kvrelay.model_found import why_not_found
 
-        if must_be_here and (why := why_not_found(self.spec.model)):
-            raise CliError(why, USAGE)
-        path, spec = Path(self.spec.model).expanduser(), self.spec.with_adapters_in(Path.cwd())
-        if path.is_dir():
-            spec = spec.model_copy(update={"model": str(path.absolute())})
-        return replace(self, spec=spec)
+        def found(model: str) -> str:
+            if must_be_here and (why := why_not_found(model)):
+                raise CliError(why, USAGE)
+            path = Path(model).expanduser()
+            return str(path.absolute()) if path.is_dir() else model
+
+        return replace(self, spec=self.spec.with_paths(found).with_adapters_in(Path.cwd()))
 
     def with_tokens_file(self) -> Self:
         """The one that the environment names, where the spec names none."""

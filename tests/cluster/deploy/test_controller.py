@@ -107,7 +107,7 @@ async def running(launch: Callable[[WorkerPlan], None] = print) -> AsyncIterator
 
 def test_members_are_watched_though_ray_could_not_name_them_at_first(members: dict[str, Member]) -> None:
     asyncio.run(run_until(lambda: members["router-0"].told))
-    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "", False)]
+    assert members["router-0"].told[-1] == [("decode-0", "decode", "h:1", "a", "", False, "")]
 
 
 async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ async def test_of_the_last_two_of_a_phase_one_stays(members: dict[str, Member]) 
         answers = await asyncio.gather(controller.remove("decode-0", takers), controller.remove("decode-1", takers))
         assert list[str | None](answers) == ["", only]
         assert await controller.scale("decode", 0, takers) == only
-        await until(lambda: [entry[0] for entry in members["router-0"].told[-1] if entry[-1]] == ["decode-0"])
+        await until(lambda: [entry[0] for entry in members["router-0"].told[-1] if entry.is_leaving] == ["decode-0"])
         assert await controller.take_back("decode-0")
         assert await controller.remove("decode-1", takers) == ""
         assert await controller.remove("decode-0", None) == "", "it is forced"

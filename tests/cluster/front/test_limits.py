@@ -63,7 +63,7 @@ async def refused(call: Any) -> tuple[str, dict[str, str]]:
 
 def service_of(h: Harness, options: FrontOptions) -> GenerateService:
     calls = limits.CallLimit(options.max_calls, options.max_stall_s, h.router.turns)
-    return GenerateService(Generation(h.router, codec=None, model_name="fake", options=options, calls=calls))
+    return GenerateService(Generation(h.server.catalog, options=options, calls=calls))
 
 
 async def deaf(h: Harness, max_stall_s: float, **sampling: Any) -> DeafContext:

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.front.adapters import AdapterBook
 from cluster.front.operating.operate import ClusterService
 from cluster.router.live.requests import RequestFailed
 from cluster.router.takers import Takers, why_alone, without
@@ -69,7 +68,7 @@ class Kept:
 async def test_the_last_of_a_phase_is_removed_by_force_alone() -> None:
     async with serving(1, 2) as h:
         kept = Kept()
-        service = ClusterService(h.router, kept)
+        service = ClusterService(h.server.catalog, kept)
         await service.drain(cluster_pb2.DrainRequest(worker="decode-0", remove=True))
         last = cluster_pb2.DrainRequest(worker="decode-1", remove=True)
         none = cluster_pb2.ScaleRequest(pool="decode", replicas=0)
@@ -91,7 +90,7 @@ async def test_the_last_of_a_phase_is_removed_by_force_alone() -> None:
 async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> None:
     async with serving(1, 2) as h:
         kept = Kept()
-        service = ClusterService(h.router, kept)
+        service = ClusterService(h.server.catalog, kept)
         known = await service.get_spec(cluster_pb2.GetSpecRequest())
         assert (known.values[0].key, known.values[0].value) == ("pools[1].replicas", "2")
         assert (known.rollout.current, known.rollout.reason) == (1, "decode-0 is at weights")
@@ -112,10 +111,10 @@ async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> Non
 
 
 async def test_adapters_go_to_who_keeps_them_and_are_listed_as_the_router_knows_them(tmp_path: Path) -> None:
-    book = AdapterBook()
-    book.known = book.read({"a": str(tmp_path)})
     async with serving(1, 1) as h:
-        service = ClusterService(h.router, kept := Kept(), adapters=book)
+        book = h.server.catalog.first.adapters
+        book.known = book.read({"a": str(tmp_path)})
+        service = ClusterService(h.server.catalog, kept := Kept())
         [listed] = (await service.list_adapters(cluster_pb2.ListAdaptersRequest())).adapters
         assert (listed.name, listed.path, listed.rank) == ("a", str(tmp_path), 0)
         assert listed.why_not.startswith(f"{tmp_path} has no adapter_config.json")
@@ -138,4 +137,4 @@ async def test_adapters_go_to_who_keeps_them_and_are_listed_as_the_router_knows_
 async def test_what_is_no_spec_is_refused_in_a_sentence(asked: cluster_pb2.ApplySpecRequest, sentence: str) -> None:
     async with serving(1, 1) as h:
         with pytest.raises(InvalidRequest, match=sentence):
-            await ClusterService(h.router, Kept()).apply_spec(asked)
+            await ClusterService(h.server.catalog, Kept()).apply_spec(asked)

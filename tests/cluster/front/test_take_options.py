@@ -47,9 +47,7 @@ def server_of(**changed: Any) -> RouterServer:
     own = {kind: {k: v for k, v in changed.items() if k in knobs_of(kind)} for kind in (RouterOptions, FrontOptions)}
     options = ServerOptions(router=RouterOptions(**own[RouterOptions]), front=FrontOptions(**own[FrontOptions]))
     server = RouterServer(options, codec=cast(Any, Codec(options.front.max_tokenizing_bytes)))
-    server._generation = Generation(
-        server.router, codec=None, model_name="", options=options.front, calls=server._calls
-    )
+    server._generation = Generation(server.catalog, options=options.front, calls=server._calls)
     return server
 
 

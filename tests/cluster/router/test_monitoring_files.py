@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.front.server import server_options
 from cluster.router.links.worker_link import LinkState
+from cluster.router.monitoring.exposing import text_of
 from cluster.router.monitoring.families import WORKER_FAILURES
 from tests.cluster.harness import request, serving
 from tests.cluster.router.test_trouble import fail_to_reach
@@ -75,7 +76,7 @@ async def scraped() -> Told:
         await h.generate.GenerateOnce(request((5, 6, 8), max_tokens=4))
         await h.decode(2).kill()
         await h.until(lambda: h.count("workers_lost") == 1)
-        page = await asyncio.to_thread(h.server.router.metrics.text, "fake", await h.server.scrape())
+        page = await asyncio.to_thread(text_of, await h.server.scrape())
     told: Told = {"up": {label: set() for label in PROMETHEUS}}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:

@@ -86,7 +86,7 @@ def test_what_happens_again_is_counted_and_the_oldest_is_dropped() -> None:
 
 async def test_a_planner_tells_its_decision_and_others_may_not() -> None:
     async with serving() as h:
-        handler: Any = ClusterService(h.router).handlers()["NoteDecision"]
+        handler: Any = ClusterService(h.server.catalog).handlers()["NoteDecision"]
         asked = cluster_pb2.NoteDecisionRequest(by="planner", what="decode-1 should become", reason="61% met theirs")
         await handler.unary_unary(asked, None)
         deed = next(iter(h.router.metrics.chronicle))

@@ -53,7 +53,7 @@ def test_adapters_come_and_go_and_nothing_else_changes() -> None:
     for add, remove, why in (
         ({}, ["a"], "there is no adapter 'a'; there are b"),
         ({"b": "/c"}, [], "adapter 'b' is /b already; remove it first, or take another name"),
-        ({"m": "/c"}, [], "router.adapters has 'm', which is the model's own name; take another"),
+        ({"m": "/c"}, [], "router.adapters has 'm', which is a model's own name; take another"),
         ({"a b": "/c"}, [], "is no adapter's name"),
     ):
         with pytest.raises(SpecError, match=why):

@@ -11,6 +11,7 @@ from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.roster import Member, Roster, roles_of
 from cluster.router.takers import RouterStanding
 from cluster.spec.load import parse_spec
+from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan, resolve
 
 pytestmark = pytest.mark.unit
@@ -29,8 +30,8 @@ class Host:
         self.asked += 1
         return self.has
 
-    async def start_worker(self, pool: str, role: str, *, is_stand_in: bool) -> None:
-        self.started.append((pool, is_stand_in))
+    async def start_worker(self, pool: PoolSpec, *, is_stand_in: bool) -> None:
+        self.started.append((pool.label, is_stand_in))
 
     async def let_go(self, name: str) -> None:
         self.left.append(name)

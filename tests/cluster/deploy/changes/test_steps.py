@@ -200,3 +200,24 @@ def happens(world: World, rng: random.Random) -> None:
                 del world.workers[name]
             else:
                 world.change(name, is_used=True)
+
+
+def test_the_last_workers_of_a_model_leave_when_it_is_served_no_more_and_its_requests_have_ended() -> None:
+    world = World({"prefill": 1, "decode": 1, "mixed": 1})
+    world.change("mixed-0", model="qwen")
+    del world.sizes["mixed"]
+    assert isinstance(step := world.step(), Stop), "it is the only one of its model"
+    assert step.reason.startswith("mixed-0 is the only worker for prefill")
+    world.change("mixed-0", is_unserved=True)
+    world.alone["mixed-0"] = "requests of qwen run at router-0"
+    assert world.step() == Wait("requests of qwen run at router-0")
+    world.alone.clear()
+    assert world.step() == Drain("mixed-0")
+
+
+def test_another_models_worker_stands_in_for_nobody() -> None:
+    world = World({"decode": 1, "mixed": 1})
+    world.change("mixed-0", model="qwen")
+    del world.sizes["decode"]
+    assert isinstance(step := world.step(), Stop)
+    assert step.reason.startswith("decode-0 is the only worker for decode")

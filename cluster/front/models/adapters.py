@@ -66,17 +66,8 @@ class AdapterBook:
         """Names of those that can be read."""
         return [name for name, known in self.known.items() if known.files is not None]
 
-    def check_name(self, name: str, served: str) -> None:
-        """Raises RequestFailed unless it is the model's, or an adapter's."""
-        if name in ("", served) or name in self.known:
-            return
-        beside = f", and its adapters {', '.join(self.known)}" if self.known else ""
-        raise RequestFailed(
-            grpc.StatusCode.NOT_FOUND, f"model is {name[:200]!r}; this router serves {served!r}{beside}"
-        )
-
     def asked(self, model: str, adapter: str) -> worker_pb2.Adapter | None:
-        """Of a request whose model is one of check_name's. Raises RequestFailed, InvalidRequest."""
+        """Of a request for this model, or for an adapter. Raises RequestFailed, InvalidRequest."""
         if adapter and model in self.known and model != adapter:
             raise InvalidRequest(f"model is {model!r} and adapter is {adapter!r}; give one of the two")
         name = adapter or (model if model in self.known else "")
