@@ -50,7 +50,7 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     """Create every worker and router of a resolved spec. What they are made with is kept in Ray's GCS: no secret."""
     import ray
 
-    plans, membership, group = workers_of(spec), _membership(spec, log_dir), None
+    plans, membership, group = in_places(spec), _membership(spec, log_dir), None
     if bundles := [plan.bundle for plan in plans if plan.bundle]:
         group = ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
     places = _places(plans)
@@ -69,13 +69,20 @@ def launch_worker(started: ClusterSpec, log_dir: str, plan: WorkerPlan, *, loopb
     """
     import ray
 
-    plans = workers_of(started)
+    plans = in_places(started)
     has_place = any(plan.name == each.name and plan.bundle == each.bundle for each in plans)
     place = _places(plans).get(plan.name) if has_place else None
     if loopback and place is None:
         plan = replace(plan, num_cpus=0)
     group = None if place is None else ray.util.get_placement_group(PLACEMENT_GROUP)
     _launch_worker(plan, place, group, loopback, _membership(started, log_dir))
+
+
+def in_places(spec: ClusterSpec) -> list[WorkerPlan]:
+    """In the order in which Ray fills GPUs, that workers share: the first of each pool, the second of each, so that
+    several models are beside each other and not each beside itself."""
+    plans = workers_of(spec)
+    return sorted(plans, key=lambda plan: int(plan.name.rpartition("-")[2])) if spec.models else plans
 
 
 def _places(plans: Sequence[WorkerPlan]) -> dict[str, int]:

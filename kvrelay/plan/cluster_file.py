@@ -57,7 +57,7 @@ def spec_data(
         "page_size": page_sizes.pop(),
         **({"router": targets} if targets else {}),
         "pools": [
-            _pool(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
+            pool_data(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
             | ({"assumed": dict(told)} if told else {})
             for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)
         ],
@@ -70,7 +70,8 @@ def _labels(pools: Sequence[PoolPlan]) -> list[str]:
     return ["" if roles.count(pool.role) == 1 else f"{pool.role}-{i}" for i, pool in enumerate(pools)]
 
 
-def _pool(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpus: bool) -> dict[str, Any]:
+def pool_data(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpus: bool) -> dict[str, Any]:
+    """As `spec_data` has it."""
     data: dict[str, Any] = {"name": label} if label else {}
     data |= {"role": pool.role, "replicas": pool.replicas}
     data |= {"tensor_parallel": pool.degrees.tp} if pool.degrees.tp > 1 else {}

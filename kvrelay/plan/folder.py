@@ -52,7 +52,7 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     if spec:
         written["cluster.yaml"] = spec
     written |= {f"{name}.png": png(figure) for name, figure in wide.items()}
-    return Saved(files=tuple(_write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+    return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
 
 
 def check_folder(folder: Path) -> None:
@@ -64,7 +64,8 @@ def check_folder(folder: Path) -> None:
         raise PlanError(f"--out is {folder}, and {at} is no folder that can be written to; give another")
 
 
-def _write(folder: Path, name: str, content: str | bytes) -> Path:
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    """A file of the folder, which is made. Raises PlanError."""
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

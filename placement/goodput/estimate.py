@@ -110,6 +110,11 @@ def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count
     return look.estimate(rate, count, is_settled=True).point
 
 
+def estimate_of(system: System, outcome: Outcome, targets: Targets, rate: float) -> Estimate:
+    """Of one run that was simulated elsewhere."""
+    return _Look(system, outcome, targets).estimate(rate, len(outcome), is_settled=True)
+
+
 class _Look:
     """One run, and the part of it that counts."""
 

@@ -91,13 +91,13 @@ def screen_colocated(
             reason = idle_reason(problem, "prefill", offer) or idle_reason(problem, "decode", offer)
             log.refused[f"colocated {offer.degrees}"] = reason or "not enough requests meet both targets when idle"
             continue
-        for chunk_tokens in _chunks(problem, offer):
+        for chunk_tokens in chunk_sizes(problem, offer):
             unit = mixed_of(offer, 1, problem.hardware, chunk_tokens)
             contenders.append(_Contender(offer=offer, search=_colocated_search(problem, offer, unit), unit=unit))
     return _best_first(runner, contenders, log, "colocated workers alone")
 
 
-def _chunks(problem: PlacementProblem, offer: Offer) -> list[int]:
+def chunk_sizes(problem: PlacementProblem, offer: Offer) -> list[int]:
     """The largest chunk beside which half of the largest batch keeps the TPOT target, and whole steps."""
     source = problem.traffic.source
     tpot_s, context = problem.targets.loosest.tpot_s, mean_context(source)

@@ -41,6 +41,7 @@ class SimWorker:
     page_size: int = 16
     step_overhead_s: float = 0.0
     prefix_cache: bool = True
+    device: str = ""  # that it has together with workers of other models (simulate_together); empty: its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

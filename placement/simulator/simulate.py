@@ -14,6 +14,7 @@ are not cached here).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.router.accounts import WorkerView
@@ -29,7 +30,7 @@ from placement.simulator.costs import costs_of
 from placement.simulator.ledger import Ledger
 from placement.simulator.machines.attempt import Decoder, Dispatcher, Prefiller
 from placement.simulator.machines.decode import DecodeMachine
-from placement.simulator.machines.host import Host
+from placement.simulator.machines.host import Host, TimeSlices
 from placement.simulator.machines.mixed import MixedMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.machines.router import OnAssigned, RouterMachine
@@ -50,15 +51,35 @@ def simulate(cluster: SimCluster, workload: Workload) -> Outcome:
     return Simulation(cluster, workload).play()
 
 
-class Simulation:
-    """`on_assigned` is told of each attempt that is sent."""
+def simulate_together(tenants: Sequence[tuple[SimCluster, Workload]]) -> list[Outcome]:
+    """Clusters of several models, each with its own router, whose workers have devices in common, which each names
+    (SimWorker.device): there they compute by turns. Their workers' names must differ."""
+    clock, devices = VirtualClock(tenants[0][0].message_s), dict[str, Host]()
+    for cluster, _ in tenants:
+        devices |= {worker.device: TimeSlices() for worker in cluster.workers if worker.device not in devices}
+    playing = [Simulation(cluster, workload, None, clock, devices) for cluster, workload in tenants]
+    for simulation in playing:
+        simulation.begin()
+    clock.run()
+    return [simulation.ledger.outcome() for simulation in playing]
 
-    def __init__(self, cluster: SimCluster, workload: Workload, on_assigned: OnAssigned | None = None) -> None:
+
+class Simulation:
+    """`on_assigned` is told of each attempt that is sent. `clock`, `devices`: of several that are played together."""
+
+    def __init__(
+        self,
+        cluster: SimCluster,
+        workload: Workload,
+        on_assigned: OnAssigned | None = None,
+        clock: VirtualClock | None = None,
+        devices: Mapping[str, Host] | None = None,
+    ) -> None:
         sizes = {worker.page_size for worker in cluster.workers}
         if len(sizes) > 1:
             raise SetupError(f"page_size is {sorted(sizes)}; workers that exchange KV have one page size")
         self.cluster = cluster
-        self.clock = VirtualClock(cluster.message_s)
+        self.clock = clock if clock is not None else VirtualClock(cluster.message_s)
         self._clients = Clients(workload.loop, self.clock) if workload.loop is not None else None
         self.ledger = Ledger(workload) if self._clients is None else LoopLedger(workload, self._clients)
         self.routers = [
@@ -73,10 +94,18 @@ class Simulation:
         self._predicts = bool(ttft_s.any() or tpot_s.any())
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
+        if devices is not None:
+            self._hosts |= {worker.name: devices[worker.device] for worker in cluster.workers}
         for worker in cluster.workers:
             self._up(worker)
 
     def play(self) -> Outcome:
+        self.begin()
+        self.clock.run()
+        return self.ledger.outcome()
+
+    def begin(self) -> None:
+        """Have happen what is known from the first."""
         for loss in self.cluster.losses:
             self.clock.at(loss.at_s, self._lose, loss)
         for drain in self.cluster.drains:
@@ -84,8 +113,6 @@ class Simulation:
         for change in self.cluster.role_changes:
             self.clock.at(change.at_s, self._change_role, change)
         self.clock.at(self._arrival_s[0], self._arrive if self._clients is None else self._come_due, 0)
-        self.clock.run()
-        return self.ledger.outcome()
 
     def _arrive(self, index: int) -> None:
         if index + 1 == len(self._arrival_s):

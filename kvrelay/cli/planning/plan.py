@@ -8,6 +8,7 @@ Exit codes: 0 planned; 1 it failed; 2 asked wrongly, or for what cannot be (one 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,10 @@ from kvrelay.cli.progress import progress
 from kvrelay.plan.request import PlanRequest
 
 if TYPE_CHECKING:
-    from placement.plan import Goodput, Plan
+    from rich.console import RenderableType
+
+    from kvrelay.plan.folder import Saved
+    from placement.plan import Goodput
 
 PARAGRAPHS = (
     "Size the prefill and decode pools for a model, a kind of GPU, a workload and two latency targets.",
@@ -29,6 +33,8 @@ PARAGRAPHS = (
     "flags win.",
     "Profiles of CPU workers that differ in threads (--profile, once for each) are weighed against each other: a "
     "worker of N threads takes N cores, and --num-gpus counts cores. One of them is of a prefill and a decode worker.",
+    "Several files are of several models, each called by its file, with a rate of its own: the answer says whether "
+    "they should share GPUs, and what that gains.",
     "With --out a folder is written: cluster.yaml for kvrelay up, plan.json for kvrelay verify, report.html and its "
     "plots. Exit code 2: what is asked for cannot be; one sentence says why.",
     "Examples:",
@@ -37,6 +43,7 @@ PARAGRAPHS = (
     "  kvrelay plan --model ./model --hardware h100-sxm --rate 40 --random-input-len 1024 --random-output-len 128 "
     "--ttft 0.5s --tpot 40ms --objective cost --out plan",
     "  kvrelay plan configs/plans/llama-70b-chat.yaml --num-gpus 16 --json",
+    "  kvrelay plan chat.yaml code.yaml --hardware h100-sxm --out plan",
     "  kvrelay plan --profile profile.json --num-gpus 2 --trace configs/workloads/azure-conv-2023.csv "
     "--trace-scale 0.25 --ttft 500ms --tpot 50ms",
     "  kvrelay plan --profile pair.json --profile mixed.json --num-gpus 2 --random-input-len 256 "
@@ -62,7 +69,10 @@ def register(app: typer.Typer) -> None:
 def plan(
     asked: Annotated[dict[str, Any], ASKED],
     request: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="A plan request, YAML. See configs/plans.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="[SPEC]...", help="A plan request, YAML. See configs/plans. Several: models that may share GPUs."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the spec, the plan, the report and plots here.")] = None,
     no_progress: NoProgressOption = False,
@@ -73,17 +83,45 @@ def plan(
     from kvrelay.plan.reading import build_request
 
     with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted; nothing was written"):
-        wanted = build_request(request, asked)
+        if request and len(request) > 1:
+            _plan_several(request, asked, out, as_json=as_json, show=not no_progress)
+            return
+        wanted = build_request(request[0] if request else None, asked)
         if out is not None:
             check_folder(out)
         with progress(show=not no_progress) as on_progress:
             planned = make_plan(wanted, on_progress, None if no_progress else _tell_first)
         saved = save(planned, wanted, out) if out is not None else None
+    from kvrelay.plan.tables import tables
+
+    _tell(plan_object(planned), tables(planned), saved, as_json=as_json)
+
+
+def _plan_several(paths: Sequence[Path], asked: dict[str, Any], out: Path | None, *, as_json: bool, show: bool) -> None:
+    from kvrelay.plan import together
+    from kvrelay.plan.folder import check_folder
+    from kvrelay.plan.reading import build_request
+
+    names = together.named_by_file(paths)
+    requests = {name: build_request(path, asked) for name, path in zip(names, paths, strict=True)}
+    if out is not None:
+        check_folder(out)
+    with progress(show=show) as on_progress:
+        planned = together.plan_together(requests, on_progress)
+    saved = together.save(planned, out) if out is not None else None
+    _tell(together.as_object(planned), together.tables(planned), saved, as_json=as_json)
+
+
+def _tell(plain: dict[str, Any], tables: Iterable[RenderableType], saved: Saved | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
     files = [str(file) for file in saved.files] if saved else []
     if as_json:
-        print_json(plan_object(planned) | ({"saved": files} if saved else {}))
+        print_json(plain | ({"saved": files} if saved else {}))
     else:
-        _show(planned)
+        console = Console()
+        for table in tables:
+            console.print(table, highlight=False)
     for sentence in saved.notes if saved else ():
         note(sentence)
     if saved and not as_json:
@@ -98,13 +136,3 @@ def _tell_first(first: Goodput) -> None:
         f"a first answer, coarse: {candidate.label}, on {count(candidate.gpus, candidate.unit)}, up to "
         f"{num(first.goodput.value)} requests/s; the plan follows"
     )
-
-
-def _show(planned: Plan) -> None:
-    from rich.console import Console
-
-    from kvrelay.plan.tables import tables
-
-    console = Console()
-    for table in tables(planned):
-        console.print(table, highlight=False)

@@ -85,3 +85,22 @@ class Host:
             return factors[i]
         share = (batch_size - self._sizes[i]) / (self._sizes[i + 1] - self._sizes[i])
         return factors[i] + share * (factors[i + 1] - factors[i])
+
+
+class TimeSlices(Host):
+    """A GPU that processes have by turns, as a driver gives it without MPS: while several compute, each takes so many
+    times as long as alone."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedHost(workers=(), by_batch=((1, 1.0, 1.0),)))
+
+    def prefill_factor(self, name: str) -> float:
+        return 1.0 + self._num_others(name)
+
+    def decode_factor(self, name: str, batch_size: int) -> float:
+        return 1.0 + self._num_others(name)
+
+    def _num_others(self, name: str) -> int:
+        """That compute now."""
+        others = [other for other in self._change_pace if other != name]
+        return sum([self._is_computing.get(other, False) or self._batch_size.get(other, 0) > 0 for other in others])
