@@ -1,11 +1,14 @@
-"""What guessing ahead brings: decode tokens/s with a draft model, by prompt lookup, and without, in turns.
+"""What guessing ahead brings: decode tokens/s with a draft model, by prompt lookup, by heads, and without, in turns.
 
-    python -m bench.speculation [--rounds 3] [--quick]
+    python -m bench.speculation [--rounds 3] [--heads] [--quick]
 
 A model of 303M parameters whose later layers add little, and a draft model that is its first two: a kind of pair that
 agrees on most tokens and not on all. One mixed worker with two threads (`kvrelay up`) serves 1, 8 and 32 requests at
 once, at temperature 0 and 1, each with the same seeds by all three ways, which must have the same tokens. Tokens/s are
 those of all requests after their first token. Writes bench/results/speculation.json. Exit code 1 where a token differs.
+
+With --heads: a model of the same shape whose tokens mostly follow each other in a chain, and Medusa's heads that know
+seven of ten links of it. Writes bench/results/speculation_heads.json.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
     "lookup": {"num_speculative_tokens": 4},
     "draft model": {"num_speculative_tokens": 4, "speculative_model": "draft"},
+}
+HEAD_WAYS: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    "heads": {"num_speculative_tokens": 4, "speculative_model": "heads"},
 }
 BATCHES = {1: 96, 8: 96, 32: 64}  # requests at once, and tokens of each
 TEMPERATURES = (0.0, 1.0)
@@ -77,6 +84,49 @@ def pair() -> dict[str, Path]:
     return made
 
 
+CHAIN = 0.36  # how sure the next link is: as likely as three of four at temperature 1
+KNOWN = 0.7  # of the links, by each head
+
+
+def chain() -> dict[str, Path]:
+    """A model whose next token is mostly that of a chain, and heads that know most of it, made once in .bench/."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvrelay.demo_model import train_tokenizer
+
+    made = {name: MODELS / f"speculation-{name}" for name in ("chain", "heads")}
+    if (made["heads"] / "config.json").exists():
+        return {"model": made["chain"], "heads": made["heads"]}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).to(torch.bfloat16)
+    vocab, hidden = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    before, tensors = torch.randperm(vocab), {}  # the link before each
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0.0, 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= ADDED
+            layer.mlp.down_proj.weight *= ADDED
+        rows = model.model.embed_tokens.weight * (CHAIN * hidden**-0.5)
+        link = before
+        model.lm_head.weight.copy_(rows[link])
+        for head in range(HEAD_WAYS["heads"]["num_speculative_tokens"]):
+            link = before[link]
+            known = torch.where(torch.rand(vocab) < KNOWN, link, link.roll(1))
+            tensors[f"{head}.0.linear.weight"] = torch.zeros(hidden, hidden, dtype=torch.bfloat16)
+            tensors[f"{head}.0.linear.bias"] = torch.zeros(hidden, dtype=torch.bfloat16)
+            tensors[f"{head}.1.weight"] = rows[known].contiguous()
+    model.save_pretrained(made["chain"])
+    train_tokenizer(vocab).save_pretrained(made["chain"])
+    made["heads"].mkdir(parents=True, exist_ok=True)
+    save_file(tensors, made["heads"] / "medusa_lm_head.safetensors")
+    (made["heads"] / "config.json").write_text(json.dumps({"medusa_num_heads": len(tensors) // 3}))
+    return {"model": made["chain"], "heads": made["heads"]}
+
+
 async def served(endpoint: str) -> list[dict[str, Any]]:
     """Of each batch and temperature: tokens/s, guesses, and a word for all tokens."""
     rows = []
@@ -116,13 +166,15 @@ async def _batch(client: AsyncClient, batch: int, tokens: int, temperature: floa
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times that each way is played")
+    parser.add_argument("--heads", action="store_true", help="by heads, in place of a draft model and prompt lookup")
     parser.add_argument("--quick", action="store_true", help="one round; writes no file")
     args = parser.parse_args()
-    result, made = about(), pair()
+    result, made = about(), chain() if args.heads else pair()
+    tried = HEAD_WAYS if args.heads else WAYS
     found: dict[tuple[float, int], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for number in range(1 if args.quick else args.rounds):
-        for way, keys in list(WAYS.items())[:: -1 if number % 2 else 1]:
-            draft = {"speculative_model": str(made["draft"])} if "speculative_model" in keys else {}
+        for way, keys in list(tried.items())[:: -1 if number % 2 else 1]:
+            draft = {key: str(made[name]) for key, name in keys.items() if key == "speculative_model"}
             pool = {"role": "mixed", "threads": 2, "kv_memory": "512MiB", **keys, **draft}
             with cluster(spec(made["model"]) | {"pools": [pool]}) as running:
                 for row in asyncio.run(served(running.endpoint)):
@@ -134,7 +186,7 @@ def main() -> int:
     result |= {"rows": [_row(*case, ways) for case, ways in found.items()], "answers_that_differ": differing}
     console.print(result["rows"], f"batches with other tokens: {differing}")
     if not args.quick:
-        console.print(f"written to {save('speculation', result)}")
+        console.print(f"written to {save('speculation_heads' if args.heads else 'speculation', result)}")
     return 1 if differing else 0
 
 

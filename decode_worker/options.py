@@ -25,8 +25,8 @@ class DecodeOptions:
     )
     speculative_model: str = knob(
         "",
-        "a smaller model with the same tokens that guesses, a Hugging Face directory or hub name; its pages take their "
-        "share of kv_memory; empty: prompt lookup",
+        "a smaller model with the same tokens that guesses, a Hugging Face directory or hub name, whose pages take their "
+        "share of kv_memory; or a directory of Medusa heads; empty: prompt lookup",
     )
     prompt_lookup_min: int = knob(
         2, "last ones that must have been there before, for a guess", unit="tokens", ge=1, le=16

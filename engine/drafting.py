@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from engine import device as devices
 from engine.errors import raise_if_broken
@@ -24,6 +25,19 @@ from engine.types import Chunk, Draft, SampledToken, SampleSpec, Step
 log = logging.getLogger(__name__)
 
 MOST_READ = 256  # tokens of prompts in a step: answers wait for them meanwhile
+
+
+class Guesser(Protocol):
+    """What guesses, before each step that runs its guesses: a draft model, or heads (engine/heads.py)."""
+
+    spent_s: float  # on guesses, in all
+    pass_s: float  # of late, on each pass that guesses one more
+
+    def with_guesses(self, step: Step) -> Step:
+        """Each chunk that has a Draft runs its guesses behind its token, and draws behind each."""
+
+    def end(self, step: Step) -> None:
+        """That step, with its guesses, was run."""
 
 
 class DraftModel:
@@ -48,7 +62,10 @@ class DraftModel:
                 if chunk.draft is not None:
                     chunk.draft.guesses, chunk.draft.num_read = [], 0
         self.spent_s += time.perf_counter() - began_s
-        return replace(step, chunks=[_with_guesses(chunk) for chunk in step.chunks])
+        return with_guesses(step)
+
+    def end(self, step: Step) -> None:
+        """It remembers by Drafts."""
 
     def _guess(self, asked: Sequence[Chunk]) -> None:
         first, left = [], MOST_READ
@@ -118,6 +135,11 @@ def _one_more(chunk: Chunk) -> Chunk:
         draft=None,
         adapter=None,  # it guesses as the base does
     )
+
+
+def with_guesses(step: Step) -> Step:
+    """With those that its Drafts have."""
+    return replace(step, chunks=[_with_guesses(chunk) for chunk in step.chunks])
 
 
 def _with_guesses(chunk: Chunk) -> Chunk:

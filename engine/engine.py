@@ -8,13 +8,15 @@ numbers come from the caller: the engine allocates and frees nothing. What it is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine import device as devices
-from engine.drafting import DraftModel
+from engine.drafting import DraftModel, Guesser
+from engine.heads import MedusaHeads, has_heads
 from engine.loading.load import LoadedModel, Progress, load_both, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    def __init__(self, loaded: LoadedModel, draft_model: DraftModel | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, draft_model: Guesser | None = None) -> None:
         self.info = loaded.info
         self.model = loaded.model
         self.pages = loaded.pages
@@ -46,6 +48,9 @@ class Engine:
 
         Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
         """
+        if options.speculative_model and has_heads(options.speculative_model):
+            loaded, _ = load_both(replace(options, speculative_model=""), progress, platform)
+            return cls(loaded, MedusaHeads.of(options.speculative_model, loaded))
         loaded, draft = load_both(options, progress, platform)
         return cls(loaded, None if draft is None else DraftModel(draft))
 
@@ -89,7 +94,10 @@ class Engine:
             self.model.journal.forget()
             try:
                 with self.adapters.of(step.chunks):
-                    return self.steps.begin(step)
+                    pending = self.steps.begin(step)
+                if self.draft_model is not None:
+                    self.draft_model.end(step)
+                return pending
             except Exception:
                 self.model.journal.take_back()
                 raise

@@ -121,7 +121,7 @@ def test_a_draft_model_that_fails_costs_its_guesses_alone(
 
 
 def test_nothing_is_guessed_beyond_the_draft_model_s_length(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own.draft_model is not None
+    assert isinstance(own.draft_model, drafting.DraftModel)
     assert own.draft_model._max_len == MAX_POSITIONS
     monkeypatch.setattr(own.draft_model, "_max_len", 28)
     tokens = list(range(5, 30))

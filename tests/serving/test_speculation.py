@@ -6,6 +6,7 @@ guessed by prompt lookup, by a model that thinks nearly alike, and by one that h
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from cluster.deploy.local import LocalCluster
@@ -65,6 +67,21 @@ def _near(model: Path, directory: Path) -> str:
     return str(directory)
 
 
+def _heads(model: Path, directory: Path) -> str:
+    """Medusa's, which know as much of the tokens to come as the model itself of the next one, and some noise."""
+    vocab = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).lm_head.weight.detach()
+    torch.manual_seed(7)
+    tensors = {}
+    for head in range(GUESSES - 1):
+        tensors[f"{head}.0.linear.weight"] = 0.02 * torch.randn(vocab.shape[1], vocab.shape[1])
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(vocab.shape[1])
+        tensors[f"{head}.1.weight"] = vocab + 0.1 * vocab.std() * torch.randn_like(vocab)
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "medusa_lm_head.safetensors")
+    (directory / "config.json").write_text(json.dumps({"medusa_num_heads": GUESSES - 1, "medusa_num_layers": 1}))
+    return str(directory)
+
+
 @pytest.fixture(autouse=True)
 def _all_are_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps of these tiny models take on this machine."""
@@ -79,7 +96,8 @@ def _all_are_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 def drafts(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of the llama: who guesses, by what is said of it."""
     near = _near(model_dir("llama"), tmp_path_factory.mktemp("near"))
-    return {"lookup": "", "near": near, "stranger": str(model_dir("qwen3"))}
+    heads = _heads(model_dir("llama"), tmp_path_factory.mktemp("heads"))
+    return {"lookup": "", "near": near, "stranger": str(model_dir("qwen3")), "heads": heads}
 
 
 def _cluster(directory: str, dtype: str, num_guesses: int, draft: str = "", **more: Any) -> LocalCluster:
@@ -109,7 +127,7 @@ def _accepted(completions: Sequence[Completion]) -> int:
 @pytest.mark.parametrize(
     ("name", "dtype", "by"),
     [
-        *(("llama", dtype, by) for dtype in ("float32", "bfloat16") for by in ("lookup", "near", "stranger")),
+        *(("llama", dtype, by) for dtype in ("float32", "bfloat16") for by in ("lookup", "near", "stranger", "heads")),
         ("mixtral", "float32", "lookup"),
     ],
 )
@@ -145,7 +163,7 @@ def plain(model_dir: ModelDir) -> list[Any]:
     return _said(asyncio.run(run()))
 
 
-@pytest.mark.parametrize("by", ["lookup", "near"])
+@pytest.mark.parametrize("by", ["lookup", "near", "heads"])
 @pytest.mark.parametrize(
     "roles",
     [{"prefill": 2, "decode": 2, "decode_pages": 9}, {"prefill": 0, "decode": 0, "mixed": 1}],
@@ -166,7 +184,7 @@ async def test_wherever_it_runs_it_is_the_same_and_replays(
     replays(*(tmp_path / f"{worker.options.name}.jsonl" for worker in cluster.workers))
 
 
-@pytest.mark.parametrize("by", ["lookup", "near"])
+@pytest.mark.parametrize("by", ["lookup", "near", "heads"])
 @pytest.mark.parametrize("way", ["it drains", "it is lost"])
 async def test_who_leaves_a_worker_has_the_same_tokens_elsewhere(
     way: str, by: str, model_dir: ModelDir, drafts: dict[str, str], plain: list[Any]
