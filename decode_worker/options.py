@@ -25,7 +25,7 @@ class DecodeOptions:
     )
     speculative_model: str = knob(
         "",
-        "a smaller model with the same tokens that guesses, a Hugging Face directory or hub name, whose pages take their "
+        "a smaller model with the same tokens that guesses, a Hugging Face directory or hub name; its pages take their "
         "share of kv_memory; or a directory of Medusa heads; empty: prompt lookup",
     )
     prompt_lookup_min: int = knob(

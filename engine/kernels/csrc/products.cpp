@@ -305,7 +305,7 @@ constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;
 constexpr char INSTRUCTIONS[] = "AVX512";
 
 inline Sums multiply_add(Sums x, Sums w, Sums sums) { return fma(x, w, sums); }
-inline Sums spread(float x) { return (Sums)_mm512_set1_ps(x); }
+inline Sums spread(const float* x) { return (Sums)_mm512_set1_ps(*x); }
 #else
 typedef float Sums __attribute__((vector_size(32)));
 typedef int32_t Bits __attribute__((vector_size(32)));
@@ -314,18 +314,21 @@ constexpr char INSTRUCTIONS[] = "vectors of 8";
 
 inline Sums multiply_add(Sums x, Sums w, Sums sums) {
 #ifdef __FMA__
-    return (Sums)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sums);
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));  // in its place, lest sums have no registers left
+    return sums;
 #else
     for (int i = 0; i < 8; i++) sums[i] = __builtin_fmaf(x[i], w[i], sums[i]);
     return sums;
 #endif
 }
 
-inline Sums spread(float x) {
+inline Sums spread(const float* x) {
 #ifdef __AVX2__
-    return (Sums)_mm256_set1_ps(x);
+    Sums to;  // one after another: GCC else holds those of many rows at once, and sums have no registers left
+    asm volatile("vbroadcastss %1, %0" : "=x"(to) : "m"(*x));
+    return to;
 #else
-    return Sums{} + x;
+    return Sums{} + *x;
 #endif
 }
 #endif
@@ -404,28 +407,41 @@ inline Sums second_of(Bits both, const uint16_t*) { return (Sums)(both & int32_t
 inline Sums first_of(Bits both, const int8_t*) { return __builtin_convertvector((both << 24) >> 24, Sums); }
 inline Sums second_of(Bits both, const int8_t*) { return __builtin_convertvector(both >> 8, Sums); }
 
-// All first inputs of the pairs, then all second ones, for what was read of a weight holds both.
+// One input of each row with its weights, as `weight(v)` has them for as many outputs as a register holds; what there is
+// less of is held.
+template <int ROWS, int COUNT, class Weight>
+inline void add_input(const Rows& rows, int64_t input, const Weight& weight, Sums (&sum)[ROWS][COUNT]) {
+    if constexpr (ROWS < COUNT) {
+        Sums x[ROWS];
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) x[r] = spread(rows[r] + input);
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            const Sums w = weight(v);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) sum[r][v] = multiply_add(x[r], w, sum[r][v]);
+        }
+    } else {
+        Sums w[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) w[v] = weight(v);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            const Sums x = spread(rows[r] + input);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) sum[r][v] = multiply_add(x, w[v], sum[r][v]);
+        }
+    }
+}
+
+// A pair's weights are read twice: to keep what was read, which holds both, there are no registers.
 template <int ROWS, int COUNT, class Weight>
 inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
-        Bits both[COUNT];
-        Sums weights[COUNT];
-#pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) {
-            both[v] = both_of(w + v * SUMS * 2);
-            weights[v] = first_of(both[v], w);
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) sum[r][v] = multiply_add(spread(rows[r][2 * pair]), weights[v], sum[r][v]);
-#pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) weights[v] = second_of(both[v], w);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++)
-                sum[r][v] = multiply_add(spread(rows[r][2 * pair + 1]), weights[v], sum[r][v]);
+        add_input(rows, 2 * pair, [w](int v) { return first_of(both_of(w + v * SUMS * 2), w); }, sum);
+        const Weight* again = w;
+        asm("" : "+r"(again));
+        add_input(rows, 2 * pair + 1, [again](int v) { return second_of(both_of(again + v * SUMS * 2), again); }, sum);
     }
 }
 #endif
@@ -450,11 +466,11 @@ inline void add_part(const Rows& rows, const Weight* part, int output, int64_t b
         for (int v = 0; v < COUNT; v++) std::memcpy(sums + r * WIDE + v * SUMS, &sum[r][v], sizeof(Sums));
 }
 
-// A single row takes the whole panel as it comes.
+// A single row takes the whole panel as it comes; few take as much of it as there are registers for.
 template <int ROWS, class Weight>
 inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, const Weight* part, int64_t begin,
                      int64_t end, float* sums) {
-    constexpr int OUTPUTS = ROWS == 1 ? WIDE : OUTPUTS_AT_ONCE;
+    constexpr int OUTPUTS = ROWS == 1 ? WIDE : ROWS <= 3 ? std::max(WIDE / 2, OUTPUTS_AT_ONCE) : OUTPUTS_AT_ONCE;
     if (count == ROWS) {
         rows.template read<ROWS>(product, row, begin, end);
         for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(rows, part, o, begin, end, sums);
