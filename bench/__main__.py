@@ -35,6 +35,7 @@ NAMES = (
     "placement_search",
     "hybrids",
     "placements",
+    "models",
     "structured",
     "speculation",
     "int8",

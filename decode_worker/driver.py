@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
@@ -65,6 +66,7 @@ class DecodeRole:
         def make_draft(request: HeldRequest) -> Draft:
             return Draft(tokens=request.tokens, spec=lambda at, guesses: request.sample_spec(at, host.engine, guesses))
 
+        options = replace(options, num_speculative_tokens=min(options.num_speculative_tokens, model.most))
         return Drafts(options, host.step_costs, make_draft=make_draft, pass_s=lambda: model.pass_s)
 
     @property

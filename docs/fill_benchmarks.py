@@ -891,6 +891,17 @@ def moves(result: Mapping[str, Any]) -> str:
     return table((*columns, "gaps, ms", "largest k, ms"), rows)
 
 
+def models(result: Mapping[str, Any]) -> str:
+    columns = ("model", "requests", "wrong or failed", "sent again", "told that it is gone", "TTFT P50 busy/else, ms")
+    rows = []
+    for name, row in result["rows"].items():
+        counts = [row[key] for key in ("requests", "wrong", "sent_again", "refused_after")]
+        rows.append([name, *counts, slashed([row["ttft_p50_ms"][key] for key in ("busy", "few")])])
+    took_s = result["took_s"]
+    took = f"The third was loaded in {took_s['load']:g} s, the second removed in {took_s['remove']:g} s."
+    return f"{table(columns, rows)}\n\n{took}"
+
+
 def rolling(result: Mapping[str, Any]) -> str:
     columns = ("run", "requests", "wrong or failed", "sent again", "computed twice", "moves", "took, s", "gaps, ms")
     rows = []
@@ -1262,9 +1273,11 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "placements": placements,
     "replan": replan,
     "rolling": rolling,
+    "models": models,
     "shift": shift,
     "structured": structured,
     "speculation": speculation,
+    "speculation_heads": speculation,
     "int8": int8,
     "adapters": adapters,
     "states": states,

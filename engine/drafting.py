@@ -12,6 +12,7 @@ A guess that fails is one that is not made. One thread calls it, as it does its 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ class Guesser(Protocol):
 
     spent_s: float  # on guesses, in all
     pass_s: float  # of late, on each pass that guesses one more
+    most: int  # guesses of a request in a step
 
     def with_guesses(self, step: Step) -> Step:
         """Each chunk that has a Draft runs its guesses behind its token, and draws behind each."""
@@ -44,6 +46,7 @@ class DraftModel:
     def __init__(self, loaded: LoadedModel) -> None:
         self.spent_s = 0.0  # on guesses, in all
         self.pass_s = 0.0  # of late, on each pass that guesses one more
+        self.most = sys.maxsize
         self._loaded = loaded
         self._max_len = loaded.info.max_model_len
 

@@ -101,6 +101,7 @@ class MedusaHeads:
     def __init__(self, heads: Sequence[Head]) -> None:
         self.spent_s = 0.0  # on guesses, in all
         self.pass_s = 0.0  # of late, on each head
+        self.most = len(heads)
         self._heads = heads
         self._rows_TH: torch.Tensor | None = None  # those of the step under way whose logits are wanted
         self._seen: dict[str, _Seen] = {}

@@ -81,7 +81,7 @@ class RouterService:
         front = router.options(FrontOptions)
         self._server.take_options(router.options(RouterOptions), front, router.tokens_file or "")
         self._server.take_prices(router.prices.prices if router.prices else None)
-        await self._server.models.take(models_of(spec))
+        await self._server.take_models(models_of(spec))
         await self._server.take_adapters(front.adapters)
 
     async def set_workers(self, version: Sequence[int], workers: Sequence[Sequence[Any]]) -> None:

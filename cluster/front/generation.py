@@ -99,6 +99,7 @@ class Generation:
         checked = await self._check(request, served, call, ending)
         del request
         call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))
+        self._check_id(checked.new.id)  # another one may have come while the prompt was tokenised
         submission = ending.submission = router.submit(checked.new)
         meter = Meter(submission, self._counting)
         numbers = [live.choice for live in submission.choices]
@@ -155,14 +156,18 @@ class Generation:
 
     def _admit(self, served: Served, ending: Ending, request_id: str, num_choices: int) -> None:
         caller = CALLER.get()
-        if self.catalog.has(request_id):
-            why = f"request_id {request_id!r} is in use; give another, or none"
-            raise RequestFailed(grpc.StatusCode.ALREADY_EXISTS, why)
+        self._check_id(request_id)
         served.router.admit(caller)
         if why := self._calls.count_choices(num_choices):
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=1.0)
         _raise_refused(self.allowances.begin(caller, num_choices, self._clock()))
         ending.release = partial(self.allowances.end, caller, num_choices)
+
+    def _check_id(self, request_id: str) -> None:
+        """Whatever model another one of the name asks for. Raises RequestFailed."""
+        if self.catalog.has(request_id):
+            why = f"request_id {request_id!r} is in use; give another, or none"
+            raise RequestFailed(grpc.StatusCode.ALREADY_EXISTS, why)
 
     def limits_now(self) -> Limits:
         """Of this task's caller."""
@@ -191,9 +196,13 @@ class Generation:
     def checked_model(self, name: str) -> Served:
         """The model of that name, or the base of an adapter's, of which some worker has been ready. Raises
         RequestFailed."""
+        self.check_known()
+        return self.catalog.of(name).ready()
+
+    def check_known(self) -> None:
+        """Raises RequestFailed before a worker of any model came up."""
         if all(each.router.model is None for each in self.catalog):
             raise RequestFailed(grpc.StatusCode.UNAVAILABLE, "no worker is ready yet; try again later")
-        return self.catalog.of(name).ready()
 
 
 def _raise_refused(refused: Refused | None) -> None:

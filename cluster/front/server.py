@@ -1,6 +1,6 @@
 """RouterServer is one router process's server: the router, its public services, health, reflection, metrics.
 
-start: listen -> NOT_SERVING until a worker of each role is ready -> SERVING
+start: listen -> NOT_SERVING until some model has a worker of each phase -> SERVING
 stop:  NOT_SERVING, refuse what is new -> let running requests end within the grace -> cancel the rest -> close
 """
 
@@ -144,7 +144,7 @@ class RouterServer:
         options = self.options
         if self.catalog.first.codec is None and options.model:
             self.catalog.first.codec = await self._load_codec(options.model)
-        await self.models.take(options.models)
+        await self.take_models(options.models)
         await self.take_adapters(options.front.adapters)
         if options.usage_db is not None:
             self._accounting = await asyncio.to_thread(Accounting.open, options.usage_db, options.name)
@@ -203,6 +203,11 @@ class RouterServer:
         self._calls.set_limit(front.max_calls)
         if self._generation is not None:
             self._generation.take_options(front)
+
+    async def take_models(self, wanted: Mapping[str, str]) -> None:
+        """These are served beside the cluster's own from now on: directories by the names that requests call them."""
+        await self.models.take(wanted)
+        self._on_readiness()
 
     async def take_adapters(self, wanted: Mapping[str, str]) -> None:
         """Requests may name these from now on, once their files are read: directories by name. One call after another:
@@ -319,6 +324,11 @@ class RouterServer:
                 "calls": (self._calls.running, "Calls that run, health not counted."),
                 "health_watches": (self._health.num_watches, "Streams that watch the health."),
                 "unread_bytes": (self._shared.unread.total_bytes, "Of tokens that clients have not read."),
+                "router_tasks": (self._shared.loop_clock.num_tasks, "Tasks of the router's event loop."),
+                "router_loop_lag_seconds": (
+                    self._shared.loop_clock.lag_s,
+                    "By how much the router's event loop was late, the worst of a second.",
+                ),
             }
         return Scrape(
             model=served.name,

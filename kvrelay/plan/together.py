@@ -8,6 +8,7 @@ A model is called by its request's file. It decides nothing that placement/searc
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cluster.spec.model import SERVED_NAME
 from kvrelay.plan import cluster_file
 from kvrelay.plan.amounts import count, num, percent, seconds
 from kvrelay.plan.catalogs import catalogs
@@ -86,7 +88,8 @@ def plan_together(requests: Mapping[str, PlanRequest], on_progress: OnProgress |
     apart = tuple(make_plan(request, _named(on_progress, name)) for name, request in requests.items())
     most_gpus = sum(plan.chosen.candidate.gpus for plan in apart)
     with open_runner(asked[0].processes, on_progress) as runner:
-        together = find_together(tenants, most_gpus, runner, asked[0].workload.seed)
+        tps = {request.tensor_parallel for request in asked if request.tensor_parallel is not None}
+        together = find_together(tenants, most_gpus, runner, asked[0].workload.seed, tps)
     return SharingPlan(names=tuple(requests), requests=tuple(asked), apart=apart, together=together)
 
 
@@ -96,6 +99,8 @@ def named_by_file(paths: Sequence[Path]) -> list[str]:
     for name, number in Counter(names).items():
         if number > 1:
             raise PlanError(f"{number} files are called {name}, by which a model is named; give each a name of its own")
+        if not SERVED_NAME.fullmatch(name):
+            raise PlanError(f"{name!r} is a file's name, by which a model is named; give letters, digits and . _ -")
     return names
 
 
@@ -104,6 +109,10 @@ def _check(name: str, request: PlanRequest) -> None:
         raise PlanError(f"{name}: rate is missing; several models are planned for the rate of each")
     if request.latency_kind != "roofline" or len(request.hardware or ()) != 1:
         raise PlanError(f"{name}: several models are planned on one kind of GPU, by a roofline; give hardware alone")
+    if request.margin is not None:
+        raise PlanError(f"{name}: a margin is of one model; plan it alone, or take it out")
+    if request.workload.trace_timestamps:
+        raise PlanError(f"{name}: trace_timestamps are of one trace; give burstiness, so that all last as long")
     if request.what_if:
         raise PlanError(f"{name}: what_if is of one model; plan it alone, or take it out")
 
@@ -121,7 +130,7 @@ def _tenant(name: str, request: PlanRequest) -> Tenant:
 
 def _all_degrees(request: PlanRequest) -> PlanRequest:
     """Without what narrows a catalog: degrees that all can have are tried."""
-    return request.model_copy(update={"margin": None, "tensor_parallel": None})
+    return request.model_copy(update={"tensor_parallel": None})
 
 
 def _named(on_progress: OnProgress | None, name: str) -> OnProgress | None:
@@ -211,7 +220,8 @@ def save(plan: SharingPlan, folder: Path) -> Saved:
     data = spec_data(plan)
     refusal = cluster_file.checked(data)
     notes = [f"kvrelay up of this version does not take the spec yet: {refusal}"] if isinstance(refusal, str) else []
-    told = "\n".join(f"# {line}" for line in (*sentences(plan), *(f"Note: {note}" for note in notes)))
+    loosest = "Each request says what its model wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest of all."
+    told = "\n".join(f"# {line}" for line in (*sentences(plan), loosest, *(f"Note: {note}" for note in notes)))
     body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=cluster_file.RULE)
     written = {"cluster.yaml": f"{told}\n{body}", "plan.json": json.dumps(as_object(plan), indent=1) + "\n"}
     return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
@@ -225,16 +235,27 @@ def spec_data(plan: SharingPlan) -> dict[str, Any]:
     for name, apart in zip(plan.names, plan.apart, strict=True):
         model = {} if name == first[0] else {"model": name}
         pools += [
-            {**pool, "name": cluster_file.cluster_name(f"{name}-{pool.get('name') or pool['role']}"), **model}
+            {**pool, "name": f"{cluster_file.cluster_name(name)[:28]}-{pool.get('name') or pool['role']}", **model}
             for pool in ([_shared_pool(shares[name], len(shares))] if shares else _own_pools(apart))
         ]
     return {
         "name": cluster_file.cluster_name("-".join(plan.names)),
         "model": _loaded(first[1]),
         "served_model_name": first[0],
+        **({"router": targets} if (targets := _targets(plan)) else {}),
         "models": [{"name": name, "model": _loaded(request)} for name, request in others],
         "pools": pools,
     }
+
+
+def _targets(plan: SharingPlan) -> dict[str, float]:
+    """The loosest of all: a router tells them to all models where requests say nothing."""
+    slos = [Targets(slo=request.slo, classes=request.request_classes).loosest for request in plan.requests]
+    wanted_ms = {
+        "slo_ttft_ms": 1e3 * max(slo.ttft_s for slo in slos),
+        "slo_tpot_ms": 1e3 * max(slo.tpot_s for slo in slos),
+    }
+    return {key: ms for key, ms in wanted_ms.items() if ms < math.inf}
 
 
 def _loaded(request: PlanRequest) -> str:
@@ -248,11 +269,16 @@ def _own_pools(apart: Plan) -> list[dict[str, Any]]:
     return pools
 
 
+def _floored(share: float) -> float:
+    """Lest all of them together are more than there is."""
+    return math.floor(share * 1000) / 1000
+
+
 def _shared_pool(share: Share, num_models: int) -> dict[str, Any]:
     """A worker in each group, with its part of the GPU."""
     pool = cluster_file.pool_data(share.pool, "", None, has_gpus=True)
     part = {
-        "num_gpus": round(share.pool.degrees.gpus / num_models, 3),
-        "gpu_memory_utilization": round(share.memory, 3),
+        "num_gpus": _floored(share.pool.degrees.gpus / num_models),
+        "gpu_memory_utilization": _floored(share.memory),
     }
     return pool | part

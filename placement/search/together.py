@@ -11,7 +11,7 @@ Memory beside the weights is divided by what each model's requests hold: rate ti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from placement.build.from_offers import assemble, mixed_of, offers_of
@@ -31,8 +31,8 @@ from placement.workload.traffic import Traffic
 
 LEAST_REQUESTS = 600  # of the model with the lowest rate
 MOST_REQUESTS = 30_000  # of all of them in one run
-GROWTHS = 7  # looks for how far rates may grow
-MOST_GROWTH = 8.0
+GROWTHS = 5  # looks for how far rates may grow, once it is known within a factor of two
+MOST_GROWTH = 1024.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,13 @@ class Together:
         return self.groups * self.degrees.gpus
 
 
-def find_together(tenants: Sequence[Tenant], most_gpus: int, runner: Runner, seed: int = 0) -> Together | str:
-    """The fewest GPUs, `most_gpus` at most, on which all keep their targets together; or why there are none."""
-    sizes = [degrees for degrees in tenants[0].catalog.degrees(most_gpus) if degrees.pp == 1]
+def find_together(
+    tenants: Sequence[Tenant], most_gpus: int, runner: Runner, seed: int = 0, tps: Collection[int] = ()
+) -> Together | str:
+    """The fewest GPUs, `most_gpus` at most, on which all keep their targets together; or why there are none. `tps`:
+    the degrees to try; none: all."""
+    known = tenants[0].catalog.degrees(most_gpus)
+    sizes = [degrees for degrees in known if degrees.pp == 1 and (not tps or degrees.tp in tps)]
     groups = [group for degrees in sizes if (group := _group(tenants, degrees)) is not None]
     if not groups:
         weights = sum(tenant.catalog.shape.weight_bytes for tenant in tenants) / 1e9
@@ -175,7 +179,9 @@ def _load(tenant: Tenant, worker: _Worker) -> float:
 
 def _growth(job: _Job, groups: int) -> float:
     """By how much all rates may grow, between what is known to do and what does not."""
-    low, high = 1.0, MOST_GROWTH
+    low, high = 1.0, 2.0
+    while high < MOST_GROWTH and _keep(_played(job, groups, high)):
+        low, high = high, 2 * high
     for _ in range(GROWTHS):
         middle = math.sqrt(low * high)
         if _keep(_played(job, groups, middle)):

@@ -56,12 +56,16 @@ def simulate_together(tenants: Sequence[tuple[SimCluster, Workload]]) -> list[Ou
     (SimWorker.device): there they compute by turns. Their workers' names must differ."""
     clock, devices = VirtualClock(tenants[0][0].message_s), dict[str, Host]()
     for cluster, _ in tenants:
-        devices |= {worker.device: TimeSlices() for worker in cluster.workers if worker.device not in devices}
+        devices |= {device: TimeSlices() for device in map(_device_of, cluster.workers) if device not in devices}
     playing = [Simulation(cluster, workload, None, clock, devices) for cluster, workload in tenants]
     for simulation in playing:
         simulation.begin()
     clock.run()
     return [simulation.ledger.outcome() for simulation in playing]
+
+
+def _device_of(worker: SimWorker) -> str:
+    return worker.device or worker.name
 
 
 class Simulation:
@@ -95,7 +99,7 @@ class Simulation:
         self._known_costs: list[tuple[SimWorker, StepCosts]] = []
         self._hosts = {name: host for shared in cluster.hosts for host in (Host(shared),) for name in shared.workers}
         if devices is not None:
-            self._hosts |= {worker.name: devices[worker.device] for worker in cluster.workers}
+            self._hosts |= {worker.name: devices[_device_of(worker)] for worker in cluster.workers}
         for worker in cluster.workers:
             self._up(worker)
 

@@ -61,6 +61,15 @@ async def test_each_request_is_answered_by_the_model_that_it_names(cluster: Loca
     await cluster.settled()
 
 
+async def test_an_id_is_of_one_request_whatever_model_it_asks_for(cluster: LocalCluster) -> None:
+    async with AsyncClient(cluster.endpoint) as client:
+        how: dict[str, Any] = {"request_id": "one", "max_tokens": 100, "min_tokens": 100}
+        asked = [client.generate(PROMPTS[0], model=model, **how) for model in ("llama", "gemma")]
+        first, second = await asyncio.gather(*asked, return_exceptions=True)
+    told = [each for each in (first, second) if isinstance(each, KvrelayError)]
+    assert [each.code for each in told] == ["ALREADY_EXISTS"]
+
+
 async def test_http_has_all_of_them(cluster: LocalCluster, expected: Expected) -> None:
     assert cluster.server is not None
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{cluster.server.http_port}") as http:
@@ -108,7 +117,7 @@ async def test_a_model_goes_and_comes_while_others_serve(cluster: LocalCluster, 
         running = [asyncio.create_task(answer(client, "gemma", prompt, 200)) for prompt in PROMPTS]
         gemma = server.catalog.of("gemma")
         await until(lambda: gemma.router.num_live == len(PROMPTS), "they run")
-        await server.models.take({})
+        await server.take_models({})
         assert "gemma" in server.catalog.standing.models, "it has requests"
         with pytest.raises(KvrelayError, match=r"this router serves 'llama'$"):
             await answer(client, "gemma", PROMPTS[0])
@@ -116,10 +125,12 @@ async def test_a_model_goes_and_comes_while_others_serve(cluster: LocalCluster, 
         await until(lambda: "gemma" not in server.catalog.standing.models, "its last call has ended")
         own = [worker for worker in cluster._endpoints if not worker.model]
         server.set_workers(own)
+        counted = server.catalog.status.counters["finished"]
         await until(lambda: server.catalog.leaving("gemma") is None, "it is forgotten")
+        assert server.catalog.status.counters["finished"] >= counted, "what it has answered is"
         assert await server.models.why_not({"bad": "/nowhere"})
         assert not await server.models.why_not(wanted)
-        await server.models.take(wanted)
+        await server.take_models(wanted)
         server.set_workers(cluster._endpoints)
         await until(lambda: server.catalog.is_whole, "its workers are met again")
         assert await answer(client, "gemma", PROMPTS[2]) == expected["gemma"][2]

@@ -45,6 +45,7 @@ class Changes:
     def __init__(self, host: ChangesHost, roster: Roster, running: RunningSpec) -> None:
         self._host = host
         self._running = running
+        self._roster = roster
         self._rolling = Rolling(host, roster, running)
         self._lock = asyncio.Lock()  # a spec is compared with what the cluster runs with when it is taken
 
@@ -65,7 +66,8 @@ class Changes:
             planned = self._running.plan_for(data, sources)
         except SpecError as error:
             return {"why_not": str(error), "changes": []}
-        why = self._why_not_watched(planned) or ("" if dry_run else planned.why_not)
+        why = self._why_not_watched(planned) or self._why_not_gone(planned)
+        why = why or ("" if dry_run else planned.why_not)
         why = why or await self._why_not_at_routers(planned)
         if not why and not dry_run:
             self._running.take(planned, max_surge)
@@ -95,6 +97,16 @@ class Changes:
         return (
             f"replan is {replan}, and no `kvrelay up` stays with this cluster to do it; run `kvrelay replan` beside it"
         )
+
+    def _why_not_gone(self, planned: Planned) -> str:
+        """Workers of a model that is served no more may run on for its last requests: neither its name nor its pool's
+        can be taken meanwhile, or they would be taken for others' workers."""
+        served, wanted = self._running.resolved.served, planned.resolved
+        for member in self._roster.workers_now():
+            is_taken = member.model in wanted.served or any(pool.label == member.pool for pool in wanted.pools)
+            if member.model not in served and is_taken:
+                return f"{member.name} still answers the last requests of {member.model}; apply it again in a while"
+        return ""
 
     async def _why_not_at_routers(self, planned: Planned) -> str:
         for name, router in self._host.ready_routers.items():

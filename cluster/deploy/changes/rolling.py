@@ -117,7 +117,9 @@ class Rolling:
         await self._host.start_worker(pool, is_stand_in=is_stand_in)
 
     def _is_current(self, member: Member) -> bool:
-        return member.made_by == self._running.made_by(member.pool)
+        pool = self._running.pool(member.pool)
+        is_of_it = pool is not None and pool.model == member.model
+        return is_of_it and member.made_by == self._running.made_by(member.pool)
 
     def _standing(self, member: Member, routers: Mapping[str, RouterStanding]) -> Standing:
         strangers = [name for name, each in routers.items() if each.ready.get(member.name) != member.incarnation]

@@ -90,9 +90,7 @@ def _add_answers(app: FastAPI, generation: Generation, templates: ChatTemplates)
         call = _named(asked, request)
         asked.check_served()
         more = {"reasoning_effort": asked.reasoning_effort} if asked.reasoning_effort is not None else {}
-        prompt, ids = await chat_ids(generation, templates, asked, asked.model or "", **more)
-        template = templates.of(generation.catalog.probably(asked.model or ""))
-        assert template is not None, "there is a prompt"
+        template, prompt, ids = await chat_ids(generation, templates, asked, asked.model or "", **more)
         answer = ChatAnswer(generation, call, asked, template, prompt, ids)
         return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
 
@@ -102,7 +100,7 @@ def _add_tokens(app: FastAPI, generation: Generation, templates: ChatTemplates) 
     async def tokenize(asked: TokenizeRequest | TokenizeChatRequest) -> Response:
         model = asked.model or ""
         if isinstance(asked, TokenizeChatRequest):
-            _, ids = await chat_ids(generation, templates, asked, model)
+            _, _, ids = await chat_ids(generation, templates, asked, model)
         else:
             ids = await generation.encode(asked.prompt, model, special_tokens=asked.add_special_tokens)
         served, strings = generation.checked_model(model), None
@@ -146,7 +144,7 @@ def _add_models(app: FastAPI, generation: Generation) -> None:
 
     @app.get("/v1/models", responses={200: {"model": ModelsBody}})
     async def models() -> Response:
-        generation.checked_model("")  # where no worker is ready there is nothing to tell
+        generation.check_known()
         names = [
             name
             for served in generation.catalog

@@ -29,13 +29,14 @@ from kvrelay.v1 import generate_pb2
 
 async def chat_ids(
     generation: Generation, templates: ChatTemplates, asked: Prompted, model: str, **more: Any
-) -> tuple[str, list[int]]:
-    """The prompt of a chat, and its token ids. Raises InvalidRequest, RequestFailed."""
+) -> tuple[ChatTemplate, str, list[int]]:
+    """The model's template, the prompt that it makes of a chat, and the token ids of that. Raises InvalidRequest,
+    RequestFailed."""
     template = templates.of(generation.open_model(model))
     if template is None:
         raise InvalidRequest("messages cannot be read: no tokenizer is loaded; use /v1/completions with token ids")
     prompt = template.prompt(asked, more)
-    return prompt, await generation.encode(prompt, model, special_tokens=False)
+    return template, prompt, await generation.encode(prompt, model, special_tokens=False)
 
 
 class ChatAnswer(Answer):

@@ -8,6 +8,7 @@ which one a request asks for, and which one a worker is of. Models come and go w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,7 +43,8 @@ class Served:
     def ready(self) -> Served:
         """Itself, once a worker of it came up. Raises RequestFailed before."""
         if self.router.model is None:
-            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"no worker is ready yet for {self.key}; try again later")
+            whose = self.name or "the cluster's own model"
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"no worker is ready yet for {whose}; try again later")
         return self
 
     @property
@@ -58,6 +60,7 @@ class Catalog:
         self._beside: dict[str, Served] = {}
         self._leaving: list[Served] = []
         self._workers: list[WorkerEndpoint] = []
+        self._counted: Counter[str] = Counter()  # by routers of models that are forgotten
 
     def __iter__(self) -> Iterator[Served]:
         """Those that may be asked for, the cluster's own first."""
@@ -102,8 +105,9 @@ class Catalog:
         return served
 
     def forget(self, served: Served) -> None:
-        """Of those that leave."""
+        """Of those that leave. What its router has counted stays in the status."""
         self._leaving.remove(served)
+        self._counted.update(served.router.metrics.counts)
 
     def take_back(self, served: Served) -> None:
         self._leaving.remove(served)
@@ -146,7 +150,10 @@ class Catalog:
 
     @property
     def status(self) -> cluster_pb2.GetStatusResponse:
-        return status_of(*self.routers, models=[served.name for served in self])
+        status = status_of(*self.routers, models=[served.name for served in self])
+        for name, count in self._counted.items():
+            status.counters[name] += count
+        return status
 
     @property
     def is_ready(self) -> bool:

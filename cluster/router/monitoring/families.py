@@ -29,8 +29,6 @@ CIRCUITS = {"": 0.0, "closed": 0.0, "half_open": 0.5, "open": 1.0}
 ROUTER_GAUGES = {
     "num_requests_queued": ("num_queued", "Requests that wait in the router."),
     "num_requests_in_flight": ("num_in_flight", "Requests that workers have."),
-    "router_tasks": ("num_tasks", "Tasks of the router's event loop."),
-    "router_loop_lag_seconds": ("loop_lag_s", "By how much the router's event loop was late, the worst of a second."),
 }
 CODES = (  # that a call may end with; the last two only by a defect
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED"),

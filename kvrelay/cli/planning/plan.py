@@ -36,7 +36,8 @@ PARAGRAPHS = (
     "Several files are of several models, each called by its file, with a rate of its own: the answer says whether "
     "they should share GPUs, and what that gains.",
     "With --out a folder is written: cluster.yaml for kvrelay up, plan.json for kvrelay verify, report.html and its "
-    "plots. Exit code 2: what is asked for cannot be; one sentence says why.",
+    "plots; of several models the first two, and no verify. Exit code 2: what is asked for cannot be; one sentence "
+    "says why.",
     "Examples:",
     "  kvrelay plan --model llama-3.1-8b --hardware h100-sxm --num-gpus 8 "
     "--trace configs/workloads/azure-conv-2023.csv --ttft 250ms --tpot 25ms",

@@ -31,6 +31,9 @@ ASKED: dict[str, Any] = {
 }
 
 
+REPLAYED = {"random_input_len": None, "random_output_len": None, "trace": "t.csv", "trace_timestamps": True}
+
+
 def write(folder: Path, name: str, **changes: Any) -> str:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in (ASKED | changes).items() if value is not None}))
@@ -94,6 +97,7 @@ def test_the_spec_is_one_that_up_serves(tmp_path: Path, together: Together | str
     assert all(each.num_gpus == pools["num_gpus"] for each in spec.pools)
     assert as_object(plan)["answer"]["is_shared"] == (not isinstance(together, str))
     assert spec_data(plan)["name"] == "chat-code-x"
+    assert spec_data(plan)["router"] == {"slo_ttft_ms": 500.0, "slo_tpot_ms": 50.0}
     assert len(spec.served) == 2
 
 
@@ -117,6 +121,11 @@ def test_the_tables_show_both(tmp_path: Path) -> None:
             "models that may share GPUs have one kind of them, and hardware is a h100-sxm, b a",
         ),
         ({"hardware": "a100-80g-sxm,h100-sxm"}, "b: several models are planned on one kind of GPU, by a roofline"),
+        (
+            {"random_input_len": None, "random_output_len": None, "trace": "t.csv", "trace_timestamps": True},
+            "b: trace_t",
+        ),
+        ({"margin": "m.json"}, "b: a margin is of one model; plan it alone, or take it out"),
         ({"what_if": True}, "b: what_if is of one model; plan it alone, or take it out"),
     ],
 )
@@ -128,6 +137,7 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path, changes: dict[str
 def test_files_of_one_name_are_told_apart_by_nobody(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     told = refused(write(tmp_path, "a"), write(tmp_path / "other", "a"))
+    assert refused(write(tmp_path, "a"), write(tmp_path, "b c")).startswith("'b c' is a file's name, by which a model")
     assert told == "2 files are called a, by which a model is named; give each a name of its own"
 
 

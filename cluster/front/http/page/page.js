@@ -82,8 +82,9 @@ function draw() {
     rate: lately((each) => (each.pairs.get(pair.name) || pair).bytes),
     isFailing: pair.failures > 0 || lately((each) => (each.pairs.get(pair.name) || pair).bad) > 0,
   }));
-  say($("about"), `${status.model || "no model yet"} at ${status.router_id}`);
-  document.title = `kvrelay: ${status.model}`;
+  const models = status.models.slice(1).length ? status.models.join(", ") : status.model;
+  say($("about"), `${models || "no model yet"} at ${status.router_id}`);
+  document.title = `kvrelay: ${models}`;
   health(last.ready ? "good" : "bad", last.ready ? "● serving" : "✕ a phase has no worker");
   showTiles(last, ended, lately((each) => each.tokens), now);
   for (const key of ["ttft", "tpot"]) showChart($(key), key, ended, targets[key], now, KEPT_S);

@@ -57,6 +57,14 @@ def routers(roster: Roster) -> Any:
     return {"router-0": RouterStanding({}, {each.name: each.incarnation for each in roster.workers_now()})}
 
 
+async def test_a_worker_of_a_model_that_went_is_not_taken_for_anothers() -> None:
+    """It runs on for its last requests."""
+    _, roster, _, rolling = made()
+    member = next(each for each in roster.workers_now() if each.pool == "decode")
+    member.model = "gone"
+    assert rolling.progress == (1, 2)
+
+
 async def test_room_that_comes_back_only_some_time_later_is_waited_for() -> None:
     host, roster, running, rolling = made()
     running.roll(["decode"], None)
