@@ -43,6 +43,11 @@ async def calibrate(
 ) -> Profile:
     """Raises KvrelayError if the cluster cannot be asked, CalibrationError if it cannot be measured."""
     model, status = await client.model_info(), await client.status()
+    if len(status.models) > 1:
+        several = " and ".join(status.models)
+        raise CalibrationError(
+            f"this cluster serves {several}, and a profile is of one model; give one that serves one"
+        )
     ready = [worker for worker in status.workers if worker.state == "ready"]
     mixed = [worker for worker in ready if worker.role == "mixed"]
     pools = {role: mixed or [worker for worker in ready if worker.role == role] for role in ("prefill", "decode")}

@@ -52,6 +52,8 @@ class WhatIf:
 
 def what_if(status: ClusterStatus, load: Sequence[EndedRequest], tails: Sequence[Tail], num_routers: int) -> WhatIf:
     """Raises NotYet, SetupError for what is not simulated."""
+    if len(status.models) > 1:
+        raise NotYet(f"this cluster serves {' and '.join(status.models)}, and what is played is of one model")
     seen = seen_of(status, load, load)
     if phase := seen.missing_costs:
         raise NotYet(f"no worker's steps of {phase} were measured yet")

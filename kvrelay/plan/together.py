@@ -67,7 +67,8 @@ class SharingPlan:
         together = self.together
         if isinstance(together, str):
             return None
-        is_roomier = together.growth > self.growth_apart * (1 + ALIKE)
+        is_as_many = together.growth_gpus == self.gpus_apart
+        is_roomier = is_as_many and together.growth > self.growth_apart * (1 + ALIKE)
         return together if together.gpus < self.gpus_apart or is_roomier else None
 
     @property

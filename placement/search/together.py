@@ -5,7 +5,8 @@ Shared, each group of GPUs holds a mixed worker of every model, which computes b
 (simulator/machines/host.py); each model has its own router policy over its workers. The fewest groups are searched that
 keep every model's targets at its rate, all simulated on one clock; and by how much all rates may grow then.
 
-Memory beside the weights is divided by what each model's requests hold: rate times tokens times the bytes of each.
+Memory beside the weights is divided by what each model's requests hold (rate times tokens times the bytes of each),
+once each has room for its longest request and for a step.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from placement.simulator.simulate import simulate_together
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 
-LEAST_REQUESTS = 600  # of the model with the lowest rate
+LEAST_REQUESTS = 600  # of the model with the lowest rate, where all have no more than MOST_REQUESTS then
 MOST_REQUESTS = 30_000  # of all of them in one run
+PROCESS_BYTES = 2.6 * (
+    1 << 30
+)  # of a worker beside weights, KV and a step: context, workspaces, graphs (engine/loading)
 GROWTHS = 5  # looks for how far rates may grow, once it is known within a factor of two
 MOST_GROWTH = 1024.0
 
@@ -114,20 +118,23 @@ def _group(tenants: Sequence[Tenant], degrees: Degrees) -> tuple[_Worker, ...] |
     weights = sum(tenant.catalog.weight_bytes(degrees) for tenant in tenants)
     steps = [tenant.catalog.step_bytes(degrees) for tenant in tenants]
     machine = tenants[0].catalog.machine
-    left = machine.memory_bytes * machine.memory_share - weights - sum(steps)
+    least = [_least_bytes(tenant, degrees) for tenant in tenants]
+    left = (
+        machine.memory_bytes * machine.memory_share - weights - sum(steps) - len(tenants) * PROCESS_BYTES - sum(least)
+    )
+    if left < 0:
+        return None
     held = [_held_bytes(tenant, degrees) for tenant in tenants]
     workers = []
-    for tenant, offer, step, own in zip(tenants, offers, steps, held, strict=True):
+    for tenant, offer, step, floor, own in zip(tenants, offers, steps, least, held, strict=True):
         if isinstance(offer, str):
             return None
-        catalog, kv_bytes = tenant.catalog, left * own / sum(held)
+        catalog, kv_bytes = tenant.catalog, floor + left * own / sum(held)
         pages = int(kv_bytes / (catalog.kv_bytes_per_token(degrees) * catalog.page_size))
-        if pages * catalog.page_size < max(catalog.max_batch_tokens, _longest(tenant)):
-            return None
         problem = PlacementProblem(
             catalog=catalog, offer_of=offers_of(catalog), traffic=tenant.traffic, targets=tenant.targets
         )
-        memory = (catalog.weight_bytes(degrees) + step + kv_bytes) / machine.memory_bytes
+        memory = (catalog.weight_bytes(degrees) + step + PROCESS_BYTES + kv_bytes) / machine.memory_bytes
         workers.append(_Worker(replace(offer, num_pages=pages), chunk_sizes(problem, offer)[0], memory))
     return tuple(workers)
 
@@ -138,9 +145,11 @@ def _held_bytes(tenant: Tenant, degrees: Degrees) -> float:
     return tenant.rate * tokens * float(source.output_len.mean()) * tenant.catalog.kv_bytes_per_token(degrees)
 
 
-def _longest(tenant: Tenant) -> int:
-    source = tenant.traffic.source
-    return int((source.prompt_len + source.output_len).max())
+def _least_bytes(tenant: Tenant, degrees: Degrees) -> float:
+    """Of the longest request, and of a step's tokens."""
+    source, catalog = tenant.traffic.source, tenant.catalog
+    tokens = max(catalog.max_batch_tokens, int((source.prompt_len + source.output_len).max())) + catalog.page_size
+    return tokens * catalog.kv_bytes_per_token(degrees)
 
 
 def _sized(job: _Job) -> Together | None:

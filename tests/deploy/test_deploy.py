@@ -280,7 +280,7 @@ def test_a_model_comes_and_goes_while_others_serve(cluster: Running, client: Cli
     name it afterwards."""
     other = make_tiny_model("qwen3", tmp_path / "qwen3")
     own, both = tmp_path / "own.yaml", tmp_path / "both.yaml"
-    own.write_text(APPLIED.format(model=cluster.summary["model"]).replace(", replicas: 3, max_batch_size: 16", ""))
+    own.write_text(APPLIED.format(model=cluster.summary["model"]).replace("replicas: 3", "replicas: 2"))
     beside = "- {role: mixed, name: other, model: qwen, kv_memory: 32MiB}\n"
     both.write_text(own.read_text() + beside + f"models: [{{name: qwen, model: {other}, dtype: float32}}]\n")
 
@@ -317,7 +317,7 @@ def test_a_model_comes_and_goes_while_others_serve(cluster: Running, client: Cli
         assert asking.result()
     with pytest.raises(KvrelayError, match="NOT_FOUND: model is 'qwen'; this router serves 'tiny'"):
         answer("qwen")
-    assert {each.name for each in client.status().workers} == {"prefill-0", "decode-0"}
+    assert {each.name for each in client.status().workers} == {"prefill-0", "decode-0", "decode-1"}
 
 
 def test_an_adapter_comes_and_goes_while_it_serves(cluster: Running, client: Client, tmp_path: Path) -> None:

@@ -102,10 +102,13 @@ class Changes:
         """Workers of a model that is served no more may run on for its last requests: neither its name nor its pool's
         can be taken meanwhile, or they would be taken for others' workers."""
         served, wanted = self._running.resolved.served, planned.resolved
+        pools = {pool.label: pool.model for pool in wanted.pools}
         for member in self._roster.workers_now():
-            is_taken = member.model in wanted.served or any(pool.label == member.pool for pool in wanted.pools)
-            if member.model not in served and is_taken:
-                return f"{member.name} still answers the last requests of {member.model}; apply it again in a while"
+            is_named = member.model not in served and member.model in wanted.served
+            if is_named or pools.get(member.pool, member.model) != member.model:
+                return (
+                    f"{member.name} of {member.model or 'the first model'} is not gone yet; apply it again in a while"
+                )
         return ""
 
     async def _why_not_at_routers(self, planned: Planned) -> str:

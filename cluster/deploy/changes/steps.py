@@ -78,7 +78,7 @@ def next_step(
 ) -> Step:
     """`sizes`: how many each pool shall have. `surges`: which may have one more; None: not known yet. `alone`: by
     worker, why it may not leave now, as routers say."""
-    if failed := [each for each in workers if each.failure and not each.is_leaving]:
+    if failed := [each for each in workers if each.failure and not (each.is_leaving or each.is_unserved)]:
         return _stop(failed[0], workers)
     return (
         _grow(sizes, workers)
@@ -151,7 +151,7 @@ def _let_go(worker: Standing, workers: Sequence[Standing], alone: Mapping[str, s
                 f"{worker.name} is the only worker for {phase}, and there is no room for another one beside it; make "
                 "room, or have a pool for it grow first"
             )
-    if worker.is_used and (why := alone.get(worker.name)):
+    if (worker.is_used or worker.is_unserved) and (why := alone.get(worker.name)):
         return Wait(why)
     return Drain(worker.name)
 

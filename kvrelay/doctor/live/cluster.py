@@ -21,10 +21,13 @@ CLOCK_S = 1.0  # between hosts' times of day
 def cluster(status: ClusterStatus) -> Iterator[Finding]:
     yield _router(status)
     ready = [worker for worker in status.workers if worker.state == "ready"]
-    for phase in PHASES:
-        if not any(phase in ROLES[worker.role].phases for worker in ready if worker.role in ROLES):
-            mend = "start one (kvrelay scale), or see kvrelay status for why none is ready"
-            yield Finding(part=PART, name=phase, verdict="bad", found="no worker that computes it is ready", mend=mend)
+    for model in dict.fromkeys(("", *(worker.model for worker in status.workers))):
+        own = [worker for worker in ready if worker.role in ROLES and worker.model == model]
+        for phase in PHASES:
+            if not any(phase in ROLES[worker.role].phases for worker in own):
+                found = f"no worker that computes it{f' for {model}' if model else ''} is ready"
+                mend = "start one (kvrelay scale), or see kvrelay status for why none is ready"
+                yield Finding(part=PART, name=phase, verdict="bad", found=found, mend=mend)
     for worker in status.workers:
         yield _worker(worker)
     if ready:

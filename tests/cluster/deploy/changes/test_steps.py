@@ -221,3 +221,15 @@ def test_another_models_worker_stands_in_for_nobody() -> None:
     del world.sizes["decode"]
     assert isinstance(step := world.step(), Stop)
     assert step.reason.startswith("decode-0 is the only worker for decode")
+
+
+def test_a_worker_that_cannot_load_goes_with_its_model_and_one_that_a_router_does_not_know_waits_for_its_calls() -> (
+    None
+):
+    world = World({"prefill": 1, "decode": 1, "mixed": 1})
+    world.change("mixed-0", model="qwen", is_unserved=True, is_used=False, failure="too large", is_current=False)
+    del world.sizes["mixed"]
+    world.alone["mixed-0"] = "requests of qwen run at router-0"
+    assert world.step() == Wait("requests of qwen run at router-0")
+    world.alone.clear()
+    assert world.step() == Drain("mixed-0")
