@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from engine import device as devices
 from engine.errors import raise_if_broken
@@ -28,27 +28,15 @@ log = logging.getLogger(__name__)
 MOST_READ = 256  # tokens of prompts in a step: answers wait for them meanwhile
 
 
-class Guesser(Protocol):
+class Guesser(ABC):
     """What guesses, before each step that runs its guesses: a draft model, or heads (engine/heads.py)."""
 
-    spent_s: float  # on guesses, in all
-    pass_s: float  # of late, on each pass that guesses one more
-    most: int  # guesses of a request in a step
+    NAME: str  # in its log
+    most = sys.maxsize  # guesses of a request in a step
 
-    def with_guesses(self, step: Step) -> Step:
-        """Each chunk that has a Draft runs its guesses behind its token, and draws behind each."""
-
-    def end(self, step: Step) -> None:
-        """That step, with its guesses, was run."""
-
-
-class DraftModel:
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self) -> None:
         self.spent_s = 0.0  # on guesses, in all
         self.pass_s = 0.0  # of late, on each pass that guesses one more
-        self.most = sys.maxsize
-        self._loaded = loaded
-        self._max_len = loaded.info.max_model_len
 
     def with_guesses(self, step: Step) -> Step:
         """Each chunk that has a Draft runs its guesses behind its token, and draws behind each."""
@@ -60,12 +48,33 @@ class DraftModel:
             self._guess(asked)
         except Exception as error:
             raise_if_broken(error)
-            log.exception("the draft model could not guess; the step runs without")
+            log.exception("%s could not guess; the step runs without", self.NAME)
             for chunk in asked:
                 if chunk.draft is not None:
                     chunk.draft.guesses, chunk.draft.num_read = [], 0
         self.spent_s += time.perf_counter() - began_s
-        return with_guesses(step)
+        return replace(step, chunks=[_with_guesses(chunk) for chunk in step.chunks])
+
+    @abstractmethod
+    def _guess(self, asked: Sequence[Chunk]) -> None:
+        """Give the Draft of each its guesses, as many as it wants at most."""
+
+    @abstractmethod
+    def end(self, step: Step) -> None:
+        """That step, with its guesses, was run."""
+
+    def _note_pass(self, began_s: float) -> None:
+        taken_s = time.perf_counter() - began_s
+        self.pass_s += (taken_s - self.pass_s) * (0.1 if self.pass_s else 1.0)
+
+
+class DraftModel(Guesser):
+    NAME = "the draft model"
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__()
+        self._loaded = loaded
+        self._max_len = loaded.info.max_model_len
 
     def end(self, step: Step) -> None:
         """It remembers by Drafts."""
@@ -87,10 +96,6 @@ class DraftModel:
                 break
             self._take(going, self._run([_one_more(chunk) for chunk in going]))
             self._note_pass(began_s)
-
-    def _note_pass(self, began_s: float) -> None:
-        taken_s = time.perf_counter() - began_s
-        self.pass_s += (taken_s - self.pass_s) * (0.1 if self.pass_s else 1.0)
 
     def _next_part(self, chunk: Chunk, most: int) -> Chunk:
         """Of the request's tokens those that were not read; drawn from if they are the last."""
@@ -138,11 +143,6 @@ def _one_more(chunk: Chunk) -> Chunk:
         draft=None,
         adapter=None,  # it guesses as the base does
     )
-
-
-def with_guesses(step: Step) -> Step:
-    """With those that its Drafts have."""
-    return replace(step, chunks=[_with_guesses(chunk) for chunk in step.chunks])
 
 
 def _with_guesses(chunk: Chunk) -> Chunk:

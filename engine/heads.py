@@ -12,7 +12,6 @@ at any temperature where the heads do. Of a request from elsewhere nothing is kn
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +22,12 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import linear, silu
 
-from engine.drafting import with_guesses
-from engine.errors import raise_if_broken
+from engine.drafting import Guesser
 from engine.loading.load import LoadedModel
 from engine.pending import WantedRows
 from engine.sampling.host import sampled_tokens
 from engine.types import Chunk, Step
 from engine.weights.files import CONFIG
-
-log = logging.getLogger(__name__)
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 
@@ -97,10 +93,11 @@ class _Seen:
     rows_TH: torch.Tensor
 
 
-class MedusaHeads:
+class MedusaHeads(Guesser):
+    NAME = "the heads"
+
     def __init__(self, heads: Sequence[Head]) -> None:
-        self.spent_s = 0.0  # on guesses, in all
-        self.pass_s = 0.0  # of late, on each head
+        super().__init__()
         self.most = len(heads)
         self._heads = heads
         self._rows_TH: torch.Tensor | None = None  # those of the step under way whose logits are wanted
@@ -124,23 +121,6 @@ class MedusaHeads:
     def _see(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         self._rows_TH = inputs[0].reshape(-1, inputs[0].shape[-1]).clone()  # kernels use their buffers again
 
-    def with_guesses(self, step: Step) -> Step:
-        """Each chunk that has a Draft runs its guesses behind its token, and draws behind each."""
-        asked = [chunk for chunk in step.chunks if chunk.draft is not None]
-        if not asked:
-            return step
-        began_s = time.perf_counter()
-        try:
-            self._guess(asked)
-        except Exception as error:
-            raise_if_broken(error)
-            log.exception("the heads could not guess; the step runs without")
-            for chunk in asked:
-                if chunk.draft is not None:
-                    chunk.draft.guesses = []
-        self.spent_s += time.perf_counter() - began_s
-        return with_guesses(step)
-
     def _guess(self, asked: Sequence[Chunk]) -> None:
         known = []
         for chunk in asked:
@@ -161,8 +141,7 @@ class MedusaHeads:
             for (_, draft, _), token in zip(going, drawn, strict=True):
                 if not token.error:
                     draft.guesses.append(token.token_id)
-            taken_s = time.perf_counter() - began_s
-            self.pass_s += (taken_s - self.pass_s) * (0.1 if self.pass_s else 1.0)
+            self._note_pass(began_s)
 
     def _row_before(self, chunk: Chunk) -> torch.Tensor | None:
         """Of the token before the chunk's: which drew that."""
