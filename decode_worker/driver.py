@@ -18,6 +18,7 @@ from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
+from engine.pages.kept import KeptPages
 from engine.pages.pool import PageHash
 from engine.types import PENDING, Chunk, Draft, InvalidRequest, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied
@@ -146,23 +147,32 @@ class DecodeRole:
         )
 
     def adopt(
-        self, request: HeldRequest, token_id: int, pages: Sequence[int], hashes: Sequence[PageHash]
+        self,
+        request: HeldRequest,
+        token_id: int,
+        pages: Sequence[int],
+        hashes: Sequence[PageHash],
+        num_dropped: int = 0,
     ) -> HandoffReceipt:
-        self.policy.adopt(request.id, pages, hashes)
-        return self.reservations.keep(request, token_id, hashes)
+        self.policy.adopt(request.id, pages, hashes, num_dropped)
+        return self.reservations.keep(request, token_id, hashes, num_dropped)
 
     # Steps
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Penalties look at every token so far: such a request's next step waits for the last one's. So do guesses."""
-        return self._drafts is not None or any(request.params.reads_output for request in self.requests.values())
+        """Penalties look at every token so far: such a request's next step waits for the last one's. So do guesses, and
+        pages that go as tokens come."""
+        return self._drafts is not None or any(
+            request.params.reads_output or request.kept is not None for request in self.requests.values()
+        )
 
     def next_batch(self) -> DecodeBatch | None:
         if self._drafts is None:
             batch = self.policy.next_batch()
         else:
             running = [self.requests[each.request_id] for each in self.policy.running]
+            running = [request for request in running if request.kept is None]
             batch = self.policy.next_batch(self._drafts.wanted(running))
             self._drafts.begin(batch)
         self._announce(batch)
@@ -188,22 +198,26 @@ class DecodeRole:
             self._host.streams.flush()
 
     def _chunk(self, entry: DecodeEntry) -> Chunk:
-        request, engine, following = self.requests[entry.request_id], self._host.engine, entry.position + 1
+        request, engine = self.requests[entry.request_id], self._host.engine
+        position = entry.position + request.num_dropped * self._host.pool.page_size
+        following = position + 1
         draft: Draft | None = None
         guesses: Sequence[int] = ()
         if entry.drafted and self._drafts is not None:
             draft = self._drafts.asked_of(request.id)
             guesses = () if draft is not None else self._drafts.of(request.id)
-        is_known = entry.position < len(request.tokens)
+        is_known = position < len(request.tokens)
         return Chunk(
             request_id=request.id,
-            token_ids=(request.tokens[entry.position] if is_known else PENDING, *guesses),
-            start=entry.position,
+            token_ids=(request.tokens[position] if is_known else PENDING, *guesses),
+            start=position,
             block_table=entry.pages,
             scores=[request.sample_spec(following + i, engine, guesses[:i]) for i in range(len(guesses))],
             sample=request.sample_spec(following + len(guesses), engine, guesses),
             draft=draft,
             adapter=request.adapter,
+            kept=request.kept,
+            num_dropped=request.num_dropped,
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
@@ -263,11 +277,23 @@ class DecodeRole:
                 link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:
             self.reservations.forget(request)
+        elif request.kept is not None:
+            self._drop_pages(request, request.kept)
+
+    def _drop_pages(self, request: HeldAnswer, kept: KeptPages) -> None:
+        """Those that no row from the next one on sees."""
+        while request.num_dropped < kept.num_dropped(len(request.tokens) - 1):
+            if not self.policy.drop_page(request.id, kept.index_to_drop(request.num_dropped)):
+                return
+            request.num_dropped += 1
+            self._host.counters["dropped_pages"] += 1
 
     def _publish_full_pages(self, request: HeldAnswer) -> None:
         """Every token in `tokens` has its KV by now; say what the pages that this filled hold."""
         page_size = self._host.pool.page_size
-        if not self._host.options.prefix_cache or len(request.tokens) // page_size == request.hashed_pages:
+        if not self._host.options.prefix_cache or request.kept is not None:
+            return
+        if len(request.tokens) // page_size == request.hashed_pages:
             return
         new = self._host.page_hashes(request.tokens[request.hashed_pages * page_size :], request.parent)
         for page_hash in new:

@@ -143,9 +143,10 @@ class Moves:
 
     async def _copy(self, move: _Move, pair: PrefillPair) -> HandoffReceipt:
         request, policy = move.request, self._policy
-        reserved = policy.on_move(request.id, MOVE_ROOM_TOKENS)
+        dropped = request.num_dropped * self._host.pool.page_size  # no more of them go while it moves
+        reserved = policy.on_move(request.id, MOVE_ROOM_TOKENS) + dropped
         move.is_open = True
-        state = _state(request, reserved, move.number)
+        state = _state(request, reserved, dropped, move.number)
         handoff = move.handoff = pair.reserve(state, room_tokens=MOVE_ROOM_TOKENS, on_stalled=log.warning)
         await handoff.granted()
         for _ in range(MAX_ROUNDS):
@@ -156,13 +157,16 @@ class Moves:
         self._note_still(move)
         await move.still.wait()
         computed_ns, tokens = time.monotonic_ns(), request.tokens
-        self._send(move, handoff, pages_for(len(tokens) - 1, self._host.pool.page_size))
-        return await handoff.commit(
+        num_tokens = len(tokens) - 1 - dropped
+        self._send(move, handoff, pages_for(num_tokens, self._host.pool.page_size))
+        receipt = await handoff.commit(
             token_id=tokens[-1],
-            num_tokens=len(tokens) - 1,
+            num_tokens=num_tokens,
             computed_ns=computed_ns,
             more_token_ids=tokens[reserved:-1],
         )
+        receipt.dropped_pages = request.num_dropped
+        return receipt
 
     def _send(self, move: _Move, handoff: Handoff, end: int) -> int:
         """The pages before `end` that have not gone yet; how many there were."""
@@ -200,11 +204,11 @@ class Moves:
         self._host.streams.flush()
 
 
-def _state(request: HeldAnswer, num_tokens: int, move: int) -> pb.RequestState:
-    """Of the first so many tokens, which have their KV."""
+def _state(request: HeldAnswer, num_tokens: int, dropped_tokens: int, move: int) -> pb.RequestState:
+    """Of the first so many tokens, which have their KV, but for those that were dropped."""
     state = pb.RequestState()
     state.CopyFrom(request.state)
-    state.held, state.move = False, move
+    state.held, state.move, state.dropped_tokens = False, move, dropped_tokens
     del state.output_ids[:]
     state.output_ids.extend(request.tokens[request.prompt_len : num_tokens])
     return state

@@ -29,6 +29,9 @@ Prompts beside. Where prompts are computed in the same pages, each counts from i
 admitted, and whoever asked for pages first, prompt or reservation of one priority, has them first. One that stays is
 *adopted* when it is computed, pages and all; one that leaves is gone then.
 
+Dropped pages. One that keeps less than all of its KV counts the tokens that it holds, in all lengths and positions:
+`drop_page` takes a page from among them.
+
 The batch. Ready requests join by priority, then in order of their commit, up to max_batch_size. Each step computes one
 token for every running request that has no token in flight beyond what its pages can hold.
 
@@ -92,6 +95,7 @@ class DecodeRequest:
     priority: int
     prompt_len: int  # tokens handed over
     max_len: int  # prompt and output at most; the last token's KV is never needed
+    most_pages: int  # that it holds at most
     hashes: list[PageHash]
     stage: _Stage = _Stage.QUEUED
     pages: list[int] = field(default_factory=list)
@@ -150,13 +154,15 @@ class DecodePolicy:
         room: int = 0,
         is_held: bool = False,
         priority: int = 0,
+        most_pages: int = NEVER,
     ) -> Granted | Queued | Denied:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
         `room`: it runs elsewhere, and may have grown by so many when it comes; it waits for nothing. `is_held`: it is
-        not computed before on_begin. `priority`: lower goes first."""
+        not computed before on_begin. `priority`: lower goes first. `most_pages`: more it will never hold."""
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
-        request = self._made(request_id, num_tokens, num_tokens + max_new_tokens - 1, hashes, is_held, priority)
+        max_len = num_tokens + max_new_tokens - 1
+        request = self._made(request_id, num_tokens, max_len, hashes, is_held, priority, most_pages)
         if isinstance(request, Denied):
             return request
         request.room = min(room, max_new_tokens - 2)
@@ -173,7 +179,14 @@ class DecodePolicy:
         return Queued(reason=why)
 
     def _made(
-        self, request_id: str, num_tokens: int, max_len: int, hashes: Sequence[PageHash], is_held: bool, priority: int
+        self,
+        request_id: str,
+        num_tokens: int,
+        max_len: int,
+        hashes: Sequence[PageHash],
+        is_held: bool,
+        priority: int,
+        most_pages: int = NEVER,
     ) -> DecodeRequest | Denied:
         if request_id in self._requests or request_id in self._expected:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
@@ -183,10 +196,11 @@ class DecodePolicy:
             priority=priority,
             prompt_len=num_tokens,
             max_len=max_len,
+            most_pages=max(self._pages_for(num_tokens), min(most_pages, self._pages_for(max_len))),
             hashes=list(hashes[: num_tokens // self.pool.page_size]),
             is_held=is_held,
         )
-        if (need := self._pages_for(request.max_len)) > self.pool.num_pages:
+        if (need := request.most_pages) > self.pool.num_pages:
             return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
         self._next_order += 1
         return request
@@ -228,12 +242,14 @@ class DecodePolicy:
         self.num_changes += 1
         return True
 
-    def adopt(self, request_id: str, pages: Sequence[int], hashes: Sequence[PageHash]) -> None:
+    def adopt(self, request_id: str, pages: Sequence[int], hashes: Sequence[PageHash], num_dropped: int = 0) -> None:
         """The prompt is computed, in these pages, which are this request's from now on, too. Its full pages have been,
-        or will be, published by whoever computed them."""
+        or will be, published by whoever computed them. `num_dropped`: it has so many more, which it does not keep."""
         request = self._requests[request_id]
         assert request.stage is _Stage.READING, f"{request_id} is {request.stage.value}, not reading"
         self.pool.hold(pages)
+        request.prompt_len -= num_dropped * self.pool.page_size
+        request.max_len -= num_dropped * self.pool.page_size
         request.pages = list(pages)
         request.hashes = list(hashes[: request.prompt_len // self.pool.page_size])
         request.published_pages = len(request.hashes)
@@ -288,6 +304,20 @@ class DecodePolicy:
     def _on_ready(self, request: DecodeRequest) -> None:
         request.stage = _Stage.READY
         self._ready = in_turn(self._ready, request)
+
+    def drop_page(self, request_id: str, index: int) -> bool:
+        """What stands in this one of its pages is not wanted any more: the page goes, and what is behind moves up in
+        the request's lengths and positions. False while a batch or a move reads its pages."""
+        request = self._requests[request_id]
+        if request.is_in_use or request.is_over:
+            return False
+        self.pool.release([request.pages.pop(index)])
+        tokens = self.pool.page_size
+        request.prompt_len -= tokens  # below 0, in time: only what it has beyond is asked for
+        request.max_len -= tokens
+        request.computed_len -= tokens
+        request.scheduled_len -= tokens
+        return True
 
     def on_begin(self, request_id: str) -> None:
         """A held request may join the batch. One that is not held, or not here any more: ignored."""
@@ -495,8 +525,8 @@ class DecodePolicy:
     def _leaves_room(self, request: DecodeRequest, taken: int) -> bool:
         left = self.pool.available - taken
         if self.options.admission == "worst_case":
-            promised = sum(self._pages_for(r.max_len) for r in self._requests.values() if r.stage is not _Stage.QUEUED)
-            return left >= 0 and promised + self._pages_for(request.max_len) <= self.pool.num_pages
+            promised = sum(r.most_pages for r in self._requests.values() if r.stage is not _Stage.QUEUED)
+            return left >= 0 and promised + request.most_pages <= self.pool.num_pages
         is_alone = len(self._queued) == len(self._requests)
         return left >= (0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages)))
 

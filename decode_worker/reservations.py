@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.policy import DecodePolicy
+from decode_worker.policy import NEVER, DecodePolicy
 from engine.adapters.files import AdapterError
 from engine.pages.pool import PageHash
 from engine.types import InvalidRequest
@@ -22,7 +22,7 @@ from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.requests import HeldRequest, adapter_of, read_request, root_of
+from worker.requests import HeldRequest, adapter_of, kept_of, read_request, root_of
 from worker.role import RoleHost
 from worker.wire.credentials import FollowedTls
 
@@ -39,6 +39,7 @@ class HeldAnswer(HeldRequest):
 
     parent: PageHash  # hash of the last page whose tokens are known
     hashed_pages: int
+    num_dropped: int = 0  # of its pages, which it does not keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,8 @@ class Reservations:
                 self._host.engine.adapters.check(adapter)
         except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
-        root = root_of(request)
-        hashes = self._host.page_hashes(tokens, root)
+        root, kept = root_of(request), kept_of(request, self._host.pool.page_size)
+        hashes = self._host.page_hashes(tokens, root) if kept is None else []
         if self.reads_prompts and self._host.engine.layout.has_states:
             # a page that others have must not be computed again, as the last one of a prompt that is unread may be
             hashes = hashes[: (len(tokens) - 1) // self._host.pool.page_size]
@@ -99,15 +100,18 @@ class Reservations:
             parent=hashes[-1] if hashes else root,
             hashed_pages=len(hashes),
             weights=None if adapter is None else self._host.engine.adapters.begin(adapter),
+            kept=kept,
+            num_dropped=request.dropped_tokens // self._host.pool.page_size,
         )
         answer = self._policy.reserve(
             held.id,
-            num_tokens=len(tokens),
+            num_tokens=len(tokens) - request.dropped_tokens,
             max_new_tokens=held.new_tokens_left,
             hashes=hashes,
             room=room_tokens,
             is_held=request.held,
             priority=request.priority,
+            most_pages=NEVER if kept is None else kept.most_held,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
@@ -128,6 +132,7 @@ class Reservations:
         held = self.requests[request.request_id]
         held.tokens += token_ids
         self._policy.on_committed(held.id, len(token_ids) - 1)
+        receipt.dropped_pages = held.num_dropped
         self._tell_ready(held, receipt)
 
     @property
@@ -149,7 +154,7 @@ class Reservations:
             )
         )
 
-    def keep(self, request: HeldRequest, token_id: int, hashes: Sequence[PageHash]) -> HandoffReceipt:
+    def keep(self, request: HeldRequest, token_id: int, hashes: Sequence[PageHash], num_dropped: int) -> HandoffReceipt:
         """A prompt that was computed in this worker's pages is its own from now on: nothing moves."""
         held = HeldAnswer(
             state=request.state,
@@ -158,9 +163,11 @@ class Reservations:
             parent=hashes[-1] if hashes else root_of(request.state),
             hashed_pages=len(hashes),
             weights=request.weights,
+            kept=request.kept,
+            num_dropped=num_dropped,
         )
         self.requests[held.id] = held
-        receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True)
+        receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True, dropped_pages=num_dropped)
         self._tell_ready(held, receipt)
         return receipt
 

@@ -66,6 +66,16 @@ class Engine:
         """Whether `begin` returns before the step is done, so that it pays to begin the next one meanwhile."""
         return self.steps.can_overlap and not self.layout.has_states  # a step that fails is taken back at once
 
+    @cached_property
+    def why_kept_whole(self) -> str:
+        """Why no page of a request can be left out, in a few words; empty if one can be."""
+        attentions = self.model.probe.attentions
+        if self.layout.has_states or not attentions:
+            return "keeps a state beside KV"
+        if any(layer.window or layer.chunk for layer in attentions):
+            return "has layers with a window or chunks of their own"
+        return "has ALiBi" if any(layer.has_slopes for layer in attentions) else ""
+
     def step(self, step: Step) -> list[SampledToken]:
         """Run every chunk's tokens; return one token for each chunk that has `sample`, in the chunks' order.
 

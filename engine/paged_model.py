@@ -90,6 +90,8 @@ class PagedModel:
         """What this process does of the pass."""
         if self.probe.has_states:
             self.journal.states = States(memory, meta)
+        for _, mass in meta.masses:
+            mass.begin()
         state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales, states=self.journal.states)
         return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from engine.pages.kept import KeptPages
+
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0  # OpenAI's
@@ -196,6 +198,16 @@ class NextTokens(Protocol):
         """Why there are none, in a sentence."""
 
 
+class AttentionMass(Protocol):
+    """Who adds up what a prompt's rows give of their attention (pages/mass.py)."""
+
+    def begin(self) -> None:
+        """A step begins; what one added that failed is void."""
+
+    def add(self, weights_L: Any) -> None:
+        """Of one layer's rows in it, to each token so far: a tensor [tokens]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
     """Draw one token after a token of a chunk. `prompt_ids` and `output_ids` are read for penalties only."""
@@ -239,7 +251,8 @@ class Chunk:
 
     `block_table` names the pages of positions 0 .. start + len(token_ids) - 1, in order. A token id may be PENDING in
     a step that is begun while the one before it, which draws that token, still runs. `scores` are for what follows its
-    first tokens, in order, and `sample` is for what follows its last one.
+    first tokens, in order, and `sample` is for what follows its last one. Of a request that keeps less than all of its
+    KV (`kept`), the first `num_dropped` of the pages that it does not keep are not in `block_table`.
     """
 
     request_id: str
@@ -250,6 +263,9 @@ class Chunk:
     scores: Sequence[SampleSpec] = ()
     draft: Draft | None = None  # what a draft model guesses is run behind its one token
     adapter: Adapter | None = None
+    kept: KeptPages | None = None
+    num_dropped: int = 0
+    mass: AttentionMass | None = None  # told what its rows attend to
 
 
 OnLayer = Callable[[int], None]

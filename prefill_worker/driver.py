@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.adapters.files import AdapterError
+from engine.pages.mass import PageMass
 from engine.pages.pool import PageHash, pages_for
 from engine.types import Chunk, InvalidRequest, OnLayer, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied
@@ -27,7 +28,7 @@ from prefill_worker.passing import Passing
 from prefill_worker.policy import ChunkPlan, PrefillBatch, PrefillPolicy
 from worker.convert import failure_cause, logprobs_to_proto, token_output
 from worker.peers.peers import Peers, Undelivered
-from worker.requests import HeldRequest, read_request, root_of
+from worker.requests import HeldRequest, kept_of, read_request, root_of
 from worker.role import RoleHost
 from worker.steps.slow import StepClock
 from worker.streams.router_link import RouterLink
@@ -52,9 +53,15 @@ class DecodesBeside(Protocol):
         """A prompt has come. Or why it may not."""
 
     def adopt(
-        self, request: HeldRequest, token_id: int, pages: Sequence[int], hashes: Sequence[PageHash]
+        self,
+        request: HeldRequest,
+        token_id: int,
+        pages: Sequence[int],
+        hashes: Sequence[PageHash],
+        num_dropped: int = 0,
     ) -> HandoffReceipt:
-        """One that stays is computed, in these pages; `token_id` is its first token."""
+        """One that stays is computed, in these pages; `token_id` is its first token. `num_dropped`: pages of it that
+        are not kept."""
 
 
 class PrefillRole:
@@ -96,6 +103,7 @@ class PrefillRole:
         if pages_for(len(tokens), pool.page_size) > pool.num_pages:
             raise InvalidRequest(f"{self._name}: the prompt of {len(tokens)} tokens needs more pages than exist")
         request = HeldPrompt(state=state, link=link, params=params, tokens=tokens, decode=submit.decode)
+        self._keep(request)
         self.requests[request.id] = request
         request.stays = self._beside is not None and request.decode.name == self._name
         needs_pair = request.new_tokens_left > 1 and not request.stays
@@ -107,6 +115,18 @@ class PrefillRole:
             self._enqueue(request)
         else:
             self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
+
+    def _keep(self, request: HeldPrompt) -> None:
+        """Note what it keeps of its KV. Raises InvalidRequest where its model keeps all."""
+        if not request.state.kv_policy.window_tokens:
+            return
+        if why := self._host.engine.why_kept_whole:
+            model = self._host.engine.info.architecture
+            raise InvalidRequest(f"kv_policy is given, but {model} {why}; leave it out")
+        page_size = self._host.pool.page_size
+        request.kept = kept_of(request.state, page_size)
+        if request.kept is None:
+            request.mass = PageMass(page_size)
 
     def on_begin(self, request_id: str) -> None:
         """It holds none."""
@@ -194,8 +214,11 @@ class PrefillRole:
             del self.requests[request.id]
             self._refuse(request.link, request.state, denied.reason)
             return
-        is_scored = request.params.prompt_logprobs is not None  # all of it must be read
-        hashes = () if is_scored else self._host.page_hashes(request.tokens, root_of(request.state))
+        is_scored = request.params.prompt_logprobs is not None
+        is_whole = is_scored or request.mass is not None  # all of it must be read
+        # behind the prompt KV is another request's only where that keeps as much
+        shared = request.tokens if request.kept is None else request.tokens[: request.prompt_len]
+        hashes = () if is_whole else self._host.page_hashes(shared, root_of(request.state))
         chunk = SCORED_CHUNK if is_scored else len(request.tokens)
         self.policy.add(request.id, len(request.tokens), hashes, request.state.priority, longest_chunk=chunk)
         self._host.wake()
@@ -256,7 +279,8 @@ class PrefillRole:
     def _begin(self, request: HeldPrompt) -> None:
         cached_tokens = self.policy.cached_len_of(request.id)
         request.link.event(request.state, pb.EVENT_KIND_PREFILL_STARTED, cached_tokens=cached_tokens)
-        if request.new_tokens_left > 1 and not request.stays and not request.is_cancelled:
+        is_known = request.mass is None  # what is kept; else that follows when all is read
+        if request.new_tokens_left > 1 and not request.stays and not request.is_cancelled and is_known:
             self.handoffs.open(request)
 
     def _chunk(self, request: HeldPrompt, plan: ChunkPlan) -> Chunk:
@@ -269,6 +293,8 @@ class PrefillRole:
             sample=request.sample_spec(len(request.tokens), self._host.engine) if plan.is_last else None,
             scores=request.score_specs(plan.start, end),
             adapter=request.adapter,
+            kept=request.kept,
+            mass=request.mass,
         )
 
     def on_step(self, batch: PreparedBatch, tokens: Sequence[SampledToken]) -> None:
@@ -277,6 +303,8 @@ class PrefillRole:
         for chunk in chunks:
             if (request := self.requests.get(chunk.request_id)) is not None:
                 request.trace.chunk(took, chunk.length, len(chunks))
+                if request.mass is not None:
+                    request.mass.settle()
         self._host.counters["prompt_tokens"] += batch.plan.num_tokens
         for token in tokens:
             self._on_token(token, computed_ns)
@@ -305,6 +333,9 @@ class PrefillRole:
         first = pb.EVENT_KIND_FIRST_TOKEN
         request.link.event(request.state, first, at_ns=computed_ns, trace=request.trace.told())
         output = token_output(request.state, index, token, reason)
+        if request.mass is not None:
+            self._choose_kept(request, request.mass)
+            output.heavy_pages.extend(request.state.heavy_pages)
         output.prompt_logprobs.extend(request.scores)
         request.link.token(output)
         self._host.counters["generated_tokens"] += 1
@@ -317,12 +348,19 @@ class PrefillRole:
             request.is_cancelled = True
             self.handoffs.spawn(self._let_go(request, f"finished: {reason}"))
 
+    def _choose_kept(self, request: HeldPrompt, mass: PageMass) -> None:
+        page_size = self._host.pool.page_size
+        request.state.heavy_pages.extend(mass.heaviest(pages_for(request.state.kv_policy.heavy_tokens, page_size)))
+        request.kept, request.mass = kept_of(request.state, page_size), None
+
     # Ends
 
     def _stay(self, request: HeldPrompt, token_id: int) -> None:
         assert self._beside is not None, f"{request.id} stays where nothing decodes"
         pages, hashes = self.policy.pages_of(request.id), self.policy.hashes_of(request.id)
-        receipt = self._beside.adopt(request, token_id, pages, hashes)
+        if request.kept is not None:
+            pages, hashes = [pages[number] for number in request.relayed(0, len(pages))[1]], ()
+        receipt = self._beside.adopt(request, token_id, pages, hashes, request.num_dropped)
         handed_off = pb.EVENT_KIND_HANDED_OFF
         request.link.event(request.state, handed_off, receipt=receipt, decode_worker=self._name)
         self._finish(request)

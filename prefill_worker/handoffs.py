@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.pages.mass import PageMass
 from engine.pages.pool import pages_for
 from engine.types import OnLayer
 from kv_transfer.plan import layer_groups
@@ -46,7 +48,21 @@ class HeldPrompt(HeldRequest):
     is_passing: bool = False  # to another worker, which reads the rest
     stays: bool = False  # it is decoded here
     scores: list[PositionLogprobs] = field(default_factory=list)  # of its prompt, where they are wanted
+    mass: PageMass | None = None  # by which it is chosen what is kept
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
+
+    def relayed(self, begin: int, end: int) -> tuple[int, Sequence[int]]:
+        """Of its token pages [begin, end) those that are kept, and how many are kept before them."""
+        if self.kept is None:
+            return begin, range(begin, end)
+        held = self.kept.held(self.num_dropped, end * self.kept.page_size)
+        index = bisect_left(held, begin)
+        return index, held[index:]
+
+    @property
+    def num_dropped(self) -> int:
+        """Of its pages, when all of it is read."""
+        return 0 if self.kept is None else self.kept.num_dropped(len(self.tokens))
 
     def told(self) -> pb.Trace | None:
         """Where its time went, since that was told last."""
@@ -57,7 +73,7 @@ class HeldPrompt(HeldRequest):
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Pages [begin, end) of a request, which a chunk completes, for its handoff."""
+    """Pages [begin, end) of those that a request keeps, which a chunk completes, for its handoff."""
 
     handoff: Handoff
     begin: int
@@ -124,9 +140,11 @@ class Handoffs:
                 if request.handoff is None or request.moving_to is not None:
                     await self._move(request)
                 assert request.handoff is not None
+                num_tokens = len(request.tokens) - request.state.dropped_tokens
                 receipt = await request.handoff.commit(
-                    token_id=token_id, num_tokens=len(request.tokens), computed_ns=computed_ns
+                    token_id=token_id, num_tokens=num_tokens, computed_ns=computed_ns
                 )
+                receipt.dropped_pages = request.num_dropped
                 self.peers.on_receipt(request.decode, receipt)
                 return receipt
             except Exception as error:
@@ -159,11 +177,14 @@ class Handoffs:
         if request.is_cancelled:
             raise HandoffDenied("cancelled", retryable=False)
         handoff = self._reserve(request, pair)
-        handoff.pages_ready(0, list(self._policy.pages_of(request.id)))
+        pages = self._policy.pages_of(request.id)
+        _, numbers = request.relayed(0, len(pages))
+        handoff.pages_ready(0, [pages[number] for number in numbers])
 
     def _reserve(
         self, request: HeldPrompt, pair: PrefillPair, on_stalled: Callable[[str], None] | None = None
     ) -> Handoff:
+        request.state.dropped_tokens = request.num_dropped * self._host.pool.page_size
         handoff = pair.reserve(request.state, on_stalled=on_stalled or partial(self._on_stalled, request))
         request.handoff = handoff
         self._policy.on_handoff_opened(request.id)
@@ -186,8 +207,9 @@ class Handoffs:
         """The pages that this chunk completes; the last chunk takes the partly filled page along."""
         end, page_size = chunk.start + chunk.length, self._host.pool.page_size
         begin, request.sent_pages = request.sent_pages, pages_for(end, page_size) if chunk.is_last else end // page_size
-        pages = list(self._policy.pages_of(request.id)[begin : request.sent_pages])
-        return SegmentPlan(handoff, begin, request.sent_pages, pages)
+        index, numbers = request.relayed(begin, request.sent_pages)
+        pages = self._policy.pages_of(request.id)
+        return SegmentPlan(handoff, index, index + len(numbers), [pages[number] for number in numbers])
 
     def on_layer(self, segments: Sequence[SegmentPlan]) -> OnLayer | None:
         """Gives the segments to their handoffs, a group of layers at a time, as the engine's thread computes them."""

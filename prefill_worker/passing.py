@@ -48,7 +48,8 @@ class Passing:
         """`number`: of the Move that asks for it."""
         if request.is_cancelled:
             return
-        if not self._policy.may_pass(request.id) or request.params.prompt_logprobs is not None:
+        is_gathered = request.params.prompt_logprobs is not None or request.state.HasField("kv_policy")
+        if not self._policy.may_pass(request.id) or is_gathered:
             why = f"{self._host.options.name} has nothing of it left to read, or gathers what is wanted of its prompt"
             self._tell_failed(request, Undelivered(why, pb.FAILURE_CAUSE_ROOM, to.name), number)
             return

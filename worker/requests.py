@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.pages.pool import PageHash, chain_root
+from engine.pages.kept import KeptPages
+from engine.pages.pool import PageHash, chain_root, pages_for
 from engine.types import Adapter, InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import sampling_from_proto
@@ -30,6 +31,7 @@ class HeldRequest:
     prompt_len: int = field(init=False)
     adapter: Adapter | None = field(init=False)
     weights: Future[AdapterWeights] | None = None  # of its adapter, which are in memory for as long as this is held
+    kept: KeptPages | None = None  # None: all, or not known yet
 
     def __post_init__(self) -> None:
         self.id, self.prompt_len = self.state.request_id, len(self.state.prompt_ids)
@@ -71,6 +73,21 @@ class HeldRequest:
         params = SamplingParams(temperature=0.0, logprobs=self.params.prompt_logprobs)
         following = range(start + 1, min(end + 1, self.prompt_len))
         return [SampleSpec(params=params, position=at, given_id=self.tokens[at]) for at in following]
+
+
+def kept_of(state: pb.RequestState, page_size: int) -> KeptPages | None:
+    """What it keeps; None: all, or that is not known before its first token is."""
+    policy = state.kv_policy
+    if not policy.window_tokens or (policy.heavy_tokens and not state.output_ids and not state.heavy_pages):
+        return None
+    return kept_pages(state, state.heavy_pages, page_size)
+
+
+def kept_pages(state: pb.RequestState, heavy: Sequence[int], page_size: int) -> KeptPages:
+    policy, prompt_len = state.kv_policy, len(state.prompt_ids)
+    sinks = range(pages_for(min(policy.sink_tokens, prompt_len), page_size))
+    pages = tuple(sorted({*sinks, *heavy}))
+    return KeptPages(pages=pages, window=policy.window_tokens, prompt_len=prompt_len, page_size=page_size)
 
 
 def adapter_of(state: pb.RequestState) -> Adapter | None:

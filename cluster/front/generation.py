@@ -150,6 +150,7 @@ class Generation:
             admit=partial(self._admit, served, ending),
             limits=limits,
             account=self.allowances.of(CALLER.get()),
+            usual_kept=served.router.policy.options.kept_tokens,
         )
         _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
         return checked

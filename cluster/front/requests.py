@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import grpc
@@ -55,11 +56,12 @@ async def check_request(
     admit: Callable[[str, int], None],
     limits: TimeLimits,
     account: Account = NO_LIMITS,
+    usual_kept: Mapping[str, int] = MappingProxyType({}),
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
     `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
-    the caller gets nothing now.
+    the caller gets nothing now. `usual_kept`: the KvPolicy of requests that give none.
     """
     adapter = adapters.asked(request.model, request.adapter)
     request_id = checked_id(request.request_id)
@@ -68,6 +70,7 @@ async def check_request(
     slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
     priority = _priority(request.priority, caller, account.least_priority)
     pair = _pair(request.prefill_worker, request.decode_worker, caller)
+    kept = _kv_policy(request.kv_policy if request.HasField("kv_policy") else generate_pb2.KvPolicy(**usual_kept))
     check_counts((field.name, value) for field, value in request.sampling.ListFields())
     seed = 0 if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS)
     params = sampling_from_proto(request.sampling, seed=seed)
@@ -96,6 +99,7 @@ async def check_request(
         weight=account.weight,
         cache_salt=cache_salt,
         adapter=adapter,
+        kv_policy=kept,
         slo=slo,
         priority=priority,
         pair=pair,
@@ -161,6 +165,18 @@ def _pair(prefill: str, decode: str, caller: str) -> tuple[str, str] | None:
     if not prefill or not decode:
         raise InvalidRequest("of prefill_worker and decode_worker one is given; give both, or neither")
     return prefill, decode
+
+
+def _kv_policy(given: generate_pb2.KvPolicy) -> generate_pb2.KvPolicy | None:
+    """None where all is kept."""
+    for key in ("window_tokens", "sink_tokens", "heavy_tokens"):
+        tokens = getattr(given, key)
+        if tokens < 0:
+            raise InvalidRequest(f"kv_policy.{key} is {tokens}; give 0 or more")
+        if tokens and not given.window_tokens:
+            why = f"kv_policy.{key} is {tokens} and kv_policy.window_tokens is 0"
+            raise InvalidRequest(f"{why}; give a window of a token or more, or neither to keep all")
+    return given if given.window_tokens else None
 
 
 def _target_s(key: str, given_ms: float) -> float:

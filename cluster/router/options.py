@@ -55,6 +55,15 @@ class RouterOptions:
         ge=0,
     )
     slo_tpot_ms: float = knob(0.0, "likewise for each token after the first", unit="ms", ge=0)
+    kv_window_tokens: int = knob(
+        0,
+        "of a request, the last ones, whose KV is kept behind its prompt, unless its `kv_policy` says otherwise: see "
+        "*Keeping less KV*; 0: all of it",
+        unit="tokens",
+        ge=0,
+    )
+    kv_sink_tokens: int = knob(0, "likewise, the first ones", unit="tokens", ge=0)
+    kv_heavy_tokens: int = knob(0, "likewise, those of the prompt that were attended to most", unit="tokens", ge=0)
     placement: Literal["predicted", "splitwise"] = knob("predicted", "who serves a request: see *Which workers*")
     refuse_late: bool = knob(
         False,
@@ -69,3 +78,11 @@ class RouterOptions:
     def targets_s(self) -> tuple[float, float]:
         """TTFT and TPOT; 0: none."""
         return self.slo_ttft_ms / 1e3, self.slo_tpot_ms / 1e3
+
+    @property
+    def kept_tokens(self) -> dict[str, int]:
+        """Fields of a KvPolicy; none: all KV is kept."""
+        if not self.kv_window_tokens:
+            return {}
+        kept = {"sink_tokens": self.kv_sink_tokens, "heavy_tokens": self.kv_heavy_tokens}
+        return {"window_tokens": self.kv_window_tokens, **kept}

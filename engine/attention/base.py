@@ -8,8 +8,8 @@ Shapes: T packed rows, S sequences, H query heads, G key/value heads, D key widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.tables import PageTables
-from engine.types import Chunk
+from engine.types import AttentionMass, Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,13 @@ class StepMeta:
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [S + 1]: rows query_starts[s] .. query_starts[s + 1] are sequence s
-    starts: torch.Tensor  # int32 [S]: position of a sequence's first row
+    starts: torch.Tensor  # int32 [S]: keys before a sequence's first row, its position where none were dropped
     block_tables: torch.Tensor  # int32 [S, pages of the longest]: unused entries are 0
     slots: torch.Tensor  # int64 [rows without padding]: page * page_size + offset
     page_size: int
     tables: PageTables | None = None  # the same pages in the form FlashInfer reads; only where it runs
     host_tables: npt.NDArray[np.int32] | None = None  # block_tables, on the host; of steps that were packed here
+    masses: Sequence[tuple[int, AttentionMass]] = ()  # sequences whose attention to their pages is wanted
 
     @property
     def num_rows(self) -> int:
@@ -79,6 +80,11 @@ class AttentionBackend(Protocol):
 
 def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -> StepMeta:
     """Pack `chunks` in order; padding rows (token 0 at position 0) follow, up to a multiple of `row_multiple`."""
+    if any(c.kept is not None for c in chunks):
+        pieces = [piece for chunk in chunks for piece in _pieces(chunk, page_size)]
+    else:
+        pieces = [(chunk, 0) for chunk in chunks]
+    chunks, dropped = [chunk for chunk, _ in pieces], np.array([tokens for _, tokens in pieces], dtype=np.int64)
     lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int64)
     starts = np.array([c.start for c in chunks], dtype=np.int64)
     query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
@@ -96,6 +102,7 @@ def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -
     positions[:rows] = np.arange(rows) - query_starts[sequence] + starts[sequence]
     page = tables[sequence, positions[:rows] // page_size].astype(np.int64)
     slots = page * page_size + positions[:rows] % page_size
+    positions[:rows] += dropped[sequence]
 
     return StepMeta(
         token_ids=torch.from_numpy(token_ids),
@@ -106,4 +113,26 @@ def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -
         slots=torch.from_numpy(slots),
         page_size=page_size,
         host_tables=tables,
+        masses=[(i, chunk.mass) for i, chunk in enumerate(chunks) if chunk.mass is not None],
     )
+
+
+def _pieces(chunk: Chunk, page_size: int) -> Iterator[tuple[Chunk, int]]:
+    """The chunk in parts whose rows see the same pages, as chunks of sequences that have no others; with each, how many
+    tokens stand before it and are not seen."""
+    if (kept := chunk.kept) is None:
+        yield chunk, 0
+        return
+    numbers = kept.held(chunk.num_dropped, chunk.start + len(chunk.token_ids))
+    table = dict(zip(numbers, chunk.block_table, strict=False))
+    for start, length in kept.pieces(chunk.start, len(chunk.token_ids)):
+        num_dropped = kept.num_dropped(start)
+        assert num_dropped >= chunk.num_dropped, f"{chunk.request_id}: a row sees a page that is gone"
+        offset, missing = start - chunk.start, num_dropped * page_size
+        piece = replace(
+            chunk,
+            token_ids=chunk.token_ids[offset : offset + length],
+            start=start - missing,
+            block_table=[table[number] for number in kept.held(num_dropped, start + length)],
+        )
+        yield piece, missing

@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall, StepMeta
 from engine.attention.probe import Probe
+from engine.attention.torch_backend import attention_to_keys
 from engine.pages import fp8, int8_rows
 from engine.pages.fp8 import KvScale
 from engine.pages.memory import LayerPages
@@ -76,5 +77,12 @@ class ForwardPass:
     ) -> torch.Tensor:
         """Write, tell, attend: [T, H, E]."""
         k_pages, v_pages = self.write(layer, k_TGD, v_TGE)
-        call = self.call(layer, scaling, softcap, sinks, slopes)
+        return self.attend(q_THD, k_pages, v_pages, self.call(layer, scaling, softcap, sinks, slopes))
+
+    def attend(
+        self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """[T, H, E] of the rows, whose K and V stand in the pages."""
+        for sequence, mass in self.meta.masses:
+            mass.add(attention_to_keys(q_THD, k_pages, self.meta, sequence, call))
         return self.backend.attend(q_THD, k_pages, v_pages, self.meta, call)

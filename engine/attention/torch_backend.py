@@ -55,10 +55,36 @@ def _widened(rows: torch.Tensor, scale: float) -> torch.Tensor:
     return rows.float() if scale == 1.0 else rows.float() * scale
 
 
+def attention_to_keys(
+    q_THD: torch.Tensor, k_pages: torch.Tensor, meta: StepMeta, sequence: int, call: AttentionCall
+) -> torch.Tensor:
+    """What the rows of a sequence give of their attention to each of its keys, summed over rows and heads: [L]."""
+    first, last = (int(row) for row in meta.query_starts[sequence : sequence + 2])
+    start = int(meta.starts[sequence])
+    num_keys = start + last - first
+    pages = meta.block_tables[sequence, : -(-num_keys // meta.page_size)].long()
+    k_LGD = _widened(k_pages[pages].flatten(0, 1)[:num_keys], call.k_scale)
+    sums_L = k_LGD.new_zeros(num_keys)
+    rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
+    for row in range(first, last, rows_per_block):
+        end = min(row + rows_per_block, last)
+        sums_L += _weights(q_THD[row:end], k_LGD, start + row - first, call).sum((0, 1))
+    return sums_L
+
+
 def _attend_rows(
     q_QHD: torch.Tensor, k_LGD: torch.Tensor, v_LGE: torch.Tensor, first_position: int, call: AttentionCall
 ) -> torch.Tensor:
     """Rows at positions first_position, first_position + 1, ... over keys at positions 0 .. L - 1: [Q, H, E]."""
+    rows, heads, _ = q_QHD.shape
+    num_keys, kv_heads, _ = k_LGD.shape
+    weights = _weights(q_QHD, k_LGD, first_position, call)
+    out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
+    return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
+
+
+def _weights(q_QHD: torch.Tensor, k_LGD: torch.Tensor, first_position: int, call: AttentionCall) -> torch.Tensor:
+    """Of each row for each key: [H, Q, L]."""
     rows, heads, _ = q_QHD.shape
     num_keys, kv_heads, _ = k_LGD.shape
     q_GRD = q_QHD.float().view(rows, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3).flatten(1, 2)
@@ -69,9 +95,7 @@ def _attend_rows(
     if call.slopes is not None:
         scores += call.slopes.view(-1, 1, 1) * _behind(rows, num_keys, first_position, scores.device)
     scores.masked_fill_(~_visible(rows, num_keys, first_position, call, scores.device), float("-inf"))
-    weights = _softmax(scores, call.sinks)
-    out_GRE = torch.bmm(weights.view(kv_heads, -1, num_keys), v_LGE.transpose(0, 1))
-    return out_GRE.view(heads, rows, -1).transpose(0, 1).to(q_QHD.dtype)
+    return _softmax(scores, call.sinks)
 
 
 def _behind(rows: int, num_keys: int, first_position: int, device: torch.device) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Attention:
             self.qkv(hidden_states), position_embeddings, self.heads, self.layer, kvrelay
         )
         memory, call = kvrelay.memory, kvrelay.call(self.layer, self.scaling)
-        attended = kvrelay.backend.attend(q_THD, memory.k(self.layer), memory.v(self.layer), kvrelay.meta, call)
+        attended = kvrelay.attend(q_THD, memory.k(self.layer), memory.v(self.layer), call)
         return self.out(attended.view(1, q_THD.shape[0], -1)), None
 
 

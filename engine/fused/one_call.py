@@ -73,7 +73,7 @@ class LayersInOneCall:
 
     def serves(self, state: ForwardPass) -> bool:
         """Whether a pass can go this way."""
-        if not isinstance(state.backend, NativeBackend) or state.scales is not None:
+        if not isinstance(state.backend, NativeBackend) or state.scales is not None or state.meta.masses:
             return False
         if self._memory() is not state.memory:
             self._make_args(state)

@@ -85,7 +85,8 @@ class Reservation:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.request.output_ids)
+        """Whose KV will come."""
+        return len(self.request.prompt_ids) + len(self.request.output_ids) - self.request.dropped_tokens
 
     @property
     def most_more(self) -> int:

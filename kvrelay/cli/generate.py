@@ -77,6 +77,13 @@ class Sampling:
     ] = None
 
     cache_salt: Annotated[str | None, typer.Option(help="Share cached prefixes with the same salt only.")] = None
+    kv_window_tokens: Annotated[
+        int | None, typer.Option(help="Keep KV of the last so many tokens only; 0: all. Default: the server's.")
+    ] = None
+    kv_sink_tokens: Annotated[int | None, typer.Option(help="And of the first so many.")] = None
+    kv_heavy_tokens: Annotated[
+        int | None, typer.Option(help="And of so many of the prompt's that were attended to most.")
+    ] = None
     slo_ttft_ms: Annotated[
         float | None, typer.Option(help="Time its first token should take. Default: the server's.")
     ] = None

@@ -47,6 +47,10 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     for key in ("slo_ttft_ms", "slo_tpot_ms"):
         _set(request, key, values.pop(key, 0.0))
     _set(request, "priority", values.pop("priority", 0))
+    for key in ("window_tokens", "sink_tokens", "heavy_tokens"):
+        if (tokens := values.pop(f"kv_{key}", None)) is not None:
+            request.kv_policy.SetInParent()
+            _set(request.kv_policy, key, tokens)
     if isinstance(prompt, str):
         _set(request, "text", prompt, "prompt")
     else:

@@ -57,6 +57,8 @@ class GenerateOptions(TypedDict, total=False):
     adapter [none]: a LoRA adapter of the server's, which `model` may name as well.
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
         another has asked; where clients have names, each shares with itself only.
+    kv_window_tokens, kv_sink_tokens, kv_heavy_tokens [the server's]: how much of its KV is kept behind the prompt: the
+        last tokens, the first, those of the prompt that were attended to most; a window of 0 keeps all.
     slo_ttft_ms, slo_tpot_ms [the server's]: what its first token, and each after it, should take; it is placed by them.
     priority [0]: lower goes first where requests wait; below 0 is for operators.
     prefill_worker, decode_worker [chosen by the server]: who shall read and write it; for operators.
@@ -90,6 +92,9 @@ class GenerateOptions(TypedDict, total=False):
     adapter: str
     request_id: str
     cache_salt: str
+    kv_window_tokens: int
+    kv_sink_tokens: int
+    kv_heavy_tokens: int
     slo_ttft_ms: float
     slo_tpot_ms: float
     priority: int
@@ -135,6 +140,7 @@ class Receipt:
     resends: int
     transfer_s: float  # in which bytes moved, summed over the parts
     exposed_s: float  # from the last computed layer to the receipt: what prefill did not hide
+    dropped_pages: int = 0  # that are not kept (`kv_window_tokens`), and did not move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

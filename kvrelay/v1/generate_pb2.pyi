@@ -98,7 +98,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "cache_salt", "slo_ttft_ms", "slo_tpot_ms", "priority", "prefill_worker", "decode_worker", "adapter")
+    __slots__ = ("model", "text", "token_ids", "sampling", "request_id", "cache_salt", "slo_ttft_ms", "slo_tpot_ms", "priority", "prefill_worker", "decode_worker", "adapter", "kv_policy")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class GenerateRequest(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -123,7 +124,18 @@ class GenerateRequest(_message.Message):
     prefill_worker: str
     decode_worker: str
     adapter: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., slo_ttft_ms: _Optional[float] = ..., slo_tpot_ms: _Optional[float] = ..., priority: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    kv_policy: KvPolicy
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., slo_ttft_ms: _Optional[float] = ..., slo_tpot_ms: _Optional[float] = ..., priority: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., adapter: _Optional[str] = ..., kv_policy: _Optional[_Union[KvPolicy, _Mapping]] = ...) -> None: ...
+
+class KvPolicy(_message.Message):
+    __slots__ = ("window_tokens", "sink_tokens", "heavy_tokens")
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEAVY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    window_tokens: int
+    sink_tokens: int
+    heavy_tokens: int
+    def __init__(self, window_tokens: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., heavy_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -184,7 +196,7 @@ class Timeline(_message.Message):
     def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffReceipt(_message.Message):
-    __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s")
+    __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s", "dropped_pages")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +206,7 @@ class HandoffReceipt(_message.Message):
     RESENDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
     transport: str
     pages: int
     bytes: int
@@ -203,7 +216,8 @@ class HandoffReceipt(_message.Message):
     resends: int
     transfer_s: float
     exposed_s: float
-    def __init__(self, transport: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., checksums_ok: _Optional[bool] = ..., cached_pages: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., resends: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+    dropped_pages: int
+    def __init__(self, transport: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., checksums_ok: _Optional[bool] = ..., cached_pages: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., resends: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timeline", "receipt", "stop_string", "moved", "prompt_logprobs")

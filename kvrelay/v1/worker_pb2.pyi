@@ -68,7 +68,7 @@ WORKER_SPAN_KIND_FIRST_STEP: WorkerSpanKind
 WORKER_SPAN_KIND_SLOW_STEP: WorkerSpanKind
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move", "adapter")
+    __slots__ = ("request_id", "router_id", "prompt_ids", "output_ids", "sampling", "attempt", "cache_salt", "held", "priority", "move", "adapter", "kv_policy", "heavy_pages", "dropped_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,9 @@ class RequestState(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    HEAVY_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     router_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -91,7 +94,10 @@ class RequestState(_message.Message):
     priority: int
     move: int
     adapter: Adapter
-    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    kv_policy: _generate_pb2.KvPolicy
+    heavy_pages: _containers.RepeatedScalarFieldContainer[int]
+    dropped_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generate_pb2.SamplingParams, _Mapping]] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[str] = ..., held: _Optional[bool] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., kv_policy: _Optional[_Union[_generate_pb2.KvPolicy, _Mapping]] = ..., heavy_pages: _Optional[_Iterable[int]] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "path", "digest")
@@ -261,7 +267,7 @@ class Pong(_message.Message):
     def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ..., wall_ns: _Optional[int] = ...) -> None: ...
 
 class TokenOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs", "drafted", "accepted")
+    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs", "drafted", "accepted", "heavy_pages")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +277,7 @@ class TokenOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    HEAVY_PAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -280,7 +287,8 @@ class TokenOutput(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generate_pb2.PositionLogprobs]
     drafted: int
     accepted: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    heavy_pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., heavy_pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move", "trace")

@@ -115,6 +115,9 @@ class Sampled(BaseModel):
     cache_salt: str | None = None
     adapter: str | None = None
     priority: Int32 = 0
+    kv_window_tokens: Int32 | None = None
+    kv_sink_tokens: Int32 | None = None
+    kv_heavy_tokens: Int32 | None = None
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
 
@@ -167,7 +170,13 @@ class Sampled(BaseModel):
             priority=self.priority,
             slo_ttft_ms=self.slo_ttft_ms,
             slo_tpot_ms=self.slo_tpot_ms,
+            kv_policy=self._kv_policy(),
         )
+
+    def _kv_policy(self) -> generate_pb2.KvPolicy | None:
+        keys = ("window_tokens", "sink_tokens", "heavy_tokens")
+        given = {key: tokens for key in keys if (tokens := getattr(self, f"kv_{key}")) is not None}
+        return generate_pb2.KvPolicy(**given) if given else None
 
     def _sampling(self) -> generate_pb2.SamplingParams:
         same = ("temperature", "top_p", "min_p", "seed", "n", "min_tokens", "ignore_eos")

@@ -53,6 +53,7 @@ class NewRequest(NamedTuple):
     weight: float = 1.0  # of the client's turns in line
     cache_salt: str = ""  # only requests with the same share cached prefixes
     adapter: pb.Adapter | None = None  # likewise
+    kv_policy: generate_pb2.KvPolicy | None = None  # None: all of its KV is kept
     slo: tuple[float, float] = (0.0, 0.0)  # seconds that it wants to its first token, and for each after it; 0: any
     priority: int = 0  # lower goes first
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
@@ -87,6 +88,8 @@ class LiveRequest:
     pair: tuple[str, str] | None = None
     num_choices: int = 1  # of its call
     adapter: pb.Adapter | None = None
+    kv_policy: generate_pb2.KvPolicy | None = None
+    heavy_pages: Sequence[int] = ()  # see RequestState; they come with the first token
     trace: Mapping[str, list[str]] | None = None
     notes: Notes = field(default_factory=Notes)
     attempt: int = 1
@@ -137,6 +140,8 @@ class LiveRequest:
             if index > len(outputs):
                 self._early[index] = token
             return []
+        if token.heavy_pages:
+            self.heavy_pages = tuple(token.heavy_pages)
         outputs.append(token.token_id)
         ready = [token]
         while self._early and (early := self._early.pop(len(outputs), None)) is not None:
@@ -187,6 +192,9 @@ class LiveRequest:
         state.cache_salt = self.hashes.cache_salt
         if self.adapter is not None:
             state.adapter.CopyFrom(self.adapter)
+        if self.kv_policy is not None:
+            state.kv_policy.CopyFrom(self.kv_policy)
+            state.heavy_pages.extend(self.heavy_pages)
         state.held = is_held
         state.priority = self.priority
 
@@ -258,6 +266,7 @@ class Submission:
                 weight=request.weight,
                 slo=request.slo,
                 priority=request.priority,
+                kv_policy=request.kv_policy,
                 pair=request.pair,
                 num_choices=len(request.sampling),
                 adapter=request.adapter,
