@@ -144,6 +144,7 @@ class DecodeRole:
             max_len=max_len,
             is_held=request.state.held,
             priority=request.state.priority,
+            most_pages=self.reservations.most_pages(request.state),
         )
 
     def adopt(

@@ -216,10 +216,18 @@ class DecodePolicy:
     # prompts that are computed in these pages
 
     def expect(
-        self, request_id: str, *, num_tokens: int, max_len: int, is_held: bool = False, priority: int = 0
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        max_len: int,
+        is_held: bool = False,
+        priority: int = 0,
+        most_pages: int = NEVER,
     ) -> Denied | None:
-        """A prompt has come that will be computed here, and grow to `max_len` if it stays. Or why it may not."""
-        request = self._made(request_id, num_tokens, max_len, [], is_held, priority)
+        """A prompt has come that will be computed here, and grow to `max_len` if it stays. Or why it may not.
+        `most_pages`: as of `reserve`, behind the prompt."""
+        request = self._made(request_id, num_tokens, max_len, [], is_held, priority, most_pages)
         if isinstance(request, Denied):
             return request
         self._expected[request_id] = request

@@ -22,7 +22,7 @@ from kv_transfer.decode_side.servicer import HandoffServicer
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import HandoffReceipt
-from worker.requests import HeldRequest, adapter_of, kept_of, read_request, root_of
+from worker.requests import HeldRequest, adapter_of, kept_of, most_kept_pages, read_request, root_of
 from worker.role import RoleHost
 from worker.wire.credentials import FollowedTls
 
@@ -111,11 +111,16 @@ class Reservations:
             room=room_tokens,
             is_held=request.held,
             priority=request.priority,
-            most_pages=NEVER if kept is None else kept.most_held,
+            most_pages=self.most_pages(request),
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
         return answer
+
+    def most_pages(self, request: pb.RequestState) -> int:
+        """That it holds where it is decoded."""
+        policy = request.kv_policy
+        return most_kept_pages(policy, self._host.pool.page_size) if policy.window_tokens else NEVER
 
     def _why_not(self, request: pb.RequestState, *, is_move: bool) -> Denied | None:
         if self._host.is_stopping or (self._host.is_draining and is_move):

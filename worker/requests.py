@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from engine.pages.kept import KeptPages
 from engine.pages.pool import PageHash, chain_root, pages_for
 from engine.types import Adapter, InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
+from kv_transfer.lease import MOVE_ROOM_TOKENS
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import KvPolicy
 from worker.convert import sampling_from_proto
 from worker.tracing import RequestTrace
 
@@ -88,6 +90,12 @@ def kept_pages(state: pb.RequestState, heavy: Sequence[int], page_size: int) -> 
     sinks = range(pages_for(min(policy.sink_tokens, prompt_len), page_size))
     pages = tuple(sorted({*sinks, *heavy}))
     return KeptPages(pages=pages, window=policy.window_tokens, prompt_len=prompt_len, page_size=page_size)
+
+
+def most_kept_pages(policy: KvPolicy, page_size: int) -> int:
+    """That are held behind the prompt at most: none goes while a request moves."""
+    counts = (policy.sink_tokens, policy.heavy_tokens, policy.window_tokens, MOVE_ROOM_TOKENS)
+    return sum(pages_for(count, page_size) for count in counts) + 1
 
 
 def adapter_of(state: pb.RequestState) -> Adapter | None:

@@ -17,6 +17,7 @@ from worker.steps.costs import StepCosts
 
 DECODE_TOKENS = 64  # of prompts, for which each request counts that a worker decodes beside them
 LAST_TOKENS = 1 << 40  # more than anybody has queued
+ALL = 1 << 40  # of a request's tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,11 @@ class RequestShape:
     slo_tpot_s: float = 0.0  # likewise for each token after it
     priority: int = 0  # lower goes first
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
+    most_held: int = ALL  # tokens whose KV is kept where it is decoded
+
+    def held_len(self, num_tokens: int) -> int:
+        """Of so many of its tokens, those whose KV is held where it is decoded."""
+        return num_tokens if num_tokens < self.most_held else self.most_held
 
     def grown(self, prompt_len: int, max_tokens: int) -> RequestShape:
         """The same, some tokens later: as `replace` has it, which costs more than all that is asked of the result."""
@@ -118,6 +124,7 @@ class RequestShape:
             slo_tpot_s=self.slo_tpot_s,
             priority=self.priority,
             pair=self.pair,
+            most_held=self.most_held,
         )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 
 import grpc
 
-from cluster.router.accounts import RequestShape
+from cluster.router.accounts import ALL, RequestShape
 from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Retry, Unavailable
 from cluster.router.explaining.kept import Kept
 from cluster.router.explaining.notes import Wait
@@ -199,6 +199,7 @@ class Dispatcher:
             slo_tpot_s=live.slo[1],
             priority=live.priority,
             pair=live.pair,
+            most_held=ALL if live.kv_policy is None else self._served.most_held(live.kv_policy),
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:

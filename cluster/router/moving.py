@@ -119,7 +119,7 @@ class Moving:
         if source.num_leaving >= most or not _may_move(request, request.decode, now):
             return None
         left = max(1, shape.max_tokens - max(0, num_tokens - shape.prompt_len))
-        pages = pages_for(num_tokens + min(MOVE_ROOM_TOKENS, left), source.view.page_size)
+        pages = pages_for(shape.held_len(num_tokens) + min(MOVE_ROOM_TOKENS, left), source.view.page_size)
         if pages > self._decode.most_free_pages or not (why := self._why(source)).kind:
             return None
         shape = shape.grown(num_tokens, left)

@@ -483,7 +483,7 @@ class RouterPolicy:
         prefill, decode = placed.prefill, placed.decode
         request.prefill, request.decode = prefill.view.name, decode.view.name
         request.work = shape.prompt_len - seen.cached_len
-        request.pages = pages_for(shape.prompt_len + 1, decode.view.page_size)
+        request.pages = pages_for(shape.held_len(shape.prompt_len + 1), decode.view.page_size)
         request.is_held = request.past.died_in == DECODE
         self._workers.take(request, placed, now)
         return Assigned(

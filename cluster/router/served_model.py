@@ -13,6 +13,8 @@ from cluster.router.live.prompt_hashes import PromptHashes
 from engine.pages.pool import PageHash
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1.generate_pb2 import KvPolicy
+from worker.requests import most_kept_pages
 
 
 class ServedModel:
@@ -37,6 +39,10 @@ class ServedModel:
         if self.info is None:
             return []
         return prompt.followed_by(output_ids, self._page_size, self.info.fingerprint.encode())
+
+    def most_held(self, policy: KvPolicy) -> int:
+        """Tokens of a request with this policy whose KV is held where it is decoded."""
+        return most_kept_pages(policy, self._page_size) * self._page_size
 
 
 def _named(model: generate_pb2.GetModelInfoResponse) -> str:

@@ -1,10 +1,10 @@
 """KeptPages: which pages of its KV a request sees and holds that asks to keep less than all of it.
 
 A row of the prompt sees all before it. One behind the prompt sees the pages that are kept for good and those of a
-window that ends with it: the first tokens and the last ones (StreamingLLM: Xiao et al., ICLR 2024), those of the prompt that
-were attended to most (H2O: Zhang et al., NeurIPS 2023), or both. By whole pages, the same for all layers and heads, and
-positions stay those of the text. So what a row sees follows from its position alone, and tokens do not depend on where
-they are computed, or how often.
+window that ends with it: the first tokens and the last ones (StreamingLLM: Xiao et al., ICLR 2024), those of the prompt
+that were attended to most (H2O: Zhang et al., NeurIPS 2023), or both. By whole pages, the same for all layers and
+heads, and positions stay those of the text. So what a row sees follows from its position alone, and tokens do not
+depend on where they are computed, or how often.
 
 Arithmetic only. A *token page* is the number of a page in the request's sequence, from 0.
 """
@@ -54,11 +54,6 @@ class KeptPages:
             stop = min(stop, end)
             yield start, stop - start
             start = stop
-
-    @property
-    def most_held(self) -> int:
-        """Pages that are held behind the prompt at most."""
-        return len(self.pages) + -(-self.window // self.page_size) + 1
 
     def _begin(self, position: int) -> int:
         """The first token page of the window."""

@@ -140,7 +140,7 @@ class DecodeCandidates:
         at_first = self.accounts.get(first)
         if at_first is not None and first not in shunned and self.has_room(at_first, shape):
             return at_first
-        least = pages_for(shape.prompt_len + 1, self._page_size)
+        least = pages_for(shape.held_len(shape.prompt_len + 1), self._page_size)
         best = self._first(shape, self._by_batch.keys[:NEXT], 0, shunned)
         best = best or self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
         if best is not None:
@@ -246,14 +246,14 @@ class DecodeCandidates:
 
     def _needed(self, account: DecodeAccount, shape: RequestShape) -> int:
         """Pages at first: for the prompt and the first token."""
-        return pages_for(shape.prompt_len + 1, account.view.page_size)
+        return pages_for(shape.held_len(shape.prompt_len + 1), account.view.page_size)
 
     def _beyond(self, account: DecodeAccount) -> int:
         return int(account.view.total_pages * self._overcommit)
 
     def fits(self, account: DecodeAccount, shape: RequestShape) -> bool:
         view = account.view
-        pages = pages_for(shape.prompt_len + shape.max_tokens, view.page_size)
+        pages = pages_for(shape.held_len(shape.prompt_len + shape.max_tokens), view.page_size)
         return not account.report.draining and pages <= view.total_pages
 
     def _rank(self) -> None:
