@@ -57,6 +57,42 @@ def test_nothing_decodes_before_its_commit() -> None:
     assert batch.entries[0].position == 4
 
 
+def test_a_page_that_is_dropped_comes_back_and_what_is_behind_moves_up() -> None:
+    policy = make(num_pages=3)
+    assert isinstance(policy.reserve("r", num_tokens=9, max_new_tokens=40, hashes=[], most_pages=3), Granted)
+    policy.on_committed("r")
+    kept = list(policy.pages_of("r"))
+    positions = []
+    for i in range(30):
+        batch = step(policy)
+        positions.append(batch.entries[0].position + 4 * ((i + 1) // 4))
+        assert batch.joined == (("r",) if i == 0 else ())
+        if i % 4 == 2:  # the last page of the three is full
+            assert policy.drop_page("r", 1)
+            policy.check_invariants()
+    assert positions == list(range(9, 39))
+    assert policy.pages_of("r")[0] == kept[0]
+    policy.on_finished("r")
+    assert policy.pool.available == 3
+
+
+def test_no_page_is_dropped_that_a_batch_reads() -> None:
+    policy = make()
+    admit(policy, "r", num_tokens=9)
+    batch = policy.next_batch()
+    assert not policy.drop_page("r", 0)
+    policy.on_batch_done(batch)
+    assert policy.drop_page("r", 0)
+
+
+def test_one_that_keeps_few_pages_is_promised_no_more() -> None:
+    policy = make(num_pages=6, admission="worst_case")
+    assert isinstance(policy.reserve("a", num_tokens=8, max_new_tokens=100, hashes=[]), Denied)
+    for name in ("a", "b"):
+        answer = policy.reserve(name, num_tokens=8, max_new_tokens=100, hashes=[], most_pages=3)
+        assert isinstance(answer, Granted)
+
+
 def test_a_held_request_is_computed_when_it_is_told_to_begin_and_not_before() -> None:
     policy = make()
     for name in ("held", "also"):
