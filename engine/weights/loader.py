@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -30,6 +31,7 @@ from engine.weights.config import first_sentence
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
+WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
 VOLATILE_KEYS = (
     "_name_or_path",
     "transformers_version",
@@ -63,25 +65,45 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         raise UnsupportedModel(
             f"model {model!r} lacks {len(missing)} of its weights, first {missing[0]}; give a complete checkpoint"
         )
+    _widen(loaded, dtype)
     result: PreTrainedModel = loaded.eval().requires_grad_(False)
     mixers.adopt(result)
     return result
 
 
 def _check_quantised(model: str, config: Any) -> None:
-    """Have transformers give a quantised checkpoint's weights in full. Raises UnsupportedModel where it cannot."""
+    """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where they
+    are not to be had."""
     quantised = getattr(config, "quantization_config", None)
     if not isinstance(quantised, dict):
         return
     method = str(quantised.get("quant_method", "no named method"))
     kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
-    able = sorted(name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters)
-    if method not in able:
+    able = {name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters}
+    if method in able:
+        config.quantization_config = quantised | {"dequantize": True}
+    elif method not in WIDENED:
         raise UnsupportedModel(
             f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
-            f"quantised, or by one of {', '.join(able)}"
+            f"quantised, or by one of {', '.join(sorted(able.union(WIDENED)))}"
         )
-    config.quantization_config = quantised | {"dequantize": True}
+
+
+def _widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Plain linear layers in place of those that hold their weights otherwise, by their own library's arithmetic."""
+    if any(type(module).__module__.startswith("bitsandbytes") for module in model.modules()):
+        model.dequantize(dtype)
+        for weight in model.parameters():  # the others were loaded as they are in the files
+            weight.data = weight.data.to(dtype)
+    for name, module in list(model.named_modules()):
+        if not hasattr(module, "dequantize_weight"):  # GPTQModel's, of GPTQ and AWQ
+            continue
+        weight, bias = module.dequantize_weight().T.to(dtype).contiguous(), module.bias
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=dtype)
+        linear.weight.data = weight
+        if bias is not None:
+            linear.bias.data = bias.to(dtype)
+        model.set_submodule(name, linear)
 
 
 def probe_model(model: PreTrainedModel, max_len: int) -> Probe:

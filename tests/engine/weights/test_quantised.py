@@ -16,12 +16,13 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     apply_quantization_config,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import Chunk
+from kvrelay.demo_model import train_tokenizer
 from tests.zoo import make_tiny_model
 
 GROUP = 32
@@ -87,10 +88,56 @@ def test_a_checkpoint_of_compressed_tensors_is_served_as_its_library_reads_it(
         assert float((again.float() - wanted.float()).norm() / wanted.float().norm()) < 0.05
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoint_of_bitsandbytes(bits: int, model: Path, tmp_path: Path) -> None:
+    config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(model, quantization_config=config).save_pretrained(tmp_path)
+    check_is_read_as_by_its_library(model, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_checkpoint_of_gptqmodel(method: str, tmp_path: Path) -> None:
+    """Run by `python -m bench.formats`, in an environment that has the library."""
+    gptqmodel = pytest.importorskip("gptqmodel")
+    from gptqmodel.quantization.config import FORMAT, METHOD
+
+    model, made = wider_model(tmp_path / "model"), tmp_path / "made"
+    how = gptqmodel.QuantizeConfig(
+        bits=4, group_size=GROUP, method=METHOD(method), format=FORMAT("gemm" if method == "awq" else "gptq")
+    )
+    quantised = gptqmodel.GPTQModel.load(str(model), how, device="cpu")
+    quantised.quantize(["a text by which it is seen what matters, over and over " * 20] * 16, batch_size=1)
+    quantised.save(str(made))
+    check_is_read_as_by_its_library(model, made)
+
+
+def wider_model(directory: Path) -> Path:
+    """GPTQModel's layers are no narrower than 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=2, **sizes)).save_pretrained(directory)
+    train_tokenizer(512).save_pretrained(directory)
+    return directory
+
+
+def check_is_read_as_by_its_library(model: Path, made: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, made)
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(made, device_map="cpu")
+        if hasattr(theirs.model.layers[0].mlp.up_proj, "state"):  # of 8 bits: it would round what goes in, too
+            theirs = theirs.dequantize()
+        wanted = theirs(torch.tensor([TOKENS])).logits[0].float()
+    error, distance = (float((each.float() - wanted).norm() / wanted.norm()) for each in (logits(made), logits(model)))
+    assert error < 0.03 < distance, "of rounding alone; the weights before they were quantised are further off"
+
+
 def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "higgs", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=r"is quantised by gptq, which .* or by one of compressed-tensors, fp8"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"is quantised by higgs, which .* or by one of awq, bitsandbytes, compressed-tensors, fp8",
+    ):
         logits(tmp_path)
