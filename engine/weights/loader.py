@@ -72,8 +72,8 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
 
 
 def _check_quantised(model: str, config: Any) -> None:
-    """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where they
-    are not to be had."""
+    """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where
+    nobody does."""
     quantised = getattr(config, "quantization_config", None)
     if not isinstance(quantised, dict):
         return
