@@ -90,6 +90,10 @@ class Reservations:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
         root, kept = root_of(request), kept_of(request, self._host.pool.page_size)
         hashes = self._host.page_hashes(tokens, root) if kept is None else []
+        most_dropped = 0 if kept is None else kept.num_dropped(len(tokens)) * kept.page_size
+        if request.dropped_tokens % self._host.pool.page_size or request.dropped_tokens > most_dropped:
+            why = f"{request.dropped_tokens} tokens of it are dropped, and at most {most_dropped} can be"
+            return Denied(reason=f"{self._name}: {why}", retryable=False)
         if self.reads_prompts and self._host.engine.layout.has_states:
             # a page that others have must not be computed again, as the last one of a prompt that is unread may be
             hashes = hashes[: (len(tokens) - 1) // self._host.pool.page_size]

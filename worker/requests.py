@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # torch and llguidance come with them
     from engine.sampling.structured import Constraint
 
 
+LEAST_WINDOW = 2  # tokens: so that one that is handed over holds a page
+
+
 @dataclass(slots=True, kw_only=True)
 class HeldRequest:
     state: pb.RequestState
@@ -89,7 +92,8 @@ def kept_pages(state: pb.RequestState, heavy: Sequence[int], page_size: int) -> 
     policy, prompt_len = state.kv_policy, len(state.prompt_ids)
     sinks = range(pages_for(min(policy.sink_tokens, prompt_len), page_size))
     pages = tuple(sorted({*sinks, *heavy}))
-    return KeptPages(pages=pages, window=policy.window_tokens, prompt_len=prompt_len, page_size=page_size)
+    window = max(LEAST_WINDOW, policy.window_tokens)
+    return KeptPages(pages=pages, window=window, prompt_len=prompt_len, page_size=page_size)
 
 
 def most_kept_pages(policy: KvPolicy, page_size: int) -> int:

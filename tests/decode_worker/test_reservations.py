@@ -52,10 +52,17 @@ def make_role() -> DecodeRole:
     return DecodeRole(host, DecodePolicy(pool, DecodeOptions()))
 
 
-def state(tokens: list[int], *, salt: str = "", **sampling: Any) -> pb.RequestState:
+def state(tokens: list[int], *, salt: str = "", dropped: int = 0, window: int = 0, **sampling: Any) -> pb.RequestState:
     params = generate_pb2.SamplingParams(**{"max_tokens": 4, **sampling})
     return pb.RequestState(
-        request_id="a", router_id="r", prompt_ids=tokens, sampling=params, attempt=1, cache_salt=salt
+        request_id="a",
+        router_id="r",
+        prompt_ids=tokens,
+        sampling=params,
+        attempt=1,
+        cache_salt=salt,
+        kv_policy=generate_pb2.KvPolicy(window_tokens=window) if window else None,
+        dropped_tokens=dropped,
     )
 
 
@@ -67,6 +74,8 @@ def state(tokens: list[int], *, salt: str = "", **sampling: Any) -> pb.RequestSt
         (state([1] * 10_000), "the model takes 30"),
         (state([1, 2], temperature=-1.0), "temperature is -1"),
         (state([1, 2], stop_token_ids=[100]), "stop_token_ids has 100"),
+        (state([1] * 20, dropped=16), "16 tokens of it are dropped, and at most 0 can be"),
+        (state([1] * 20, dropped=20, window=1), "20 tokens of it are dropped, and at most 16 can be"),
     ],
 )
 async def test_what_no_router_sends_is_denied_for_good(request_state: pb.RequestState, sentence: str) -> None:

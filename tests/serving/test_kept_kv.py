@@ -32,7 +32,7 @@ NEW_TOKENS = 60
 PROMPTS = [random_prompt(length, seed=length) for length in (150, 33, 16, 5, 90, 64)]
 POLICIES: tuple[dict[str, int], ...] = (
     {"kv_window_tokens": 24, "kv_sink_tokens": 4},
-    {"kv_window_tokens": 1},
+    {"kv_window_tokens": 2},
     {"kv_window_tokens": 20, "kv_sink_tokens": 1, "kv_heavy_tokens": 32},
 )
 SINKS = POLICIES[0]
