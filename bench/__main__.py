@@ -42,6 +42,7 @@ NAMES = (
     "adapters",
     "states",
     "kv_int8",
+    "kept_kv",
     "families",
     "fairness",
     "accounts",

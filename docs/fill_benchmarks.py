@@ -1173,6 +1173,18 @@ def kv_int8(result: Mapping[str, Any]) -> str:
     )
 
 
+def kept_kv(result: Mapping[str, Any]) -> str:
+    columns = ("kept", "window, sinks, heavy: tokens", "values found", "pages relayed", "dropped", "kB relayed")
+    rows = []
+    for row in result["rows"]:
+        kept = [row.get(f"kv_{key}_tokens", 0) for key in ("window", "sink", "heavy")]
+        counts = [f"{row[key]:.1f}" for key in ("pages_moved", "pages_dropped")]
+        share = f"{row['values_found']:.0%}"
+        rows.append([row["policy"], slashed(kept), share, *counts, f"{row['bytes_moved'] / 1e3:.0f}"])
+    asked = f"{result['requests']} prompts of {result['prompt_tokens']} tokens, pages of {result['page_size']}:"
+    return f"{asked}\n\n{table(columns, rows)}"
+
+
 def families(result: Mapping[str, Any]) -> str:
     by: dict[str, list[Mapping[str, str]]] = {verdict: [] for verdict in ("exact", "refused", "wrong", "not made")}
     for model in result["models"]:
@@ -1281,6 +1293,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "int8": int8,
     "adapters": adapters,
     "states": states,
+    "kept_kv": kept_kv,
     "kv_int8": kv_int8,
     "families": families,
     "protocol": protocol,
