@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.spec.knobs import Spec, setting, with_knobs
+from decode_worker.options import DecodeOptions
+from engine.knobs import knobs_of
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan.durations import parse_duration
 from placement.papers import registry
@@ -25,7 +27,7 @@ OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len
 WORKLOAD_KEYS = ("trace", *OF_TRACES, *RANDOM, "burstiness", "seed")
 GUESSING = ("speculative_model", "acceptance_rate")
 PROMPT_LOOKUP = "prompt lookup"  # that there is no model for it
-MOST_GUESSES = 16
+MOST_GUESSES = knobs_of(DecodeOptions)["num_speculative_tokens"].le
 CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
 
 
