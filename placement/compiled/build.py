@@ -61,6 +61,7 @@ COMPILED = (
     "placement/simulator/simulate.py",
     "placement/simulator/machines/attempt.py",
     "placement/simulator/machines/decode.py",
+    "placement/simulator/machines/draft_passes.py",
     "placement/simulator/machines/host.py",
     "placement/simulator/machines/mixed.py",
     "placement/simulator/machines/moves.py",

@@ -17,16 +17,15 @@ from dataclasses import replace
 from decode_worker.drafts import Answer, Drafts, Lookup
 from decode_worker.policy import DecodeBatch, DecodePolicy, DecodeRequest, DecodeSchedule
 from decode_worker.run import DecodeRun
-from engine.types import MOST_READ, Draft, SampledToken, SampleSpec, SamplingParams
-from placement.latency.base import LatencyModel, decode_s
+from engine.types import Draft, SampledToken, SampleSpec, SamplingParams
 from placement.latency.speculation import Speculation
+from placement.simulator.machines.draft_passes import GUESS, DraftPasses
 from worker.steps.costs import StepCosts
 from worker.steps.times import StepTimes
 
-GUESS, OTHER = 1, 0  # tokens: the one that is always guessed, and any other
+OTHER = 0  # any token but GUESS
 ANY = SamplingParams()
 MASK = (1 << 64) - 1
-PASS_SEEN = 0.1  # of a draft model's pass, in what passes take of late: as engine/drafting.py has it
 
 
 def chance_of(seed: int, position: int) -> float:
@@ -83,15 +82,14 @@ class SpeculatedRun(DecodeRun):
         self.made: list[tuple[str, int]] = []
         self._phases = phases
         self._times = StepTimes()
-        self._pass_s = 0.0
+        self._passes = None if speculation.draft is None else DraftPasses(speculation.draft, speculation)
         self._answers: dict[str, SimAnswer] = {}
         self._changes = 0  # of the policy's requests, when those who had gone were forgotten
         self._batch: DecodeBatch | None = None
-        looked_up = speculation.draft is None
         self._drafts = Drafts(
             replace(policy.options, num_speculative_tokens=speculation.num_tokens),
             self._step_costs,
-            make_draft=None if looked_up else _draft,
+            make_draft=None if self._passes is None else _draft,
             pass_s=self._pass_s_of_late,
             make_lookup=_found,
         )
@@ -100,7 +98,7 @@ class SpeculatedRun(DecodeRun):
         return self._times.costs(self._phases)
 
     def _pass_s_of_late(self) -> float:
-        return self._pass_s
+        return 0.0 if self._passes is None else self._passes.pass_s
 
     def note(self, taken_s: float, prompt_tokens: int) -> None:
         """What the step that has begun takes, passes of the draft model aside."""
@@ -189,76 +187,16 @@ class SpeculatedRun(DecodeRun):
         return draws
 
     def _guess(self, batch: DecodeBatch) -> float:
-        """Seconds of the passes that guess; as engine/drafting.py and engine/heads.py make them."""
-        latency = self.speculation.draft
-        if latency is None:
+        """Seconds of the passes that guess."""
+        if self._passes is None:
             return 0.0
-        asked = [(entry.position + 1, self._drafts.asked_of(entry.request_id)) for entry in batch.entries]
-        drafts = [(length, draft) for length, draft in asked if draft is not None]
-        if not drafts:
-            return 0.0
-        if not self.speculation.reads:
-            return self._by_heads(latency, batch)
-        going, first_s = self._read(latency, drafts)
-        spent_s, number = first_s, 1
-        while going := [draft for draft in going if len(draft.guesses) == number < draft.num_wanted]:
-            spent_s += self._pass(latency, going, sum([draft.length + number for draft in going]))
-            number += 1
-        return spent_s
-
-    def _read(self, latency: LatencyModel, drafts: Sequence[tuple[int, Draft]]) -> tuple[list[Draft], float]:
-        """The first pass: what was not read of each request, the prompt at first, and a guess of those of whom that is
-        all. Returns these. What was decoded meanwhile is read as rows, for it is no more than a few."""
-        going: list[Draft] = []
-        chunks: list[tuple[int, int]] = []
-        rows = context_tokens = 0
-        left = MOST_READ
-        for length, draft in drafts:
-            begin = min(draft.num_read, length - 1)
-            end = min(length, begin + left + 1)
-            draft.length, draft.guesses, draft.num_read = length, [], end
-            left -= end - begin - (end == length)
-            if end == length:
-                draft.guesses = [GUESS]
-                going.append(draft)
-            if end - begin <= self.speculation.num_tokens:
-                rows += end - begin
-                context_tokens += end
-            elif end > begin:
-                chunks.append((end - begin, begin))
-        stage_s = latency.mixed_s(chunks, rows, context_tokens) if chunks else decode_s(latency, rows, context_tokens)
-        taken_s = stage_s * latency.stages
-        if rows == len(drafts):
-            self._note_pass(taken_s)
-        return going, taken_s
-
-    def _by_heads(self, latency: LatencyModel, batch: DecodeBatch) -> float:
-        """They guess of what the step before left, so of none that has just come."""
-        going: list[Draft] = []
+        asked: list[tuple[Draft, int, bool]] = []
         for entry in batch.entries:
             draft = self._drafts.asked_of(entry.request_id)
-            if draft is None:
-                continue
-            draft.guesses, draft.num_read, draft.length = [], 0, entry.position + 1
-            if entry.position > self._answers[entry.request_id].request.prompt_len:
-                going.append(draft)
-        spent_s, number = 0.0, 0
-        while going := [draft for draft in going if len(draft.guesses) == number < draft.num_wanted]:
-            spent_s += self._pass(latency, going, 0)
-            number += 1
-        return spent_s
-
-    def _pass(self, latency: LatencyModel, drafts: Sequence[Draft], context_tokens: int) -> float:
-        """One guess more of each."""
-        for draft in drafts:
-            draft.num_read = draft.length + len(draft.guesses)
-            draft.guesses.append(GUESS)
-        taken_s = decode_s(latency, len(drafts), context_tokens) * latency.stages
-        self._note_pass(taken_s)
-        return taken_s
-
-    def _note_pass(self, taken_s: float) -> None:
-        self._pass_s += (taken_s - self._pass_s) * (PASS_SEEN if self._pass_s else 1.0)
+            if draft is not None:
+                has_run = entry.position > self._answers[entry.request_id].request.prompt_len
+                asked.append((draft, entry.position + 1, has_run))
+        return self._passes.guess(asked) if asked else 0.0
 
 
 def _draft(request_id: str) -> Draft:
