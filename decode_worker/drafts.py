@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodeBatch
-from engine.types import Draft, SampledToken
-from worker.requests import HeldRequest
+from engine.types import Draft, SampledToken, SamplingParams
 from worker.steps.costs import StepCosts
 
 WINDOW = 8192  # tokens at the end of a prompt, that are looked through
@@ -32,6 +32,28 @@ WORTH_IT = 1.05  # times as many tokens in the same time: what is measured of st
 COSTS_ASKED = 32  # steps, after which what a step costs is asked anew
 TRIALS = 8  # steps with guesses of one request alone, before more are run: what a guess costs is known of such steps
 TRIED = 64  # steps without any, after which there is another trial
+
+
+class Answer(Protocol):
+    """A request that is decoded, as far as guesses go: a worker's HeldRequest."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Prompt and output so far; may grow at its end."""
+
+    @property
+    def new_tokens_left(self) -> int: ...
+
+
+class Lookup(Protocol):
+    def guess(self, num_tokens: int) -> list[int]:
+        """What may follow all tokens so far, `num_tokens` at most."""
 
 
 class PromptLookup:
@@ -88,7 +110,7 @@ class PromptLookup:
 @dataclass(slots=True)
 class _Guesses:
     chance: float = FIRST_CHANCE
-    lookup: PromptLookup | None = None
+    lookup: Lookup | None = None
     draft: Draft | None = None
     tokens: Sequence[int] = ()  # for what follows the last token; a draft model's are known when they were run
 
@@ -103,15 +125,18 @@ class Drafts:
         costs: Callable[[], StepCosts | None],
         eos_token_ids: Sequence[int] = (),
         *,
-        make_draft: Callable[[HeldRequest], Draft] | None = None,
+        make_draft: Callable[[str], Draft] | None = None,
         pass_s: Callable[[], float] = lambda: 0.0,
+        make_lookup: Callable[[Answer], Lookup] | None = None,
     ) -> None:
         """`costs`: of steps; None while they are not known. Where a draft model guesses: `make_draft`, for a request
-        that it has not heard of, and `pass_s`, what it takes to guess one more of all."""
+        that it has not heard of, by its id, and `pass_s`, what it takes to guess one more of all. `make_lookup`: of a
+        driver that has no tokens to look through."""
         self._options = options
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ask_costs = costs
         self._make_draft = make_draft
+        self._make_lookup = make_lookup or self._lookup_in
         self._pass_s = pass_s
         self._costs: StepCosts | None = None
         self._steps = 0
@@ -120,7 +145,7 @@ class Drafts:
         self._guesses: dict[str, _Guesses] = {}
         self._running: dict[str, int] = {}  # how many of whom are in the step under way
 
-    def wanted(self, requests: Iterable[HeldRequest]) -> tuple[tuple[str, int], ...]:
+    def wanted(self, requests: Iterable[Answer]) -> tuple[tuple[str, int], ...]:
         """For which of those that are about to be computed a step should run how many guesses."""
         if self._steps % COSTS_ASKED == 0:
             self._costs = self._ask_costs()
@@ -143,14 +168,16 @@ class Drafts:
         chances.sort(key=lambda one: -one[1])
         return tuple(self._worthwhile(chances, num_requests, context_tokens).items())
 
-    def _made(self, request: HeldRequest) -> _Guesses:
+    def _made(self, request: Answer) -> _Guesses:
         if self._make_draft is not None:
-            return _Guesses(draft=self._make_draft(request))
-        options = self._options
-        lookup = PromptLookup(request.tokens, least=options.prompt_lookup_min, most=options.prompt_lookup_max)
-        return _Guesses(lookup=lookup)
+            return _Guesses(draft=self._make_draft(request.id))
+        return _Guesses(lookup=self._make_lookup(request))
 
-    def _looked_up(self, request: HeldRequest, lookup: PromptLookup, most: int) -> list[int]:
+    def _lookup_in(self, request: Answer) -> Lookup:
+        options = self._options
+        return PromptLookup(request.tokens, least=options.prompt_lookup_min, most=options.prompt_lookup_max)
+
+    def _looked_up(self, request: Answer, lookup: Lookup, most: int) -> list[int]:
         """Before the end of the answer, behind which nothing is wanted."""
         tokens = lookup.guess(most) if most > 0 else []
         ends = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else self._eos_token_ids)}

@@ -64,7 +64,8 @@ class DecodeRole:
         if model is None:
             return Drafts(options, host.step_costs, eos_token_ids)
 
-        def make_draft(request: HeldRequest) -> Draft:
+        def make_draft(request_id: str) -> Draft:
+            request = self.requests[request_id]
             return Draft(tokens=request.tokens, spec=lambda at, guesses: request.sample_spec(at, host.engine, guesses))
 
         options = replace(options, num_speculative_tokens=min(options.num_speculative_tokens, model.most))

@@ -21,11 +21,9 @@ from dataclasses import replace
 from engine import device as devices
 from engine.errors import raise_if_broken
 from engine.loading.load import LoadedModel
-from engine.types import Chunk, Draft, SampledToken, SampleSpec, Step
+from engine.types import MOST_READ, Chunk, Draft, SampledToken, SampleSpec, Step
 
 log = logging.getLogger(__name__)
-
-MOST_READ = 256  # tokens of prompts in a step: answers wait for them meanwhile
 
 
 class Guesser(ABC):

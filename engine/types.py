@@ -30,6 +30,7 @@ MOST = {  # entries of a field of SamplingParams
     "bad_token_ids": 256,
 }
 MAX_FORM_CHARS = 131_072  # of what an answer's form is given by
+MOST_READ = 256  # tokens of prompts that a draft model reads in a step: answers wait for them meanwhile
 MAX_N = 64
 SEED_BITS = 63
 PENDING = -1  # in a chunk's token_ids: the token that the step before draws for the same request

@@ -65,6 +65,7 @@ class PoolPlan:
     power_cap: float = 1.0  # of a machine's power
     pack_tokens: int | None = None  # no prompt joins a prefill step that has so many; None: max_batch_tokens
     chunk_tokens: int = 0  # mixed: of prompts in a step that decodes, too
+    num_speculative_tokens: int = 0  # guessed ahead of a request in a step, at most
 
     @property
     def gpus(self) -> int:
@@ -89,6 +90,11 @@ class Candidate:
         return "hybrid" if any(pool.role == "mixed" for pool in self.pools) else "two pools"
 
     @property
+    def num_guesses(self) -> int:
+        """That its workers run ahead of a request, at most; 0: a step makes a token."""
+        return max(pool.num_speculative_tokens for pool in self.pools)
+
+    @property
     def is_served(self) -> bool:
         """`kvrelay up` can run it."""
         return all(pool.role != "colocated" for pool in self.pools)
@@ -108,6 +114,7 @@ class Candidate:
         text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)
         chunks = [f"{pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed"]
         text += f", chunks of {' and '.join(chunks)}" if chunks else ""
+        text += f", {self.num_guesses} guesses ahead" if self.num_guesses else ""
         return f"{self.design}: {text}" if self.design else text
 
 

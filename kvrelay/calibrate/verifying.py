@@ -140,7 +140,7 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
         )
     workload = replace(request.workload, **AT_A_RATE | {"request_rate": rate, **changed})
     counts = [pool.replicas for pool in candidate.pools]  # prefill, decode
-    if len(request.profile) == 1 and candidate.kind == "two pools":
+    if len(request.profile) == 1 and candidate.kind == "two pools" and not candidate.num_guesses:
         profile = read_profile(request.profile[0])
         return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)

@@ -8,10 +8,13 @@ from typing import Any
 
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer
+from placement.catalogs.guesses import Guesses, guesses_by
 from placement.catalogs.profile import ProfileCatalog
 from placement.catalogs.roofline import open_catalog
 from placement.checks.margin import load_margin
 from placement.latency.hardware import load_hardware
+from placement.latency.model_files import load_shape
+from placement.latency.model_shape import ModelShape
 from placement.latency.profile_file import read_profile
 from placement.papers import registry
 
@@ -32,7 +35,7 @@ def _catalogs(request: PlanRequest) -> list[Catalog]:
     if request.latency_kind in registry.CATALOGS:
         open_published = registry.published(registry.CATALOGS[request.latency_kind])
         return [open_published(name=request.model, **_limits(request))]
-    options = {"max_pp": request.max_pp, **_limits(request)}
+    options = {"max_pp": request.max_pp, "guesses": guesses_of(request), **_limits(request)}
     return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
 
 
@@ -43,7 +46,26 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
 
 def _profile_catalog(request: PlanRequest) -> Catalog:
     cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
-    return ProfileCatalog(*map(read_profile, request.profile), cost=cost)
+    guesses, shape = guesses_of(request), _shape(request) if request.speculative_model else None
+    return ProfileCatalog(*map(read_profile, request.profile), cost=cost, guesses=guesses, shape=shape)
+
+
+def guesses_of(request: PlanRequest) -> Guesses | None:
+    """None: it does not ask for any. Raises PlanError."""
+    num_tokens, chance, model = request.num_speculative_tokens, request.acceptance_rate, request.speculative_model
+    if num_tokens is None or chance is None:
+        return None
+    if model is None:
+        return Guesses(num_tokens=num_tokens, acceptance=chance)
+    return guesses_by(model, num_tokens, chance, _shape(request))
+
+
+def _shape(request: PlanRequest) -> ModelShape:
+    """Of the model, as it was measured where it was."""
+    if not request.profile:
+        return load_shape(request.model or "")
+    measured = read_profile(request.profile[0]).model
+    return load_shape(request.model or str(measured.get("name"))).with_dtype(str(measured.get("dtype", "auto")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,10 +41,13 @@ def spec_data(
     name: str = "planned",
     dtype: str = "",
     assumed: Sequence[Mapping[str, Any] | None] = (),
+    speculative_model: str = "",
+    draft_bytes_per_token: int = 0,
 ) -> dict[str, Any]:
     """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
     `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's.
-    `assumed`: by pool, cluster.spec.assumed.Assumed as plain data."""
+    `assumed`: by pool, cluster.spec.assumed.Assumed as plain data. `speculative_model`: of pools that guess ahead;
+    empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
     pools = placement.candidate.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
@@ -58,6 +61,7 @@ def spec_data(
         **({"router": targets} if targets else {}),
         "pools": [
             pool_data(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
+            | guessing_data(pool, kv_bytes_per_token, speculative_model, draft_bytes_per_token)
             | ({"assumed": dict(told)} if told else {})
             for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)
         ],
@@ -87,6 +91,20 @@ def pool_data(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has
     if pool.role == "mixed":
         data["chunk_tokens"] = pool.chunk_tokens
     return data if pool.role == "prefill" else data | {"max_batch_size": pool.max_batch_size}
+
+
+def guessing_data(
+    pool: PoolPlan, kv_bytes_per_token: Mapping[str, int] | None, model: str, draft_bytes_per_token: int
+) -> dict[str, Any]:
+    """Of a pool that guesses ahead; a draft model's KV is in kv_memory, too."""
+    if not pool.num_speculative_tokens:
+        return {}
+    data: dict[str, Any] = {"num_speculative_tokens": pool.num_speculative_tokens}
+    if model:
+        data["speculative_model"] = model
+    if token_bytes := (kv_bytes_per_token or {}).get(pool.hardware):
+        data["kv_memory"] = pool.num_pages * pool.page_size * (token_bytes + draft_bytes_per_token)
+    return data
 
 
 def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: str) -> str:

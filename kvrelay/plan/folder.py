@@ -13,6 +13,7 @@ from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan import amounts, words
 from kvrelay.plan import cluster_file as cluster
 from kvrelay.plan.assumptions import assumed_by
+from kvrelay.plan.catalogs import guesses_of
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
@@ -102,6 +103,7 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     has_gpus = request.latency_kind != "profile"
+    guesses = guesses_of(request)
     data = cluster.spec_data(
         placement,
         model,
@@ -111,6 +113,8 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
         name=name,
         dtype=dtype,
         assumed=assumed_by(request, placement.candidate),
+        speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
+        draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
     )
     refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))

@@ -112,6 +112,7 @@ def _planned(
         _check_rate(request.rate, [catalog], requests, request.slo.tpot_s)
     else:
         _check_workers(request, catalog)
+    _check_draft(request, catalog)
     return planner.plan(_question(request), catalog, requests, on_progress=on_progress, on_first=on_first)
 
 
@@ -145,6 +146,17 @@ def _check_workers(request: PlanRequest, catalog: Catalog, smallest: int = 0) ->
         raise PlanError(
             f"{asked}, which is for {gpus / smallest:,.0f} workers of {catalog.model} on {catalog.hardware}, and a "
             f"plan has {MAX_WORKERS:,} at most; plan for fewer GPUs and run several clusters"
+        )
+
+
+def _check_draft(request: PlanRequest, catalog: Catalog) -> None:
+    """Raises PlanError for a draft model that has no room beside the model on any worker that there is."""
+    offers = [catalog.offer(degrees) for degrees in catalog.degrees(catalog.gpus_per_node * request.max_pp)]
+    had = [offer for offer in offers if isinstance(offer, Offer)]
+    if request.num_speculative_tokens and had and not any(offer.speculation for offer in had):
+        raise PlanError(
+            f"speculative_model is {request.speculative_model}, which has no room beside {catalog.model} on "
+            f"{catalog.hardware}; give a smaller one"
         )
 
 

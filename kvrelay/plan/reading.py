@@ -20,6 +20,7 @@ from kvrelay.plan.request import CLASS_KEYS, RANDOM, SIZES, PlanRequest, listed
 from placement.catalogs.base import PlanError
 
 PATHS = ("trace", "profile", "margin")
+MODELS = ("model", "speculative_model")
 
 
 def request_of(asked: Mapping[str, Any]) -> PlanRequest:
@@ -92,7 +93,7 @@ def _from_folder(path: Path, key: object, value: Any) -> Any:
         return [_beside(path, name) for name in names] if isinstance(names, list | tuple) else value
     if key == "profile" and isinstance(value, list):
         return [_beside(path, each) for each in value]
-    return _beside(path, value) if key in (*PATHS, "model") else value
+    return _beside(path, value) if key in (*PATHS, *MODELS) else value
 
 
 def _beside(path: Path, value: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.spec.knobs import Spec, setting, with_knobs
+from decode_worker.options import DecodeOptions
+from engine.knobs import knobs_of
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan.durations import parse_duration
 from placement.papers import registry
@@ -23,6 +25,9 @@ SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
 WORKLOAD_KEYS = ("trace", *OF_TRACES, *RANDOM, "burstiness", "seed")
+GUESSING = ("speculative_model", "acceptance_rate")
+PROMPT_LOOKUP = "prompt lookup"  # that there is no model for it
+MOST_GUESSES = knobs_of(DecodeOptions)["num_speculative_tokens"].le
 CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
 
 
@@ -91,6 +96,17 @@ class PlanRequest(Spec):
     )
     max_batch_tokens: Count | None = setting(None, "Prompt tokens of a prefill step, at most.")
     max_batch_size: Count | None = setting(None, "Requests of a decode step, at most.")
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_GUESSES)] | None = setting(
+        None, "Also try to guess so many tokens ahead of each request: says whether that pays."
+    )
+    speculative_model: str | None = setting(
+        None,
+        "A smaller model that guesses them, as `model`, or a directory of heads. Default: `prompt lookup`.",
+        min_length=1,
+    )
+    acceptance_rate: Annotated[float, Field(ge=0, le=1)] | None = setting(
+        None, "Chance of such a guess to be right where those before it are; it is believed."
+    )
     what_if: bool = setting(
         False, "Also simulate what moves the answer: times, targets, lengths; one worker more; twice the rate."
     )
@@ -103,6 +119,11 @@ class PlanRequest(Spec):
             *others, last = (f"'{name}'" for name in LATENCIES)
             raise ValueError(f"give {', '.join(others)} or {last}")
         return value
+
+    @field_validator("speculative_model", mode="after")
+    @classmethod
+    def _lookup_is_no_model(cls, value: str | None) -> str | None:
+        return None if value == PROMPT_LOOKUP else value
 
     @field_validator("hardware", mode="after")
     @classmethod
@@ -127,6 +148,7 @@ class PlanRequest(Spec):
         self._check_targets()
         self._check_workload()
         self._check_machines()
+        self._check_guesses()
         return self
 
     # In these sentences `key` is a key; it is shown as it was written, in a file or as a flag.
@@ -178,6 +200,23 @@ class PlanRequest(Spec):
         if self.what_if and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`what_if` is of one kind of machine and `hardware` is {names}; give one of them")
+
+    def _check_guesses(self) -> None:
+        asked, chance = self.num_speculative_tokens, self.acceptance_rate
+        if asked is None and (given := [key for key in GUESSING if getattr(self, key) is not None]):
+            raise ValueError(
+                f"`{given[0]}` is {getattr(self, given[0])} and nothing is guessed; give `num_speculative_tokens`, too"
+            )
+        if asked is not None and chance is None:
+            raise ValueError(
+                f"`num_speculative_tokens` is {asked}, and how often a guess is right is not said; give "
+                "`acceptance_rate`, from 0 to 1"
+            )
+        if asked is not None and (self.latency_kind not in ("roofline", "profile") or len(self.hardware or ()) > 1):
+            raise ValueError(
+                f"`num_speculative_tokens` is {asked}, which is for one kind of machine, by a roofline or a profile; "
+                "take it out"
+            )
 
     @property
     def workload(self) -> WorkloadOptions:

@@ -108,6 +108,11 @@ def named_by_file(paths: Sequence[Path]) -> list[str]:
 def _check(name: str, request: PlanRequest) -> None:
     if request.rate is None:
         raise PlanError(f"{name}: rate is missing; several models are planned for the rate of each")
+    if request.num_speculative_tokens is not None:
+        asked = request.num_speculative_tokens
+        raise PlanError(
+            f"{name}: num_speculative_tokens is {asked}, and several models are planned without; take it out"
+        )
     if request.latency_kind != "roofline" or len(request.hardware or ()) != 1:
         raise PlanError(f"{name}: several models are planned on one kind of GPU, by a roofline; give hardware alone")
     if request.margin is not None:

@@ -81,10 +81,11 @@ def _amount(number: int, hardware: str, unit: str) -> str:
 
 
 def sharing_words(candidate: Candidate) -> str:
-    """How mixed workers put both phases into their steps."""
+    """How mixed workers put both phases into their steps, and what is guessed ahead."""
     chunks = dict.fromkeys(f"{pool.chunk_tokens:,}" for pool in candidate.pools if pool.role == "mixed")
-    said = f", which read prompts in chunks of {' and '.join(chunks)} tokens in steps that decode"
-    return said if chunks else ""
+    said = f", which read prompts in chunks of {' and '.join(chunks)} tokens in steps that decode" if chunks else ""
+    guesses = candidate.num_guesses
+    return f"{said}, with up to {count(guesses, 'token')} guessed ahead of each request" if guesses else said
 
 
 def hardware_words(pool: PoolPlan) -> str:

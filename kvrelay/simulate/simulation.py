@@ -22,7 +22,7 @@ from cluster.spec.model import ClusterSpec
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.bench.workload import source_workload
 from placement.build.from_spec import latency_error, latency_sources, mixed_spec, not_simulated, sim_cluster
-from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource
+from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource, num_guesses
 from placement.catalogs.base import PlanError
 from placement.goodput.estimate import Effort, burst, estimate
 from placement.goodput.targets import Targets
@@ -74,15 +74,33 @@ class SweepResult:
     notes: tuple[str, ...] = field(default=())
 
 
-def source_of(spec: ClusterSpec, *, hardware: str | None, profile: Path | None, model: str | None) -> WorkerSource:
+def source_of(
+    spec: ClusterSpec,
+    *,
+    hardware: str | None,
+    profile: Path | None,
+    model: str | None,
+    acceptance_rate: float | None = None,
+) -> WorkerSource:
     """Where the times come from: a hardware file and the model's config, or a profile. Raises PlanError."""
+    if acceptance_rate is not None:
+        _check_acceptance(spec, acceptance_rate)
     if (hardware is None) == (profile is None):
         given = "both --hardware and --profile are" if hardware else "neither --hardware nor --profile is"
         raise PlanError(f"{given} given; give one: a name of configs/hardware, or what kvrelay calibrate measured")
     if profile is not None:
-        return ProfileWorkers(read_profile(profile), _shape_if_known(model or spec.model))
+        return ProfileWorkers(read_profile(profile), _shape_if_known(model or spec.model), acceptance_rate)
     assert hardware is not None
-    return RooflineWorkers(load_shape(model or spec.model), load_hardware(hardware))
+    return RooflineWorkers(load_shape(model or spec.model), load_hardware(hardware), acceptance_rate)
+
+
+def _check_acceptance(spec: ClusterSpec, rate: float) -> None:
+    if not 0 <= rate <= 1:
+        raise PlanError(f"--acceptance-rate is {rate:g}; give the chance of a guess to be right, from 0 to 1")
+    if not any(num_guesses(pool) for pool in spec.pools):
+        raise PlanError(
+            f"--acceptance-rate is {rate:g}, but no pool guesses tokens ahead; give --num-speculative-tokens, too"
+        )
 
 
 def _shape_if_known(model: str) -> ModelShape | None:
@@ -201,7 +219,7 @@ def _kv_tokens(system: LiveSystem) -> dict[str, int]:
 
 
 def _notes(spec: ClusterSpec, source: WorkerSource) -> list[str]:
-    notes = not_simulated(spec)
+    notes = not_simulated(spec, source.acceptance)
     has_mixed = any(pool.role == "mixed" for pool in spec.pools)
     if isinstance(source, ProfileWorkers) and source.profile.is_shared_host and has_mixed:
         notes.append("workers slow each other down on the profile's host; mixed ones are simulated without that")

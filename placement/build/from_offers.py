@@ -91,6 +91,20 @@ def mixed_of(offer: Offer, replicas: int, hardware: str, chunk_tokens: int) -> C
     return Candidate(pools=(pool_of("mixed", offer, replicas, hardware, chunk_tokens),))
 
 
+def guessing_ahead(candidate: Candidate, offer_of: OfferOf) -> Candidate | None:
+    """The same, all workers that decode guessing tokens ahead; None where one has no room for who guesses."""
+    pools = []
+    for pool in candidate.pools:
+        offer = offer_of(pool.degrees, True)
+        if pool.role != "prefill":
+            if offer.speculation is None:
+                return None
+            num_tokens, num_pages = offer.speculation.num_tokens, offer.speculative_pages
+            pool = replace(pool, num_speculative_tokens=num_tokens, num_pages=num_pages)
+        pools.append(pool)
+    return replace(candidate, pools=tuple(pools))
+
+
 def targets_told(candidate: Candidate, slo: Slo | None) -> dict[str, Any]:
     """The router's options by which it places requests: set where there are workers of both phases."""
     if slo is None or candidate.kind == "two pools":
@@ -110,7 +124,10 @@ def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo:
             offer = replace(offer, latency=narrowed(offer.latency, takers))
         first = sum(worker.role == pool.role for worker in workers)
         names = [f"{pool.role}-{first + i}" for i in range(pool.replicas)]
-        workers += [sim_worker(name, pool.role, offer, _policy(pool)) for name in names]
+        speculation = offer.speculation if pool.num_speculative_tokens else None
+        if speculation is not None:
+            offer = replace(offer, num_pages=pool.num_pages)
+        workers += [sim_worker(name, pool.role, offer, _policy(pool), speculation=speculation) for name in names]
     hosts = hosts_of(offers[0].slowdown, workers) if offers[0].slowdown else ()
     cluster = SimCluster(
         workers=tuple(workers),
@@ -127,12 +144,13 @@ def _policy(pool: PoolPlan) -> RolePolicy:
     if pool.role == "prefill":
         return PrefillOptions(max_batch_tokens=pool.max_batch_tokens, pack_tokens=pool.pack_tokens)
     if pool.role == "decode":
-        return DecodeOptions(max_batch_size=pool.max_batch_size)
+        return DecodeOptions(max_batch_size=pool.max_batch_size, num_speculative_tokens=pool.num_speculative_tokens)
     return MixedOptions(
         max_batch_tokens=pool.max_batch_tokens,
         pack_tokens=pool.pack_tokens,
         max_batch_size=pool.max_batch_size,
         chunk_tokens=pool.chunk_tokens,
+        num_speculative_tokens=pool.num_speculative_tokens,
     )
 
 

@@ -18,7 +18,7 @@ from engine.pages.layout import KvLayout
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import MAX_GROUPS, layer_groups
 from placement.build.from_profile import shared_hosts
-from placement.build.sources import ProfileWorkers, WorkerSource, degrees_of
+from placement.build.sources import ProfileWorkers, WorkerSource, degrees_of, num_guesses
 from placement.build.worker import WorkerModel, sim_worker
 from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
@@ -43,6 +43,7 @@ def sim_cluster(spec: ClusterSpec, source: WorkerSource) -> SimCluster:
             model,
             pool.policy,
             prefix_cache=pool.knobs(WorkerOptions)["prefix_cache"],
+            speculation=model.speculation,
         )
         for pool, model in zip(spec.pools, models, strict=True)
         for number in range(pool.replicas)
@@ -84,11 +85,17 @@ def latency_sources(spec: ClusterSpec, source: WorkerSource) -> list[str]:
     return list(dict.fromkeys(model.latency.source for model in _models(spec, source)))
 
 
-def not_simulated(spec: ClusterSpec) -> list[str]:
-    """What of the spec makes no difference here though it would in life, in sentences."""
+def not_simulated(spec: ClusterSpec, acceptance: float | None = None) -> list[str]:
+    """What of the spec makes no difference here though it would in life, in sentences. `acceptance`: its source's."""
     said = []
     if spec.max_model_len is not None:
         said.append(f"max_model_len is {spec.max_model_len}; longer requests are served here, and refused in life")
+    guessing = [pool.label for pool in spec.pools if num_guesses(pool)]
+    if guessing and acceptance is None:
+        said.append(
+            f"{' and '.join(guessing)} would guess tokens ahead, but how often they are right is not said: here a step "
+            "makes one token of a request; give --acceptance-rate"
+        )
     return said
 
 

@@ -13,6 +13,7 @@ from decode_worker.options import DecodeOptions
 from engine.pages.layout import PAGE_SIZE, LayerKv
 from placement.build.worker import WorkerModel
 from placement.catalogs.base import Degrees, PlanError
+from placement.catalogs.guesses import Guesses, guesses_by
 from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import Hardware
 from placement.latency.model_shape import ModelShape
@@ -45,6 +46,25 @@ def largest_step(pool: PoolSpec) -> tuple[int, int]:
     return max(batch, options.max_batch_tokens), batch + options.max_prefill_requests
 
 
+def num_guesses(pool: PoolSpec) -> int:
+    """That its workers run ahead of a request in a step, at most."""
+    decodes = "decode" in kind_of(pool.role).phases
+    return pool.options(DecodeOptions).num_speculative_tokens if decodes else 0
+
+
+def guesses_of(pool: PoolSpec, shape: ModelShape | None, acceptance: float | None) -> Guesses | None:
+    """None: it makes none, or how often they are right is not said. Raises PlanError."""
+    num_tokens = num_guesses(pool)
+    if not num_tokens or acceptance is None:
+        return None
+    model = pool.options(DecodeOptions).speculative_model
+    if model and shape is None:
+        raise PlanError(f"speculative_model is {model!r}, and the model beside it is not known; give --model")
+    if shape is None:
+        return Guesses(num_tokens=num_tokens, acceptance=acceptance)
+    return guesses_by(model, num_tokens, acceptance, shape)
+
+
 class WorkerSource(Protocol):
     @property
     def message_s(self) -> float: ...
@@ -53,6 +73,10 @@ class WorkerSource(Protocol):
     def layers(self) -> tuple[LayerKv, ...]:
         """Shape of each layer's KV; empty where it is not known."""
 
+    @property
+    def acceptance(self) -> float | None:
+        """How often a guess of a pool that guesses ahead is right; None: that is not simulated."""
+
     def worker(self, spec: ClusterSpec, index: int) -> WorkerModel:
         """Of spec.pools[index]. Raises PlanError: why such a worker cannot be."""
 
@@ -60,9 +84,11 @@ class WorkerSource(Protocol):
 class RooflineWorkers:
     """By first principles. Pools whose GPUs do not fit in one node send KV over the link between nodes."""
 
-    def __init__(self, shape: ModelShape, hardware: Hardware) -> None:
+    def __init__(self, shape: ModelShape, hardware: Hardware, acceptance: float | None = None) -> None:
+        """`acceptance`: how often a guess of a pool that guesses ahead is right; None: that is not simulated."""
         self.shape = shape
         self.hardware = hardware
+        self.acceptance = acceptance
 
     @property
     def message_s(self) -> float:
@@ -80,9 +106,21 @@ class RooflineWorkers:
         if isinstance(offer, str):
             raise PlanError(f"pools[{index}] ({pool.label}): {offer}")
         pages = offer.num_pages
+        if catalog.guesses is not None:
+            pages = offer.speculative_pages
+        if catalog.guesses is not None and offer.speculation is None:
+            raise PlanError(
+                f"pools[{index}].speculative_model leaves no room for KV on {self.hardware.name}; give a smaller one"
+            )
         if isinstance(pool.kv_memory, int):
-            pages = self._asked_pages(catalog, spec, index, offer.num_pages)
-        return WorkerModel(latency=offer.latency, num_pages=pages, page_size=offer.page_size, error=offer.error)
+            pages = self._asked_pages(catalog, spec, index, pages)
+        return WorkerModel(
+            latency=offer.latency,
+            num_pages=pages,
+            page_size=offer.page_size,
+            error=offer.error,
+            speculation=offer.speculation,
+        )
 
     def is_one_node(self, spec: ClusterSpec) -> bool:
         gpus = sum(degrees_of(pool).gpus * pool.replicas for pool in spec.pools)
@@ -90,20 +128,24 @@ class RooflineWorkers:
 
     def _catalog(self, spec: ClusterSpec, pool: PoolSpec) -> RooflineCatalog:
         tokens, requests = largest_step(pool)
+        shape = shape_in(pool, spec, self.shape)
         return RooflineCatalog(
-            shape_in(pool, spec, self.shape),
+            shape,
             self.hardware,
             page_size=spec.page_size or PAGE_SIZE,
             max_batch_tokens=tokens,
             max_batch_size=requests,
             max_sampled=requests,
+            guesses=guesses_of(pool, shape, self.acceptance),
         )
 
     def _asked_pages(self, catalog: RooflineCatalog, spec: ClusterSpec, index: int, most: int) -> int:
         """kv_memory is a worker's, over all of its GPUs."""
         pool = spec.pools[index]
         assert isinstance(pool.kv_memory, int)
-        page_bytes = catalog.kv_bytes_per_token(degrees_of(pool)) * degrees_of(pool).gpus * catalog.page_size
+        token_bytes = catalog.kv_bytes_per_token(degrees_of(pool)) * degrees_of(pool).gpus
+        token_bytes += catalog.guesses.kv_bytes_per_token if catalog.guesses is not None else 0.0
+        page_bytes = token_bytes * catalog.page_size
         pages = int(pool.kv_memory / page_bytes)
         if pages < 1:
             raise PlanError(
@@ -120,9 +162,10 @@ class RooflineWorkers:
 class ProfileWorkers:
     """As they were measured. `shape`: to turn kv_memory into pages; without it a worker holds what was measured."""
 
-    def __init__(self, profile: Profile, shape: ModelShape | None = None) -> None:
+    def __init__(self, profile: Profile, shape: ModelShape | None = None, acceptance: float | None = None) -> None:
         self.profile = profile
         self.shape = shape
+        self.acceptance = acceptance
         self._latency = ProfileLatency(profile)
 
     @property
@@ -159,10 +202,19 @@ class ProfileWorkers:
             )
         facts = profile.prefill_pool if pool.role == "prefill" else profile.decode_pool
         pages = facts.num_pages
-        if isinstance(pool.kv_memory, int) and self.shape is not None:
-            token_bytes = shape_in(pool, spec, self.shape).kv_bytes_per_token
-            pages = max(1, pool.kv_memory // (token_bytes * profile.page_size))
+        shape = shape_in(pool, spec, self.shape) if self.shape is not None else None
+        guesses = guesses_of(pool, shape, self.acceptance)
+        if isinstance(pool.kv_memory, int) and shape is not None:
+            pages = max(1, pool.kv_memory // (shape.kv_bytes_per_token * profile.page_size))
+        if guesses is not None:
+            pages = max(1, int(pages * guesses.page_share(shape)))
         errors = dict(zip(PHASES, profile.wrong_by, strict=True))
         error = max(errors[phase] for phase in kind_of(pool.role).phases)
         # its steps hold their overhead
-        return WorkerModel(latency=self._latency, num_pages=pages, page_size=profile.page_size, error=error)
+        return WorkerModel(
+            latency=self._latency,
+            num_pages=pages,
+            page_size=profile.page_size,
+            error=error,
+            speculation=guesses.beside(self._latency, shape) if guesses else None,
+        )

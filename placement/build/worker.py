@@ -7,6 +7,7 @@ from typing import Protocol
 
 from decode_worker.options import DecodeOptions
 from placement.latency.base import LatencyModel
+from placement.latency.speculation import Speculation
 from placement.simulator.cluster import SimWorker
 from prefill_worker.options import PrefillOptions
 
@@ -31,16 +32,26 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerModel:
-    """A Machine as plain values. `error`: by how much the latency model may be wrong, as a share of a time."""
+    """A Machine as plain values. `error`: by how much the latency model may be wrong, as a share of a time.
+    `speculation`: of its guesses, where they are simulated."""
 
     latency: LatencyModel
     num_pages: int
     page_size: int
     step_overhead_s: float = 0.0
     error: float = 0.0
+    speculation: Speculation | None = None
 
 
-def sim_worker(name: str, role: str, machine: Machine, policy: RolePolicy, *, prefix_cache: bool = True) -> SimWorker:
+def sim_worker(
+    name: str,
+    role: str,
+    machine: Machine,
+    policy: RolePolicy,
+    *,
+    prefix_cache: bool = True,
+    speculation: Speculation | None = None,
+) -> SimWorker:
     return SimWorker(
         name=name,
         role=role,
@@ -50,4 +61,5 @@ def sim_worker(name: str, role: str, machine: Machine, policy: RolePolicy, *, pr
         page_size=machine.page_size,
         step_overhead_s=machine.step_overhead_s,
         prefix_cache=prefix_cache,
+        speculation=speculation,
     )

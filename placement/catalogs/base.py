@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from placement.latency.base import LatencyModel
+from placement.latency.speculation import Speculation
 
 
 class PlanError(ValueError):
@@ -72,6 +73,8 @@ class Offer:
     error: float = 0.0
     slowdown: tuple[tuple[int, float, float], ...] = ()  # by a worker of the other phase on its host, if it shares one:
     # rows of (requests that decode, factor of a prefill step, factor of their decode step)
+    speculation: Speculation | None = None  # where it is asked whether to guess ahead
+    speculative_pages: int = 0  # are left then, beside a draft model
 
     @property
     def kv_tokens(self) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
+from placement.catalogs.guesses import Guesses
+from placement.latency.model_shape import ModelShape
 from placement.latency.profile import Profile, SlowdownPoint
 from placement.latency.profile_latency import ProfileLatency
 
@@ -19,9 +21,17 @@ class ProfileCatalog:
     """Implements Catalog. Where threads are known a "GPU" is a core and the machine is a node; else it is the share of
     the machine that a worker had. Raises PlanError for profiles that do not go together."""
 
-    def __init__(self, *profiles: Profile, cost: MachineCost | None = None) -> None:
+    def __init__(
+        self,
+        *profiles: Profile,
+        cost: MachineCost | None = None,
+        guesses: Guesses | None = None,
+        shape: ModelShape | None = None,
+    ) -> None:
+        """`shape`: the model's, which `guesses` by a draft model need."""
         _check(profiles)
         self.profiles = {degrees_of(profile): profile for profile in _complete(profiles)}
+        self._guesses, self._shape = guesses, shape
         self._cost = cost or MachineCost(usd_per_gpu_hour=0.0, watts_per_gpu=0.0)
         share = next((ProfileLatency(profile).prompt_share for profile in profiles if profile.is_mixed), None)
         self._latency = {
@@ -61,10 +71,11 @@ class ProfileCatalog:
         profile = self.profiles[degrees]
         prefill, decode = profile.prefill_pool, profile.decode_pool
         pack_tokens = prefill.options.get("pack_tokens")
+        guesses, num_pages = self._guesses, min(prefill.num_pages, decode.num_pages)
         return Offer(
             degrees=degrees,
             latency=self._latency[degrees],
-            num_pages=min(prefill.num_pages, decode.num_pages),
+            num_pages=num_pages,
             page_size=profile.page_size,
             max_batch_tokens=int(prefill.options.get("max_batch_tokens", 512)),
             pack_tokens=None if pack_tokens in (None, "None") else int(pack_tokens),
@@ -73,6 +84,8 @@ class ProfileCatalog:
             handoff_s=profile.loaded_handoff_s,
             error=max(profile.wrong_by),
             slowdown=profile.by_batch,
+            speculation=guesses.beside(self._latency[degrees], self._shape) if guesses else None,
+            speculative_pages=int(num_pages * guesses.page_share(self._shape)) if guesses else 0,
         )
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from placement.catalogs.base import Degrees, MachineCost, Offer
+from placement.catalogs.guesses import Guesses
+from placement.latency.base import LatencyModel
 from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
@@ -38,6 +41,7 @@ class RooflineCatalog:
         max_sampled: int | None = None,
         max_model_len: int | None = None,
         power_cap: float = 1.0,
+        guesses: Guesses | None = None,
     ) -> None:
         self.shape = shape
         self.machine = hardware
@@ -48,6 +52,7 @@ class RooflineCatalog:
         self.max_sampled = max_sampled or max_batch_size + PrefillOptions().max_prefill_requests
         self.max_model_len = max_model_len
         self.power_cap = power_cap
+        self.guesses = guesses
         hardware.cap(power_cap)
         hardware.flops_for(shape.compute_dtype)
 
@@ -90,7 +95,19 @@ class RooflineCatalog:
             max_batch_tokens=self.max_batch_tokens,
             max_batch_size=self.max_batch_size,
             error=self.machine.error.of(self.model, degrees.gpus),
+            **self._ahead(degrees, latency),
         )
+
+    def _ahead(self, degrees: Degrees, latency: LatencyModel) -> dict[str, Any]:
+        """What the offer says of guesses; nothing where a draft model leaves no room."""
+        guesses = self.guesses
+        if guesses is None:
+            return {}
+        pages = self.num_pages(degrees, guesses)
+        if pages * self.page_size < self._least_kv_tokens:
+            return {}
+        speculation = guesses.on(self.machine, latency, self.shape, self.power_cap)
+        return {"speculation": speculation, "speculative_pages": pages}
 
     # memory, in bytes of one GPU
 
@@ -112,11 +129,15 @@ class RooflineCatalog:
         layers = math.ceil(shape.num_layers / degrees.pp)
         return layers * heads * (shape.k_dim + shape.v_dim) * shape.kv_dtype_bytes
 
-    def num_pages(self, degrees: Degrees) -> int:
-        """Of a worker; 0 where the weights leave no room."""
+    def num_pages(self, degrees: Degrees, guesses: Guesses | None = None) -> int:
+        """Of a worker; 0 where the weights leave no room. A draft model and its KV are on the GPU that has most."""
         usable = self.machine.memory_bytes * self.machine.memory_share
         left = usable - self.weight_bytes(degrees) - self.step_bytes(degrees)
-        return max(0, int(left / (self.kv_bytes_per_token(degrees) * self.page_size)))
+        token_bytes = self.kv_bytes_per_token(degrees)
+        if guesses is not None:
+            left -= guesses.weight_bytes(self.shape)
+            token_bytes += guesses.kv_bytes_per_token
+        return max(0, int(left / (token_bytes * self.page_size)))
 
     @property
     def _least_kv_tokens(self) -> int:

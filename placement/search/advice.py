@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from placement.plan import Goodput, Interval, Pool
 
 NEAR = 0.05  # of the goodput: so little left is the knee
+ALIKE = 0.03  # of a goodput: what searches of two clusters may differ by
 OVER = 1.1  # times the goodput: where relief was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """`relief`: the attainment OVER the goodput, as it is ("") and with one worker more of a role. `copies`: clusters
-    of one pair. `arrivals`: what drawn ones leave out."""
+    of one pair. `arrivals`: what drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -29,12 +30,14 @@ class Findings:
     error: float
     asked_colocated: bool
     arrivals: str
+    acceptance: float | None = None
 
 
 def advise(findings: Findings) -> list[str]:
     """The most important first."""
     said = [
         _on_disaggregation(findings),
+        _on_guesses(findings),
         _on_binding(findings),
         _on_copies(findings.copies),
         _on_headroom(findings.headroom, findings.chosen.goodput) if findings.rate else "",
@@ -70,6 +73,36 @@ def _on_disaggregation(findings: Findings) -> str:
     if kind == "hybrid":
         return f"A hybrid pays: {ratio} the best pure placement, {other.candidate.label}{sure}."
     return f"Disaggregation pays: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
+
+
+def _on_guesses(findings: Findings) -> str:
+    """Whether they pay, at this load."""
+    if findings.acceptance is None:
+        return ""
+    told = f"of which {findings.acceptance:.0%} are right"
+    guessing = next((each for each in findings.tried if each.candidate.num_guesses), None)
+    plain = next((each for each in findings.tried if not each.candidate.num_guesses), None)
+    if guessing is None:
+        return f"Do not speculate: with guesses, {told}, no placement of these keeps the targets, or has the memory."
+    count = f"{guessing.candidate.num_guesses} guesses ahead, {told},"
+    if plain is None:
+        return f"Speculate: only with {count} the targets are kept."
+    advised = "Speculate" if guessing is findings.chosen else "Do not speculate"
+    ratio, unit = guessing.per_gpu / plain.per_gpu, plain.candidate.unit
+    meant = f"{ratio:.2f} times the goodput per {unit} of the best without"
+    if findings.rate and guessing.candidate.gpus != plain.candidate.gpus:
+        meant = f"{guessing.candidate.gpus} {unit}s in place of {plain.candidate.gpus}"
+    elif abs(ratio - 1) < ALIKE:
+        advised = "Speculating makes no difference that is sure"
+    batch = f"a worker that decodes has {_batch(guessing):.3g} requests at once, and {_batch(plain):.3g} without"
+    return f"{advised}: {count} mean {meant}; {batch}."
+
+
+def _batch(goodput: Goodput) -> float:
+    """Requests that a worker decodes at once near the goodput, by Little's law."""
+    point = min(goodput.curve, key=lambda point: abs(point.rate - goodput.goodput.value))
+    workers = sum(pool.replicas for pool in goodput.candidate.pools if pool.role != "prefill")
+    return point.rate * point.phases_s.get("decode", 0.0) / workers
 
 
 def _is_surely_better(chosen: Goodput, other: Goodput) -> bool:

@@ -96,6 +96,7 @@ class PlanAnswer:
             error=self.search.error_of(chosen.candidate),
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),
+            acceptance=self._acceptance(),
         )
 
     # what else is simulated
@@ -179,6 +180,11 @@ class PlanAnswer:
         return self.search.done(estimate_or_search, jobs, "intervals and curves")
 
     # in words
+
+    def _acceptance(self) -> float | None:
+        """Of guesses ahead; None: nobody asked for any."""
+        offers = (self.problem.offer_of(pool.degrees, True) for each in self.placements for pool in each.pools)
+        return next((offer.speculation.acceptance for offer in offers if offer.speculation is not None), None)
 
     def _arrivals(self) -> str:
         """What drawn arrivals leave out of the trace's own."""

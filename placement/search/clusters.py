@@ -1,5 +1,6 @@
 """Whole clusters are simulated here: each placement's goodput, those of its neighbours where they may be better, and
-those of hybrids of the best two pools and the best colocated placement, of most by a quick look.
+those of hybrids of the best two pools and the best colocated placement, of most by a quick look. Where a request says
+who may guess tokens ahead, the best of each kind are simulated so, too.
 
 For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
 sized until it keeps the SLO there (placement/search/sizing.py), and hybrids of the best are cut down as far as they
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from placement.build.from_offers import guessing_ahead
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
 from placement.goodput.search import GoodputProblem, Knee, find_goodput, verify_goodput
@@ -100,6 +102,24 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
     return clusters + _best_of(search, hybrids, _headrooms(search, hybrids, rate), "headroom")
 
 
+def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[SimulatedCluster]:
+    """The best of each kind again, its workers guessing ahead; for a rate with as many of them, or with fewer."""
+    best = _best_of_each_kind(search, clusters).values()
+    guessing = [
+        replace(cluster.placement, candidate=candidate, promised=cluster.goodput.goodput.value)
+        for cluster in best
+        if (candidate := guessing_ahead(cluster.placement.candidate, search.problem.offer_of)) is not None
+    ]
+    if not guessing:
+        return []
+    if rate := search.question.rate:
+        guessing = _sized(search, guessing, rate, "guessing ahead, for the rate", may_grow=False)
+        searches = _headrooms(search, guessing, rate)
+    else:
+        searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in guessing]
+    return _best_of(search, guessing, searches, "guessing ahead")
+
+
 def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[GoodputProblem]:
     """What is searched for each: by how much it keeps more than the rate."""
     searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
@@ -140,10 +160,7 @@ def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> lis
     clusters = list(clusters)
     done: set[Candidate] = set()
     while True:
-        best: dict[Kind, SimulatedCluster] = {}
-        for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
-            if cluster.goodput.goodput.value:
-                best.setdefault(cluster.placement.candidate.kind, cluster)
+        best = _best_of_each_kind(search, clusters)
         now = [cluster for cluster in best.values() if cluster.placement.candidate not in done]
         if not now:
             return clusters
@@ -156,6 +173,18 @@ def verify_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> lis
         done |= {placement.candidate for placement in placements}
         others = [cluster for cluster in clusters if cluster not in now]
         clusters = others + _clusters(search, placements, knees)
+
+
+def _best_of_each_kind(
+    search: PlanSearch, clusters: Sequence[SimulatedCluster]
+) -> dict[tuple[Kind, bool], SimulatedCluster]:
+    """With guesses and without, the best first."""
+    best: dict[tuple[Kind, bool], SimulatedCluster] = {}
+    for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
+        candidate = cluster.placement.candidate
+        if cluster.goodput.goodput.value:
+            best.setdefault((candidate.kind, candidate.num_guesses > 0), cluster)
+    return best
 
 
 def _goodputs(search: PlanSearch, placements: Sequence[Placement], what: str) -> list[SimulatedCluster]:

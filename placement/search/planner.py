@@ -21,7 +21,13 @@ from placement.goodput.runner import Job, Progress, Result, Runner, open_runner,
 from placement.goodput.targets import Targets
 from placement.plan import Goodput, Plan
 from placement.search.answer import PlanAnswer
-from placement.search.clusters import SimulatedCluster, simulate_for_gpus, simulate_for_rate, verify_best
+from placement.search.clusters import (
+    SimulatedCluster,
+    simulate_for_gpus,
+    simulate_for_rate,
+    simulate_guessing,
+    verify_best,
+)
 from placement.search.infeasible import raise_if_nothing_fits, why_nothing
 from placement.search.placements import (
     Placement,
@@ -77,7 +83,7 @@ def plan(
         if on_first is not None:
             _tell_first(search, offers, on_first)
         clusters, phases, colocated = _simulated(search, offers)
-        clusters = verify_best(search, clusters)
+        clusters = verify_best(search, clusters + simulate_guessing(search, clusters))
         tried = _tried(search, clusters)
         if not tried:
             raise PlanError(why_nothing(problem, offers, log, num_gpus, phases["prefill"], phases["decode"], colocated))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cluster.router.options import RouterOptions
 from decode_worker.options import DecodeOptions
 from placement.latency.base import LatencyModel
+from placement.latency.speculation import Speculation
 from prefill_worker.options import PrefillOptions
 from worker.roles import PHASES, kind_of
 
@@ -41,6 +42,7 @@ class SimWorker:
     page_size: int = 16
     step_overhead_s: float = 0.0
     prefix_cache: bool = True
+    speculation: Speculation | None = None  # of its guesses, where its policy has some; None: a step for each token
     device: str = ""  # that it has together with workers of other models (simulate_together); empty: its own
 
 

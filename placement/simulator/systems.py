@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from placement.latency.scaled import scaled_latency
-from placement.simulator.cluster import SimCluster
+from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload
@@ -43,8 +43,7 @@ class LiveSystem:
         return simulate(self.cluster, workload)
 
     def scaled(self, factor: float) -> LiveSystem:
-        workers = tuple(replace(w, latency=scaled_latency(w.latency, factor)) for w in self.cluster.workers)
-        return LiveSystem(replace(self.cluster, workers=workers))
+        return LiveSystem(replace(self.cluster, workers=tuple(_scaled(w, factor) for w in self.cluster.workers)))
 
     @property
     def workers_by_pool(self) -> Mapping[str, int]:
@@ -56,3 +55,8 @@ class LiveSystem:
         for worker in self.cluster.workers:
             held[worker.role] += worker.num_pages * worker.page_size
         return held
+
+
+def _scaled(worker: SimWorker, factor: float) -> SimWorker:
+    speculation = worker.speculation and worker.speculation.scaled(factor)
+    return replace(worker, latency=scaled_latency(worker.latency, factor), speculation=speculation)

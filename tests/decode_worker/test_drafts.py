@@ -156,7 +156,7 @@ def test_of_a_draft_model_that_request_is_tried_which_it_has_read() -> None:
         each.id: Draft(tokens=each.tokens, spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
         for each in requests
     }
-    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda each: states[each.id])
+    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda name: states[name])
     assert made.wanted(requests) == (("a", 4),)
     states["b"].num_read = 2
     assert made.wanted(requests) == (("b", 4),)
@@ -164,7 +164,7 @@ def test_of_a_draft_model_that_request_is_tried_which_it_has_read() -> None:
 
 def test_what_a_draft_model_guessed_before_says_nothing_of_a_step_without_guesses() -> None:
     state = Draft(tokens=[3, 4, 5], spec=lambda at, guesses: SampleSpec(params=SamplingParams(), position=at))
-    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda each: state)
+    made = Drafts(DecodeOptions(num_speculative_tokens=4), lambda: FREE, make_draft=lambda name: state)
     one = request("one", [3, 4, 5])
     begin(made, made.wanted([one]))
     assert made.asked_of("one") is state
@@ -187,7 +187,7 @@ def test_a_pass_of_a_draft_model_is_made_for_as_many_as_pay_for_it() -> None:
         made = Drafts(
             DecodeOptions(num_speculative_tokens=4),
             lambda: FREE,
-            make_draft=lambda each: states[each.id],
+            make_draft=lambda name: states[name],
             pass_s=partial(float, pass_s),
         )
         made._num_run = TRIALS

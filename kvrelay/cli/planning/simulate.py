@@ -72,6 +72,13 @@ class Asked:
     colocated: Annotated[
         bool, typer.Option("--colocated", help="Simulate as many workers that do both (role mixed) instead.")
     ] = False
+    acceptance_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Chance of a token guessed ahead (--num-speculative-tokens) to be right where those before it are, "
+            "from 0 to 1. Default: no guesses are simulated."
+        ),
+    ] = None
 
 
 WORKLOAD = Flags(
@@ -112,7 +119,7 @@ def simulate(
         sweep = _sweep(asked, targets, workload.seed)
         changes = SpecChanges(pools=policy, router=router)
         spec = parse_spec(changes.applied(load_spec(cluster).model_dump(exclude_unset=True)))
-        source = source_of(spec, hardware=hardware, profile=profile, model=model)
+        source = source_of(spec, hardware=hardware, profile=profile, model=model, acceptance_rate=asked.acceptance_rate)
         traffic = traffic_of(workload)
         with progress(show=not no_progress) as on_progress:
             result = simulate_spec(spec, source, traffic, sweep, on_progress)

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from decode_worker.policy import DecodePolicy
+from decode_worker.run import DecodeRun
 from kv_transfer.lease import MOVE_ROOM_TOKENS, Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s
 from placement.simulator.cluster import SimWorker
@@ -19,7 +20,9 @@ from placement.simulator.ledger import DECODE, DECODE_QUEUE
 from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Move
 from placement.simulator.machines.host import Host
 from placement.simulator.machines.moves import Moves
+from placement.simulator.machines.speculation import SpeculatedRun
 from placement.simulator.machines.steps import DecodeSteps
+from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
 
@@ -29,7 +32,8 @@ class DecodeMachine(Decoder):
         self.router = router
         self.worker = worker
         self.policy = policy
-        self.steps = DecodeSteps(router.clock, policy, self._on_end)
+        self.guessing = guessing_run(worker, policy)
+        self.steps = DecodeSteps(router.clock, self.guessing or DecodeRun(policy), self._on_end)
         self.reporter = router.reporter_of(worker.name, self)
         self.is_dead = False
         self.host = host  # that it shares with prefill workers
@@ -311,6 +315,9 @@ class DecodeMachine(Decoder):
 
     def _plan_run(self, joined: tuple[str, ...]) -> None:
         """Steps that decode, as many as pass before anything changes."""
+        if self.guessing is not None:
+            self._plan_guesses(self.guessing, joined)
+            return
         worker, count, context_tokens = self.worker, self.steps.count, self.steps.run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
         stages = worker.latency.stages
@@ -321,6 +328,22 @@ class DecodeMachine(Decoder):
             planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
         paced = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
         self._begin_steps(paced, planned, joined)
+
+    def _plan_guesses(self, run: SpeculatedRun, joined: tuple[str, ...]) -> None:
+        """One step, with guesses."""
+        latency = self.worker.latency
+        self._pace = 1.0 if self.host is None else self.host.decode_factor(self.name, self.steps.count)
+        step_s = latency.decode_line(run.rows, run.context_tokens).step_s * latency.stages
+        step_s = self._with_guesses_s((step_s + self.worker.step_overhead_s) * self._pace, 0)
+        self._begin_steps(DecodeLine(step_s, 0.0), 1, joined)
+
+    def _with_guesses_s(self, step_s: float, prompt_tokens: int) -> float:
+        """Of a step with so many tokens of prompts: also what was spent on its guesses."""
+        run = self.guessing
+        if run is None:
+            return step_s
+        run.note(step_s, prompt_tokens)
+        return step_s + run.guess_s * self._pace
 
     def _begin_steps(self, line: DecodeLine, planned: int, joined: tuple[str, ...]) -> None:
         now = self.router.clock.now
@@ -370,9 +393,11 @@ class DecodeMachine(Decoder):
         router, now = self.router, self.router.clock.now
         self.steps.end()
         router.ledger.busy_s[self.worker.role] += now - self.steps.begun_s
+        if self.guessing is not None:
+            self._take_guesses(self.guessing)
         while self._ends and self._ends[0][0] <= self.steps.made:
-            attempt = heappop(self._ends)[3]
-            if attempt.joined_step >= 0:
+            end, _, _, attempt = heappop(self._ends)
+            if attempt.joined_step >= 0 and attempt.joined_step + attempt.left == end:
                 del self._attempts[attempt.id]
                 self.steps.run.leave(attempt.id)
                 assert self.policy.computed_len_of(attempt.id) == attempt.num_tokens + attempt.max_new - 1
@@ -384,6 +409,18 @@ class DecodeMachine(Decoder):
             self.steps.run.settle()
             self.moves.on_step_end()
         self._grant_queued()
+
+    def _take_guesses(self, run: SpeculatedRun) -> None:
+        """Those that were right are tokens without a step: who has some ends earlier."""
+        counters = self.router.ledger.counters
+        counters["drafted_tokens"] += run.num_drafted
+        for request_id, more in run.made:
+            counters["accepted_tokens"] += more
+            attempt = self._attempts.get(request_id)
+            if more and attempt is not None and attempt.joined_step >= 0:
+                attempt.left -= more
+                end = attempt.joined_step + attempt.left
+                heappush(self._ends, (end, attempt.index, attempt.number, attempt))
 
     def _preempt(self, attempt: Attempt) -> None:
         self._paused.pop(attempt.id, None)
@@ -403,3 +440,10 @@ class DecodeMachine(Decoder):
         self.reporter.end()
         if self.host is not None:
             self.host.on_lost(self.name)
+
+
+def guessing_run(worker: SimWorker, policy: DecodePolicy) -> SpeculatedRun | None:
+    """None: it guesses nothing, or how often that is right is not known."""
+    if worker.speculation is None or not policy.options.num_speculative_tokens:
+        return None
+    return SpeculatedRun(policy, worker.speculation, tuple(kind_of(worker.role).phases))

@@ -72,7 +72,8 @@ class MixedMachine(DecodeMachine):
     def _start(self) -> None:
         self._grant_queued()
         joined = self._begin_run()
-        self._batch = self.both.prefill.next_batch(self.both.prompt_tokens(self.steps.count))
+        rows = self.steps.count if self.guessing is None else self.guessing.rows
+        self._batch = self.both.prefill.next_batch(self.both.prompt_tokens(rows))
         if self._batch is not None:
             self._plan_step(self._batch, joined)
         elif self.steps.count:
@@ -91,18 +92,20 @@ class MixedMachine(DecodeMachine):
 
     def _plan_step(self, batch: PrefillBatch, joined: tuple[str, ...]) -> None:
         """One step with chunks of prompts."""
-        latency, count = self.worker.latency, self.steps.count
+        latency = self.worker.latency
+        count = self.steps.count if self.guessing is None else self.guessing.rows
         chunks = [(chunk.length, chunk.start) for chunk in batch.chunks]
         step_s = latency.mixed_s(chunks, count, self.steps.run.context_tokens) if count else latency.prefill_s(chunks)
         self._pace = 1.0 if self.host is None else self.host.prefill_factor(self.name)
         step_s = (step_s * latency.stages + self.worker.step_overhead_s) * self._pace
+        step_s = self._with_guesses_s(step_s, batch.num_tokens)
         self.prompts.note_begun(batch, self.router.clock.now + step_s)
         self._begin_steps(DecodeLine(step_s, 0.0), 1, joined)
 
     def _end_run(self) -> None:
         batch, self._batch = self._batch, None
         if self.steps.count:
-            prompt_tokens = sum([chunk.length for chunk in batch.chunks]) if batch is not None else 0
+            prompt_tokens = batch.num_tokens if batch is not None else 0
             self._prompt_share = share_after(self._prompt_share, prompt_tokens, self.steps.planned)
         super()._end_run()
         if batch is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
 from placement.latency.base import DecodeLine, decode_run_s, steps_within
 from placement.simulator.clock import VirtualClock
@@ -17,8 +16,8 @@ from placement.simulator.clock import VirtualClock
 class DecodeSteps:
     """`on_end`: called when the last step has ended, to call `end`. `count`: requests in the run; 0: none decode."""
 
-    def __init__(self, clock: VirtualClock, policy: DecodePolicy, on_end: Callable[[], None]) -> None:
-        self.run = DecodeRun(policy)
+    def __init__(self, clock: VirtualClock, run: DecodeRun, on_end: Callable[[], None]) -> None:
+        self.run = run
         self.count = 0
         self.begun_s = 0.0
         self.planned = 0

@@ -82,6 +82,24 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             {"classes": [{"name": "a", "ttft": "1s"}]},
             "--ttft does not go with --class; give each class its own targets",
         ),
+        (
+            {"acceptance_rate": 0.5},
+            "--acceptance-rate is 0.5 and nothing is guessed; give --num-speculative-tokens, too",
+        ),
+        (
+            {"num_speculative_tokens": 4},
+            "--num-speculative-tokens is 4, and how often a guess is right is not said; give --acceptance-rate, from 0 "
+            "to 1",
+        ),
+        (
+            {"num_speculative_tokens": 4, "acceptance_rate": 1.5},
+            "--acceptance-rate is 1.5; give a number of 1.0 or less",
+        ),
+        ({"num_speculative_tokens": 17}, "--num-speculative-tokens is 17; give a number of 16 or less"),
+        (
+            {"num_speculative_tokens": 4, "acceptance_rate": 0.5, "hardware": ["h100-sxm", "l40s"]},
+            "--num-speculative-tokens is 4, which is for one kind of machine, by a roofline or a profile; take it out",
+        ),
         ({"burstiness": 0.0}, "--burstiness is 0.0; give a number of 0.001 or more"),
         ({"max_pp": 0}, "--max-pp is 0; give a number of 1 or more"),
         (

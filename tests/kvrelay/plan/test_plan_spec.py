@@ -10,11 +10,19 @@ import yaml
 
 from cluster.spec.load import parse_spec
 from cluster.spec.resolve import why_not_served
+from decode_worker.options import DecodeOptions
+from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import cluster_spec
 from kvrelay.plan.planning import asked
 from kvrelay.plan.reading import build_request
+from placement.build.from_offers import assemble, guessing_ahead, offers_of
+from placement.build.from_spec import sim_cluster
+from placement.build.sources import RooflineWorkers
+from placement.latency.hardware import load_hardware
+from placement.latency.model_files import load_shape
 from placement.plan import Candidate
 from placement.search.clusters import hybrids_of
+from placement.simulator.systems import LiveSystem
 from tests.kvrelay.plan.plan_fixture import PLAN, apart, goodput, together
 from worker.roles import kind_of
 
@@ -38,6 +46,33 @@ TARGETS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
         {},
     ),
 }
+
+
+@pytest.mark.parametrize("draft", ["prompt lookup", "llama-3.1-8b"])
+@pytest.mark.parametrize("candidate", [PAIR, MIXED], ids=["two pools", "mixed"])
+def test_an_answer_that_guesses_ahead_is_served_so(candidate: Candidate, draft: str) -> None:
+    told = {"num_speculative_tokens": 4, "acceptance_rate": 0.7, "speculative_model": draft, "ttft": "300ms"}
+    request = build_request(None, {**ASKED, **REQUESTS, **told})
+    offer_of = offers_of(catalogs(request)[0])
+    guessing = guessing_ahead(candidate, offer_of)
+    assert guessing is not None
+    chosen = goodput(guessing, 9.0)
+    plan = replace(PLAN, chosen=chosen, tried=(chosen,), slo=request.slo, asked=asked(request))
+    text, refusal, notes = cluster_spec(plan, request)
+    assert (refusal, notes) == ("", [])
+    spec, source = (
+        parse_spec(yaml.safe_load(text)),
+        RooflineWorkers(load_shape("llama-3.1-8b"), load_hardware("h100-sxm"), 0.7),
+    )
+    system = assemble(guessing, offer_of, within_node=True)
+    assert isinstance(system, LiveSystem)
+    served, simulated = (
+        [(w.num_pages, w.policy.num_speculative_tokens) for w in each.workers if isinstance(w.policy, DecodeOptions)]
+        for each in (sim_cluster(spec, source), system.cluster)
+    )
+    assert served == simulated
+    models = {pool.policy.speculative_model for pool in spec.pools if pool.role != "prefill"}
+    assert models == ({""} if draft == "prompt lookup" else {"meta-llama/Llama-3.1-8B"})
 
 
 @pytest.mark.parametrize("targets", TARGETS)

@@ -27,6 +27,7 @@ pools:
 """
 RANDOM = ("--random-input-len", "400", "--random-output-len", "20")
 FEW = ("--hardware", "h200-sxm", *RANDOM, "--num-requests", "200", "--ttft", "200ms", "--tpot", "30ms")
+AHEAD = ("--num-speculative-tokens", "4")
 AZURE = str(Path(__file__).parents[3] / "configs/workloads/azure-conv-2023.csv")
 
 
@@ -65,6 +66,16 @@ def test_figures_come_by_rate_with_intervals_and_what_they_rest_on(spec: str) ->
     slow, fast = found["rates"]
     assert slow["ttft_s"]["90"]["value"] < fast["ttft_s"]["90"]["value"]
     assert slow["busy"]["prefill"] < fast["busy"]["prefill"]
+
+
+def test_guesses_are_simulated_where_it_is_said_how_often_they_are_right(spec: str) -> None:
+    load = (*FEW, "--rate", "1", "--random-output-len", "100")
+    plain, unsaid, ahead = (run_json(spec, *load, *more) for more in ((), AHEAD, (*AHEAD, "--acceptance-rate", "0.8")))
+    assert unsaid["rates"] == plain["rates"]
+    assert ["--acceptance-rate" in note for note in (*plain["notes"], *unsaid["notes"], *ahead["notes"])] == [True]
+    tpot_s = [found["rates"][0]["tpot_s"]["50"]["value"] for found in (plain, ahead)]
+    assert tpot_s[0] / tpot_s[1] == pytest.approx((1 - 0.8**5) / (1 - 0.8), rel=0.15)
+    assert ahead["rates"][0]["counters"]["accepted_tokens"] > 0
 
 
 def test_clients_who_wait_for_their_answers_set_their_own_rate(spec: str) -> None:
@@ -152,6 +163,14 @@ def test_what_the_simulation_leaves_out_is_noted(tmp_path: Path) -> None:
         (("--rate", "1", *FEW, "--ttft", "soon"), "--ttft is 'soon'; give a time above 0 such as 250ms"),
         (("--rate", "1", *FEW, "--attainment", "90"), "--attainment is 90; give a share above 0 and below 1"),
         (("--rate", "1", *FEW, "--seeds", "0"), "--seeds is 0; give 1 or more"),
+        (
+            ("--rate", "1", *FEW, *AHEAD, "--acceptance-rate", "7"),
+            "--acceptance-rate is 7; give the chance of a",
+        ),
+        (
+            ("--rate", "1", *FEW, "--acceptance-rate", "0.7"),
+            "--acceptance-rate is 0.7, but no pool guesses",
+        ),
         (("--rate", "1", *FEW, "--model", "opt-175b"), "pools[0] (prefill): opt-175b, 349 GB of weights, does not fit"),
         (("--rate", "1", *FEW, "--random-output-len", "0"), "random output length is 0; give 1 or more"),
     ],

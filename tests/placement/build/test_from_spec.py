@@ -21,6 +21,7 @@ from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.profile import DecodePoint, Fault, MixedPoint, PoolFacts, PrefillPoint, Profile, TransferPoint
+from placement.latency.speculation import Speculation
 from placement.simulator.simulate import simulate
 from placement.workload.requests import from_rows
 from worker.options import REPORT_GAP_S, report_gap_s
@@ -211,6 +212,83 @@ def test_a_profile_gives_its_pages_its_overheads_and_its_error() -> None:
     shaped = ProfileWorkers(profile(), load_shape("kvrelay-demo-125m"))
     sized = spec(pools=[{"role": "prefill", "kv_memory": "64MiB"}, {"role": "decode"}])
     assert sim_cluster(sized, shaped).workers[0].num_pages == 2**26 // (16 * 12 * 2 * 4 * 64 * 2)
+
+
+def guessing(model: str = "", **keys: Any) -> ClusterSpec:
+    ahead = {"num_speculative_tokens": 4} | ({"speculative_model": model} if model else {})
+    return spec(pools=[{"role": "prefill"}, {"role": "decode", **ahead, **keys}])
+
+
+@unit
+def test_a_draft_model_takes_its_share_of_memory_and_has_times_of_its_own() -> None:
+    """It is loaded whole beside the model, and has as many pages (engine/loading/load.py). Here both are alike."""
+    shape, hardware = load_shape("llama-3.1-8b"), load_hardware("h200-sxm")
+    source = RooflineWorkers(shape, hardware, 0.7)
+    plain, looked_up, drafted = (
+        sim_cluster(made, source).workers[1] for made in (spec(), guessing(), guessing("llama-3.1-8b"))
+    )
+    assert plain.speculation is None
+    assert looked_up.speculation == Speculation(num_tokens=4, acceptance=0.7)
+    assert looked_up.num_pages == plain.num_pages
+    assert drafted.speculation is not None
+    assert drafted.speculation.draft is not None
+    assert decode_s(drafted.speculation.draft, 1, 500) == decode_s(drafted.latency, 1, 500)
+    weights = shape.weight_bytes / (2 * shape.kv_bytes_per_token * 16)
+    assert drafted.num_pages == pytest.approx(plain.num_pages / 2 - weights, abs=2)
+    asked = sim_cluster(guessing("llama-3.1-8b", kv_memory="8GiB"), source).workers[1]
+    assert asked.num_pages == 2**33 // (2 * 16 * shape.kv_bytes_per_token)
+
+
+@unit
+def test_of_a_profile_a_draft_is_faster_by_as_much_as_it_is_smaller() -> None:
+    shape = load_shape("llama-3.1-70b")
+    source = ProfileWorkers(profile(), shape, 0.5)
+    worker = sim_cluster(guessing("llama-3.1-8b"), source).workers[1]
+    assert worker.speculation is not None
+    assert worker.speculation.draft is not None
+    assert decode_s(worker.speculation.draft, 1, 100) / decode_s(worker.latency, 1, 100) == pytest.approx(
+        0.11, abs=0.01
+    )
+    assert worker.num_pages == int(700 * 80 / (80 + 32))  # layers, of as many heads
+
+
+@unit
+def test_heads_take_memory_and_no_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    worker = sim_cluster(guessing(str(tmp_path)), ProfileWorkers(profile(), load_shape("llama-3.1-8b"), 0.5)).workers[1]
+    assert worker.speculation is not None
+    assert (worker.speculation.num_tokens, worker.speculation.reads, worker.num_pages) == (3, False, 700)
+    with pytest.raises(PlanError, match="speculative_model has heads, which run on CPUs only, and not on NVIDIA H200"):
+        sim_cluster(
+            guessing(str(tmp_path)), RooflineWorkers(load_shape("llama-3.1-8b"), load_hardware("h200-sxm"), 0.5)
+        )
+
+
+@unit
+@pytest.mark.parametrize(
+    ("model", "acceptance", "told"),
+    [
+        (
+            "qwen3-0.6b",
+            0.5,
+            "speculative_model is 'qwen3-0.6b', which has 151936 tokens; llama-3.1-8b has 128256: give",
+        ),
+        ("nobody", 0.5, "speculative_model is 'nobody', which is no directory and no config.json; "),
+        ("", 1.5, "acceptance_rate is 1.5; give the chance of a guess to be right, from 0 to 1"),
+        ("llama-3.1-70b", 0.5, r"pools\[1\].speculative_model leaves no room for KV on NVIDIA H200"),
+    ],
+)
+def test_guesses_that_cannot_be_are_refused(model: str, acceptance: float, told: str) -> None:
+    with pytest.raises(PlanError, match=f"^{told}"):
+        sim_cluster(guessing(model), RooflineWorkers(load_shape("llama-3.1-8b"), load_hardware("h200-sxm"), acceptance))
+
+
+@unit
+def test_guesses_of_which_nothing_is_said_are_not_simulated_and_that_is_said() -> None:
+    made = guessing("small")
+    assert [worker.speculation for worker in sim_cluster(made, roofline()).workers] == [None, None]
+    assert from_spec.not_simulated(made)[0].startswith("decode would guess tokens ahead, but how often they are right")
+    assert from_spec.not_simulated(made, 0.5) == []
 
 
 @unit

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from decode_worker.options import DecodeOptions
+from mixed_worker.options import MixedOptions
 from placement.compiled.constructors import with_constructors
 from placement.compiled.pool import call, packed, simulation_pool
+from placement.latency.scaled import scaled_latency
+from placement.latency.speculation import Speculation
 from placement.papers.distserve.coefficients import distserve_latency
 from placement.papers.distserve.rules import DistServeCluster
 from placement.papers.distserve.rules import simulate as simulate_distserve
@@ -47,6 +50,13 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     left = replace(workload, priority=numbers % 3 - 1, cancel_after_s=np.where(numbers % 4, np.inf, 0.5))
     became = RoleChange(worker="mixed-1", at_s=5.0, role="decode", policy=DecodeOptions(max_batch_size=16))
     trouble = replace(both, num_routers=2, role_changes=(became,), drains=(Drain(worker="mixed-1", at_s=4.0),))
+    guesses = Speculation(num_tokens=4, acceptance=0.7, draft=scaled_latency(latency, 0.05))
+    guessing = [
+        *workers("decode", 2, latency=latency, policy=DecodeOptions(num_speculative_tokens=4)),
+        *workers("mixed", latency=latency, policy=MixedOptions(num_speculative_tokens=4)),
+    ]
+    guessing = [replace(worker, speculation=guesses) for worker in guessing]
+    ahead = cluster(workers("prefill", 2, latency=latency), guessing)
     in_turn = replace(left, loop=ClosedLoop(max_concurrency=9, think_s=0.01))
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
@@ -54,6 +64,7 @@ def test_the_compiled_simulator_finds_the_same() -> None:
             pool.apply(call, (packed(simulate, both, workload),)),
             pool.apply(call, (packed(simulate, trouble, left),)),
             pool.apply(call, (packed(simulate, both, in_turn),)),
+            pool.apply(call, (packed(simulate, ahead, workload),)),
             pool.apply(
                 call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
             ),
@@ -65,11 +76,13 @@ def test_the_compiled_simulator_finds_the_same() -> None:
         simulate(both, workload),
         simulate(trouble, left),
         simulate(both, in_turn),
+        simulate(ahead, workload),
         simulate_distserve(DistServeCluster(prefill=latency, decode=latency), workload),
     ]
     assert expected[0].counters["preempted"] > 0
     assert expected[2].counters["cancelled"] > 20
     assert expected[2].counters["role_changes"] == 1
+    assert expected[4].counters["accepted_tokens"] > 100
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one.first_token_s, other.first_token_s, equal_nan=True)
         assert np.array_equal(one.finish_s, other.finish_s, equal_nan=True)
