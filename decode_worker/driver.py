@@ -204,6 +204,7 @@ class DecodeRole:
             sample=request.sample_spec(following + len(guesses), engine, guesses),
             draft=draft,
             adapter=request.adapter,
+            rope_len=request.rope_len,
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
@@ -263,6 +264,14 @@ class DecodeRole:
                 link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:
             self.reservations.forget(request)
+        elif request.must_begin_anew(len(request.tokens)):
+            self._begin_anew(request)
+
+    def _begin_anew(self, request: HeldAnswer) -> None:
+        """Its KV serves no longer: the router has it computed again, as of one that pages ran out for."""
+        self._host.counters["begun_anew"] += 1
+        self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED, trace=request.trace.told())
+        self.reservations.forget(request)
 
     def _publish_full_pages(self, request: HeldAnswer) -> None:
         """Every token in `tokens` has its KV by now; say what the pages that this filled hold."""

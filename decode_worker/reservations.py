@@ -87,7 +87,8 @@ class Reservations:
                 self._host.engine.adapters.check(adapter)
         except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
-        root = root_of(request)
+        rope = self._host.engine.info.rope
+        root = root_of(request, rope)
         hashes = self._host.page_hashes(tokens, root)
         if self.reads_prompts and self._host.engine.layout.has_states:
             # a page that others have must not be computed again, as the last one of a prompt that is unread may be
@@ -99,6 +100,7 @@ class Reservations:
             parent=hashes[-1] if hashes else root,
             hashed_pages=len(hashes),
             weights=None if adapter is None else self._host.engine.adapters.begin(adapter),
+            rope=rope,
         )
         answer = self._policy.reserve(
             held.id,
@@ -155,9 +157,10 @@ class Reservations:
             state=request.state,
             params=request.params,
             tokens=[*request.tokens, token_id],
-            parent=hashes[-1] if hashes else root_of(request.state),
+            parent=hashes[-1] if hashes else root_of(request.state, request.rope),
             hashed_pages=len(hashes),
             weights=request.weights,
+            rope=request.rope,
         )
         self.requests[held.id] = held
         receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True)

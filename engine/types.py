@@ -156,6 +156,30 @@ def _check_vocabulary(key: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRope:
+    """Rotary frequencies that go by the length of a request's own sequence once that is beyond `limit` tokens, as in
+    transformers' generate of it alone: all tokens of the prompt are turned for the prompt's length, each later one for
+    the length that it makes, and none is turned again. Where KV is computed anew (`is_anew`: Phi), all are turned for a
+    length beyond the limit as soon as there is one. So a token's frequencies depend on its position and one number of
+    its request (`length`), wherever it runs."""
+
+    limit: int
+    is_dynamic: bool  # each length beyond the limit has its own (NTK); else all have the same (longrope)
+    is_anew: bool
+
+    def length(self, prompt_len: int, known_len: int) -> int:
+        """Of a request that came with so many tokens known, its prompt's and those of earlier attempts."""
+        return known_len if self.is_anew else prompt_len
+
+    def salt(self, length: int) -> str:
+        """Of pages' hashes: what was turned otherwise is never found for one another. Up to the limit, and for tokens
+        that came after a prompt up to it, positions decide alone."""
+        if length <= self.limit:
+            return ""
+        return f"for {length} tokens" if self.is_dynamic else "long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the rest of the cluster needs to know of a loaded model.
 
@@ -173,6 +197,7 @@ class ModelInfo:
     num_layers: int
     num_params: int
     weight_bytes: int
+    rope: LengthRope | None = None  # None: frequencies are the same at every length that is served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +275,7 @@ class Chunk:
     scores: Sequence[SampleSpec] = ()
     draft: Draft | None = None  # what a draft model guesses is run behind its one token
     adapter: Adapter | None = None
+    rope_len: int = 0  # LengthRope.length, of the models that have one
 
 
 OnLayer = Callable[[int], None]

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from engine.pages.news import HASH_BYTES, NO_NEWS, PageHash, PageNews
-from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
+from engine.types import FinishReason, LengthRope, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.steps.costs import StepCosts
@@ -67,6 +67,16 @@ def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
         eos_token_ids=info.eos_token_ids,
         fingerprint=info.fingerprint,
     )
+
+
+def rope_to_proto(rope: LengthRope | None) -> pb.LengthRope | None:
+    return None if rope is None else pb.LengthRope(**asdict(rope))
+
+
+def rope_from_proto(hello: pb.WorkerHello) -> LengthRope | None:
+    if not hello.HasField("rope"):
+        return None
+    return LengthRope(**{field.name: getattr(hello.rope, field.name) for field in fields(LengthRope)})
 
 
 def step_costs_to_proto(costs: StepCosts) -> pb.StepCosts:
