@@ -46,12 +46,14 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Applied in this order, which is vLLM's, as the names are: logit bias, penalties, what
-    may not be drawn, temperature, top-k, top-p, min-p."""
+    may not be drawn, temperature, top-n-sigma, top-k, top-p, min-p, typical-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0  # 0: off (Tang et al., arXiv 2411.07641)
+    typical_p: float = 1.0  # 1: off (Meister et al., arXiv 2202.00666)
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
@@ -87,6 +89,8 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _check_float(
             "repetition_penalty", self.repetition_penalty, 1 / 64, 100.0
         )  # far lower ones make logits infinite

@@ -41,6 +41,8 @@ def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
+        top_n_sigma=params.top_n_sigma,
+        typical_p=params.typical_p,
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/generate.proto\x12\nkvrelay.v1\"\xc6\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\x05H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12+\n\rbad_token_ids\x18\x13 \x03(\x0b\x32\x14.kvrelay.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x0c\x88\x01\x01\x12\x30\n\nstructured\x18\x15 \x01(\x0b\x32\x1c.kvrelay.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\x93\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.kvrelay.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0bslo_ttft_ms\x18\x07 \x01(\x02\x12\x13\n\x0bslo_tpot_ms\x18\x08 \x01(\x02\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\tB\x08\n\x06prompt\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xdd\x01\n\x08Timeline\x12!\n\x06phases\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Phase\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x03 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x04 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\r\n\x05moves\x18\x08 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\r\"\xc0\x01\n\x0eHandoffReceipt\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63hecksums_ok\x18\x04 \x01(\x08\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\r\x12\x0f\n\x07resends\x18\x07 \x01(\r\x12\x12\n\ntransfer_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\"\xa5\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12+\n\x07receipt\x18\t \x01(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x13\n\x0bstop_string\x18\n \x01(\t\x12)\n\x05moved\x18\x0b \x03(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x35\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"\xae\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x06 \x01(\t\"\xa8\x02\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x12.kvrelay.v1.Choice\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12+\n\x07receipt\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12)\n\x05moved\x18\x06 \x03(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x35\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb4\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_params\x18\x06 \x01(\x04\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xbc\x02\n\x08Generate\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12M\n\x0cGenerateOnce\x12\x1b.kvrelay.v1.GenerateRequest\x1a .kvrelay.v1.GenerateOnceResponse\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/generate.proto\x12\nkvrelay.v1\"\x96\x07\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x15\n\x08logprobs\x18\x0b \x01(\x05H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12+\n\rbad_token_ids\x18\x13 \x03(\x0b\x32\x14.kvrelay.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\x05H\x0c\x88\x01\x01\x12\x30\n\nstructured\x18\x15 \x01(\x0b\x32\x1c.kvrelay.v1.StructuredOutput\x12\x18\n\x0btop_n_sigma\x18\x16 \x01(\x02H\r\x88\x01\x01\x12\x16\n\ttypical_p\x18\x17 \x01(\x02H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x0e\n\x0c_top_n_sigmaB\x0c\n\n_typical_p\"\x93\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.kvrelay.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0bslo_ttft_ms\x18\x07 \x01(\x02\x12\x13\n\x0bslo_tpot_ms\x18\x08 \x01(\x02\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\tB\x08\n\x06prompt\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xdd\x01\n\x08Timeline\x12!\n\x06phases\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Phase\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x03 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x04 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\r\n\x05moves\x18\x08 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\t \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\r\"\xc0\x01\n\x0eHandoffReceipt\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x63hecksums_ok\x18\x04 \x01(\x08\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\r\x12\x0f\n\x07resends\x18\x07 \x01(\r\x12\x12\n\ntransfer_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\"\xa5\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12+\n\x07receipt\x18\t \x01(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x13\n\x0bstop_string\x18\n \x01(\t\x12)\n\x05moved\x18\x0b \x03(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x35\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\"\xae\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x06 \x01(\t\"\xa8\x02\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x12.kvrelay.v1.Choice\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12+\n\x07receipt\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12)\n\x05moved\x18\x06 \x03(\x0b\x32\x1a.kvrelay.v1.HandoffReceipt\x12\x35\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb4\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_params\x18\x06 \x01(\x04\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xbc\x02\n\x08Generate\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12M\n\x0cGenerateOnce\x12\x1b.kvrelay.v1.GenerateRequest\x1a .kvrelay.v1.GenerateOnceResponse\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3292
-  _globals['_FINISHREASON']._serialized_end=3412
+  _globals['_FINISHREASON']._serialized_start=3372
+  _globals['_FINISHREASON']._serialized_end=3492
   _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=880
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=642
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=690
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=883
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1030
-  _globals['_CHOICES']._serialized_start=1032
-  _globals['_CHOICES']._serialized_end=1056
-  _globals['_TOKENIDS']._serialized_start=1058
-  _globals['_TOKENIDS']._serialized_end=1081
-  _globals['_GENERATEREQUEST']._serialized_start=1084
-  _globals['_GENERATEREQUEST']._serialized_end=1395
-  _globals['_TOKENLOGPROB']._serialized_start=1397
-  _globals['_TOKENLOGPROB']._serialized_end=1446
-  _globals['_POSITIONLOGPROBS']._serialized_start=1448
-  _globals['_POSITIONLOGPROBS']._serialized_end=1547
-  _globals['_USAGE']._serialized_start=1549
-  _globals['_USAGE']._serialized_end=1629
-  _globals['_PHASE']._serialized_start=1631
-  _globals['_PHASE']._serialized_end=1669
-  _globals['_TIMELINE']._serialized_start=1672
-  _globals['_TIMELINE']._serialized_end=1893
-  _globals['_HANDOFFRECEIPT']._serialized_start=1896
-  _globals['_HANDOFFRECEIPT']._serialized_end=2088
-  _globals['_GENERATERESPONSE']._serialized_start=2091
-  _globals['_GENERATERESPONSE']._serialized_end=2512
-  _globals['_CHOICE']._serialized_start=2515
-  _globals['_CHOICE']._serialized_end=2689
-  _globals['_GENERATEONCERESPONSE']._serialized_start=2692
-  _globals['_GENERATEONCERESPONSE']._serialized_end=2988
-  _globals['_TOKENIZEREQUEST']._serialized_start=2990
-  _globals['_TOKENIZEREQUEST']._serialized_end=3036
-  _globals['_TOKENIZERESPONSE']._serialized_start=3038
-  _globals['_TOKENIZERESPONSE']._serialized_end=3069
-  _globals['_GETMODELINFOREQUEST']._serialized_start=3071
-  _globals['_GETMODELINFOREQUEST']._serialized_end=3107
-  _globals['_GETMODELINFORESPONSE']._serialized_start=3110
-  _globals['_GETMODELINFORESPONSE']._serialized_end=3290
-  _globals['_GENERATE']._serialized_start=3415
-  _globals['_GENERATE']._serialized_end=3731
+  _globals['_SAMPLINGPARAMS']._serialized_end=960
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=692
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=740
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=963
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1110
+  _globals['_CHOICES']._serialized_start=1112
+  _globals['_CHOICES']._serialized_end=1136
+  _globals['_TOKENIDS']._serialized_start=1138
+  _globals['_TOKENIDS']._serialized_end=1161
+  _globals['_GENERATEREQUEST']._serialized_start=1164
+  _globals['_GENERATEREQUEST']._serialized_end=1475
+  _globals['_TOKENLOGPROB']._serialized_start=1477
+  _globals['_TOKENLOGPROB']._serialized_end=1526
+  _globals['_POSITIONLOGPROBS']._serialized_start=1528
+  _globals['_POSITIONLOGPROBS']._serialized_end=1627
+  _globals['_USAGE']._serialized_start=1629
+  _globals['_USAGE']._serialized_end=1709
+  _globals['_PHASE']._serialized_start=1711
+  _globals['_PHASE']._serialized_end=1749
+  _globals['_TIMELINE']._serialized_start=1752
+  _globals['_TIMELINE']._serialized_end=1973
+  _globals['_HANDOFFRECEIPT']._serialized_start=1976
+  _globals['_HANDOFFRECEIPT']._serialized_end=2168
+  _globals['_GENERATERESPONSE']._serialized_start=2171
+  _globals['_GENERATERESPONSE']._serialized_end=2592
+  _globals['_CHOICE']._serialized_start=2595
+  _globals['_CHOICE']._serialized_end=2769
+  _globals['_GENERATEONCERESPONSE']._serialized_start=2772
+  _globals['_GENERATEONCERESPONSE']._serialized_end=3068
+  _globals['_TOKENIZEREQUEST']._serialized_start=3070
+  _globals['_TOKENIZEREQUEST']._serialized_end=3116
+  _globals['_TOKENIZERESPONSE']._serialized_start=3118
+  _globals['_TOKENIZERESPONSE']._serialized_end=3149
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3151
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3187
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3190
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3370
+  _globals['_GENERATE']._serialized_start=3495
+  _globals['_GENERATE']._serialized_end=3811
 # @@protoc_insertion_point(module_scope)
