@@ -33,7 +33,6 @@ PROMPTS = [LONG[:n] for n in (3, 10, 11, 12, 33, ROPE_LIMIT - 1, ROPE_LIMIT, ROP
 ROLES: dict[str, dict[str, Any]] = {
     "apart": {"prefill": 1, "decode": 1},
     "mixed": {"prefill": 0, "decode": 0, "mixed": 1},
-    "beside": {"prefill": 1, "decode": 1, "mixed": 1},
 }
 
 
