@@ -220,6 +220,7 @@ class DecodeRole:
             adapter=request.adapter,
             kept=request.kept,
             num_dropped=request.num_dropped,
+            rope_len=request.rope_len,
         )
 
     def on_step(self, batch: DecodeBatch, tokens: Sequence[SampledToken], prompt_tokens: int = 0) -> None:
@@ -279,8 +280,16 @@ class DecodeRole:
                 link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:
             self.reservations.forget(request)
+        elif request.must_begin_anew(len(request.tokens)):
+            self._begin_anew(request)
         elif request.kept is not None:
             self._drop_pages(request, request.kept)
+
+    def _begin_anew(self, request: HeldAnswer) -> None:
+        """Its KV serves no longer: the router has it computed again, as of one that pages ran out for."""
+        self._host.counters["begun_anew"] += 1
+        self._host.streams.event(request.state, pb.EVENT_KIND_PREEMPTED, trace=request.trace.told())
+        self.reservations.forget(request)
 
     def _drop_pages(self, request: HeldAnswer, kept: KeptPages) -> None:
         """Those that no row from the next one on sees."""

@@ -88,7 +88,8 @@ class Reservations:
                 self._host.engine.adapters.check(adapter)
         except (InvalidRequest, AdapterError) as error:
             return Denied(reason=f"{self._name}: {error}", retryable=False)
-        root, kept = root_of(request), kept_of(request, self._host.pool.page_size)
+        rope = self._host.engine.info.rope
+        root, kept = root_of(request, rope), kept_of(request, self._host.pool.page_size)
         hashes = self._host.page_hashes(tokens, root) if kept is None else []
         most_dropped = 0 if kept is None else kept.num_dropped(len(tokens)) * kept.page_size
         if request.dropped_tokens % self._host.pool.page_size or request.dropped_tokens > most_dropped:
@@ -106,6 +107,7 @@ class Reservations:
             weights=None if adapter is None else self._host.engine.adapters.begin(adapter),
             kept=kept,
             num_dropped=request.dropped_tokens // self._host.pool.page_size,
+            rope=rope,
         )
         answer = self._policy.reserve(
             held.id,
@@ -169,11 +171,12 @@ class Reservations:
             state=request.state,
             params=request.params,
             tokens=[*request.tokens, token_id],
-            parent=hashes[-1] if hashes else root_of(request.state),
+            parent=hashes[-1] if hashes else root_of(request.state, request.rope),
             hashed_pages=len(hashes),
             weights=request.weights,
             kept=request.kept,
             num_dropped=num_dropped,
+            rope=request.rope,
         )
         self.requests[held.id] = held
         receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True, dropped_pages=num_dropped)

@@ -49,12 +49,14 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Applied in this order, which is vLLM's, as the names are: logit bias, penalties, what
-    may not be drawn, temperature, top-k, top-p, min-p."""
+    may not be drawn, temperature, top-n-sigma, top-k, top-p, min-p, typical-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0  # 0: off (Tang et al., arXiv 2411.07641)
+    typical_p: float = 1.0  # 1: off (Meister et al., arXiv 2202.00666)
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
@@ -90,6 +92,8 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _check_float(
             "repetition_penalty", self.repetition_penalty, 1 / 64, 100.0
         )  # far lower ones make logits infinite
@@ -159,6 +163,30 @@ def _check_vocabulary(key: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRope:
+    """Rotary frequencies that go by the length of a request's own sequence once that is beyond `limit` tokens, as in
+    transformers' generate of it alone: all tokens of the prompt are turned for the prompt's length, each later one for
+    the length that it makes, and none is turned again. Where KV is computed anew (`is_anew`: Phi), all are turned for a
+    length beyond the limit as soon as there is one. So a token's frequencies depend on its position and one number of
+    its request (`length`), wherever it runs."""
+
+    limit: int
+    is_dynamic: bool  # each length beyond the limit has its own (NTK); else all have the same (longrope)
+    is_anew: bool
+
+    def length(self, prompt_len: int, known_len: int) -> int:
+        """Of a request that came with so many tokens known, its prompt's and those of earlier attempts."""
+        return known_len if self.is_anew else prompt_len
+
+    def salt(self, length: int) -> str:
+        """Of pages' hashes: what was turned otherwise is never found for one another. Up to the limit, and for tokens
+        that came after a prompt up to it, positions decide alone."""
+        if length <= self.limit:
+            return ""
+        return f"for {length} tokens" if self.is_dynamic else "long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the rest of the cluster needs to know of a loaded model.
 
@@ -176,6 +204,7 @@ class ModelInfo:
     num_layers: int
     num_params: int
     weight_bytes: int
+    rope: LengthRope | None = None  # None: frequencies are the same at every length that is served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +296,7 @@ class Chunk:
     kept: KeptPages | None = None
     num_dropped: int = 0
     mass: AttentionMass | None = None  # told what its rows attend to
+    rope_len: int = 0  # LengthRope.length, of the models that have one
 
 
 OnLayer = Callable[[int], None]

@@ -129,6 +129,7 @@ class MixedRole:
             tokens=answer.tokens,
             decode=self._host.address,
             weights=answer.weights,
+            rope=answer.rope,
         )
         self._prefill.take_over(prompt, unread.pages, unread.hashes, unread.computed_len, num_read=unread.num_read)
         moved, name, num_read = pb.EVENT_KIND_MOVED, self._host.options.name, unread.computed_len

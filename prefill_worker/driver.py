@@ -102,7 +102,14 @@ class PrefillRole:
         pool = self._host.pool
         if pages_for(len(tokens), pool.page_size) > pool.num_pages:
             raise InvalidRequest(f"{self._name}: the prompt of {len(tokens)} tokens needs more pages than exist")
-        request = HeldPrompt(state=state, link=link, params=params, tokens=tokens, decode=submit.decode)
+        request = HeldPrompt(
+            state=state,
+            link=link,
+            params=params,
+            tokens=tokens,
+            decode=submit.decode,
+            rope=self._host.engine.info.rope,
+        )
         self._keep(request)
         self.requests[request.id] = request
         request.stays = self._beside is not None and request.decode.name == self._name
@@ -218,7 +225,7 @@ class PrefillRole:
         is_whole = is_scored or request.mass is not None  # all of it must be read
         # behind the prompt KV is another request's only where that keeps as much
         shared = request.tokens if request.kept is None else request.tokens[: request.prompt_len]
-        hashes = () if is_whole else self._host.page_hashes(shared, root_of(request.state))
+        hashes = () if is_whole else self._host.page_hashes(shared, root_of(request.state, request.rope))
         chunk = SCORED_CHUNK if is_scored else len(request.tokens)
         self.policy.add(request.id, len(request.tokens), hashes, request.state.priority, longest_chunk=chunk)
         self._host.wake()
@@ -295,6 +302,7 @@ class PrefillRole:
             adapter=request.adapter,
             kept=request.kept,
             mass=request.mass,
+            rope_len=request.rope_len,
         )
 
     def on_step(self, batch: PreparedBatch, tokens: Sequence[SampledToken]) -> None:
@@ -339,7 +347,12 @@ class PrefillRole:
         output.prompt_logprobs.extend(request.scores)
         request.link.token(output)
         self._host.counters["generated_tokens"] += 1
-        if reason is None and request.stays:
+        if reason is None and request.must_begin_anew(len(request.tokens) + 1):
+            self._host.counters["begun_anew"] += 1
+            request.link.event(request.state, pb.EVENT_KIND_PREEMPTED, trace=request.told())
+            request.is_cancelled = True
+            self.handoffs.spawn(self._let_go(request, "its KV is computed anew"))
+        elif reason is None and request.stays:
             self._stay(request, token.token_id)
         elif reason is None:
             request.is_committing = True

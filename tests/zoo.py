@@ -299,23 +299,25 @@ MORE_HYBRIDS: dict[str, Builder] = {
     ),
 }
 
-UNSUPPORTED: dict[str, Builder] = {
+ROPE_LIMIT = 40  # tokens, up to which the frequencies of these do not go by the length
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": ROPE_LIMIT,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + i for i in range(8)],
+}
+LENGTH_ROPES: dict[str, Builder] = {
     "llama_dynamic_rope": _like_llama(
         "LlamaConfig",
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        max_position_embeddings=ROPE_LIMIT,
+        rope_parameters={"rope_type": "dynamic", "factor": 16.0, "rope_theta": 10000.0},
     ),
-    "phi3_longrope": _like_llama(
-        "Phi3Config",
-        original_max_position_embeddings=32,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 32,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0 + i for i in range(8)],
-        },
-    ),
+    "llama_longrope": _like_llama("LlamaConfig", rope_parameters=LONGROPE),
+    "phi3_longrope": _like_llama("Phi3Config", original_max_position_embeddings=ROPE_LIMIT, rope_parameters=LONGROPE),
+}
+
+UNSUPPORTED: dict[str, Builder] = {
     "t5": lambda: hf.T5Config(
         vocab_size=VOCAB,
         d_model=64,
@@ -336,7 +338,7 @@ UNSUPPORTED: dict[str, Builder] = {
     ),
 }
 
-ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **HYBRIDS, **MORE_HYBRIDS, **UNSUPPORTED}
+ZOO: dict[str, Builder] = {**TEN, **EXTRA, **OTHERS, **HYBRIDS, **MORE_HYBRIDS, **LENGTH_ROPES, **UNSUPPORTED}
 
 
 def make_tiny_model(name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32") -> Path:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from engine.pages.news import HASH_BYTES, NO_NEWS, PageHash, PageNews
-from engine.types import FinishReason, ModelInfo, SampledToken, SamplingParams, TokenLogprob
+from engine.types import FinishReason, LengthRope, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.steps.costs import StepCosts
@@ -41,6 +41,8 @@ def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
+        top_n_sigma=params.top_n_sigma,
+        typical_p=params.typical_p,
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
@@ -67,6 +69,16 @@ def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
         eos_token_ids=info.eos_token_ids,
         fingerprint=info.fingerprint,
     )
+
+
+def rope_to_proto(rope: LengthRope | None) -> pb.LengthRope | None:
+    return None if rope is None else pb.LengthRope(**asdict(rope))
+
+
+def rope_from_proto(hello: pb.WorkerHello) -> LengthRope | None:
+    if not hello.HasField("rope"):
+        return None
+    return LengthRope(**{field.name: getattr(hello.rope, field.name) for field in fields(LengthRope)})
 
 
 def step_costs_to_proto(costs: StepCosts) -> pb.StepCosts:

@@ -28,7 +28,7 @@ from kv_transfer.transports.registry import nccl_counters
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import AwakeClock
-from worker.convert import model_info_to_proto, page_news_to_proto, step_costs_to_proto
+from worker.convert import model_info_to_proto, page_news_to_proto, rope_to_proto, step_costs_to_proto
 from worker.options import WorkerOptions, with_knobs_elsewhere, with_role
 from worker.recording import record_calls
 from worker.role import Role, RoleHost
@@ -164,6 +164,7 @@ class Worker(Generic[RoleT]):
             worker=self.address,
             role=self.options.role,
             model=model_info_to_proto(self.engine.info),
+            rope=rope_to_proto(self.engine.info.rope),
             num_pages=self.pool.num_pages,
             page_size=self.pool.page_size,
             max_batch=self.role.max_batch,

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from engine.pages.kept import KeptPages
 from engine.pages.pool import PageHash, chain_root, pages_for
-from engine.types import Adapter, InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
+from engine.types import (
+    Adapter,
+    InvalidRequest,
+    LengthRope,
+    ModelInfo,
+    NextTokens,
+    SampleSpec,
+    SamplingParams,
+    banned_token_ids,
+)
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import KvPolicy
@@ -34,6 +43,8 @@ class HeldRequest:
     constraint: Constraint | None = None  # made with the first token that it is for
     id: str = field(init=False)  # asked for at every step: a message is slow to say so
     prompt_len: int = field(init=False)
+    rope: LengthRope | None = None  # of the model
+    rope_len: int = field(init=False)  # as in Chunk
     adapter: Adapter | None = field(init=False)
     weights: Future[AdapterWeights] | None = None  # of its adapter, which are in memory for as long as this is held
     kept: KeptPages | None = None  # None: all, or not known yet
@@ -41,6 +52,7 @@ class HeldRequest:
     def __post_init__(self) -> None:
         self.id, self.prompt_len = self.state.request_id, len(self.state.prompt_ids)
         self.adapter = adapter_of(self.state)
+        self.rope_len = 0 if self.rope is None else _rope_len(self.state, self.rope)
 
     @property
     def num_outputs(self) -> int:
@@ -48,7 +60,15 @@ class HeldRequest:
 
     @property
     def new_tokens_left(self) -> int:
-        return self.params.max_tokens - self.num_outputs
+        """That are drawn before it ends, or has its KV computed anew."""
+        left = self.params.max_tokens - self.num_outputs
+        if self.rope is None or not self.rope.is_anew or self.rope_len > self.rope.limit:
+            return left
+        return min(left, self.rope.limit + 1 - len(self.tokens))
+
+    def must_begin_anew(self, num_tokens: int) -> bool:
+        """With so many tokens its KV is turned for too short a sequence: the router sends it again."""
+        return self.rope is not None and self.rope.is_anew and self.rope_len <= self.rope.limit < num_tokens
 
     def sample_spec(self, position: int, engine: Engine, guesses: Sequence[int] = ()) -> SampleSpec:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it, also those
@@ -108,9 +128,14 @@ def adapter_of(state: pb.RequestState) -> Adapter | None:
     return Adapter(name=state.adapter.name, path=state.adapter.path, digest=state.adapter.digest)
 
 
-def root_of(state: pb.RequestState) -> PageHash:
-    """Of the chain of its pages' hashes."""
-    return chain_root(state.cache_salt, state.adapter.digest)
+def root_of(state: pb.RequestState, rope: LengthRope | None) -> PageHash:
+    """Of the chain of its pages' hashes. `rope`: the model's."""
+    salt = "" if rope is None else rope.salt(_rope_len(state, rope))
+    return chain_root(state.cache_salt, state.adapter.digest, salt)
+
+
+def _rope_len(state: pb.RequestState, rope: LengthRope) -> int:
+    return rope.length(len(state.prompt_ids), len(state.prompt_ids) + len(state.output_ids))
 
 
 def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:

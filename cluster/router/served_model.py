@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from cluster.router.links.worker_link import WorkerRefused
 from cluster.router.live.prompt_hashes import PromptHashes
 from engine.pages.pool import PageHash
+from engine.types import LengthRope
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.generate_pb2 import KvPolicy
+from worker.convert import rope_from_proto
 from worker.requests import most_kept_pages
 
 
@@ -21,6 +23,7 @@ class ServedModel:
     def __init__(self) -> None:
         self.info: generate_pb2.GetModelInfoResponse | None = None  # of the worker that came up last
         self._page_size = 0  # tokens
+        self._rope: LengthRope | None = None
 
     def admit(self, hello: pb.WorkerHello, others: Iterable[pb.WorkerHello]) -> None:
         """A worker comes up beside `others`, which are ready. Raises WorkerRefused if it does not fit them."""
@@ -32,13 +35,13 @@ class ServedModel:
                 raise WorkerRefused(
                     f"its pages hold {hello.page_size} tokens; those of {other.worker.name} {other.page_size}"
                 )
-        self.info, self._page_size = hello.model, hello.page_size
+        self.info, self._page_size, self._rope = hello.model, hello.page_size, rope_from_proto(hello)
 
     def page_hashes(self, prompt: PromptHashes, output_ids: Sequence[int]) -> list[PageHash]:
         """Of the pages that the workers' prefix caches may hold; none before the first worker came up."""
         if self.info is None:
             return []
-        return prompt.followed_by(output_ids, self._page_size, self.info.fingerprint.encode())
+        return prompt.followed_by(output_ids, self._page_size, self.info.fingerprint.encode(), self._rope)
 
     def most_held(self, policy: KvPolicy) -> int:
         """Tokens of a request with this policy whose KV is held where it is decoded."""

@@ -34,6 +34,7 @@ class StepMeta:
     block_tables: torch.Tensor  # int32 [S, pages of the longest]: unused entries are 0
     slots: torch.Tensor  # int64 [rows without padding]: page * page_size + offset
     page_size: int
+    rope_lengths: torch.Tensor | None = None  # int64 [T]: for which rows are turned; None: each for its position + 1
     tables: PageTables | None = None  # the same pages in the form FlashInfer reads; only where it runs
     host_tables: npt.NDArray[np.int32] | None = None  # block_tables, on the host; of steps that were packed here
     masses: Sequence[tuple[int, AttentionMass]] = ()  # sequences whose attention to their pages is wanted
@@ -112,6 +113,7 @@ def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -
         block_tables=torch.from_numpy(tables),
         slots=torch.from_numpy(slots),
         page_size=page_size,
+        rope_lengths=_rope_lengths(chunks, positions, sequence),
         host_tables=tables,
         masses=[(i, chunk.mass) for i, chunk in enumerate(chunks) if chunk.mass is not None],
     )
@@ -136,3 +138,14 @@ def _pieces(chunk: Chunk, page_size: int) -> Iterator[tuple[Chunk, int]]:
             block_table=[table[number] for number in kept.held(num_dropped, start + length)],
         )
         yield piece, missing
+
+
+def _rope_lengths(
+    chunks: Sequence[Chunk], positions: npt.NDArray[np.int64], sequence: npt.NDArray[np.int64]
+) -> torch.Tensor | None:
+    if not any(chunk.rope_len for chunk in chunks):
+        return None
+    lengths = positions + 1
+    own = np.array([chunk.rope_len for chunk in chunks], dtype=np.int64)
+    lengths[: len(sequence)] = np.maximum(lengths[: len(sequence)], own[sequence])
+    return torch.from_numpy(lengths)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from engine.adapters.products import AdaptedProduct, Site
 from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rotation
+from engine.weights.ropes import TurnedByLength
 
 
 class TorchKernels:
@@ -62,6 +63,8 @@ class TorchKernels:
 
     def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:
         """By a table of every position, in float32."""
+        if isinstance(rotary.forward, TurnedByLength):
+            return None
         positions = torch.arange(max_len, device=like.device)[None]
         cos, sin = rotary(torch.zeros(1, max_len, 1, dtype=torch.float32, device=like.device), positions)
         half = dim // 2

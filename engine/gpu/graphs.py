@@ -80,6 +80,7 @@ class DecodeGraphs:
             {
                 "token_ids": (np.int64, most),
                 "rope_positions": (np.int64, most),
+                "rope_lengths": (np.int64, most),
                 "slots": (np.int64, most),
                 "kv_indptr": (np.int32, most + 1),
                 "last_page_len": (np.int32, most),
@@ -116,7 +117,9 @@ class DecodeGraphs:
         """Bring the chunks' arrays into the static places."""
         meta = build_meta(chunks, self._page_size)
         tables = _tables_of(meta)
+        lengths = meta.positions + 1 if meta.rope_lengths is None else meta.rope_lengths
         arrays = {"token_ids": meta.token_ids, "rope_positions": meta.positions, "slots": meta.slots}
+        arrays["rope_lengths"] = lengths
         arrays |= {name: getattr(tables, name) for name in TABLE_NAMES}
         self._upload({name: arrays[name].numpy() for name in self._upload.device})
         self._fill_block_tables(static, int(tables.block_tables.shape[1]), len(tables.kv_indices))
@@ -156,6 +159,7 @@ class DecodeGraphs:
             meta,
             token_ids=places["token_ids"][:size],
             positions=places["rope_positions"][:size],
+            rope_lengths=places["rope_lengths"][:size],
             slots=places["slots"][:size],
             block_tables=device["block_tables"],
             tables=replace(_tables_of(meta), device=device, is_static=True),

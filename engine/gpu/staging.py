@@ -129,7 +129,8 @@ def stage(
     meta: StepMeta, beside: Arrays, upload: Uploader, *, with_tables: bool
 ) -> tuple[StepMeta, dict[str, torch.Tensor]]:
     """The same, and other arrays `beside` it, all in one copy."""
-    arrays: dict[str, npt.NDArray[np.generic]] = {f"meta {name}": getattr(meta, name).numpy() for name in ON_DEVICE}
+    names = ON_DEVICE if meta.rope_lengths is None else (*ON_DEVICE, "rope_lengths")
+    arrays: dict[str, npt.NDArray[np.generic]] = {f"meta {name}": getattr(meta, name).numpy() for name in names}
     tables = None
     if with_tables:
         on_host = (meta.query_starts.numpy(), meta.starts.numpy(), meta.block_tables.numpy())
@@ -138,6 +139,6 @@ def stage(
     placed = upload(arrays | dict(beside))
     if tables is not None:
         tables = replace(tables, device={name: placed[f"table {name}"] for name in TABLE_NAMES})
-    on_gpu: dict[str, Any] = {name: placed[f"meta {name}"] for name in ON_DEVICE}
+    on_gpu: dict[str, Any] = {name: placed[f"meta {name}"] for name in names}
     meta = replace(meta, tables=tables, **on_gpu)
     return meta, {name: placed[name] for name in beside}

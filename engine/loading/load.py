@@ -33,7 +33,7 @@ from engine.parallel.leader import StartedRanks
 from engine.pending import Steps
 from engine.process import end_team
 from engine.types import ModelInfo
-from engine.weights import int8, linear, loader, panels
+from engine.weights import int8, linear, loader, panels, ropes
 from engine.weights.config import ServedConfig, served_config
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ def _load_beside(
     progress("weights", 0.0)
     served = served_config(options)
     module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+    ropes.adopt(module, served.rope)
     progress("weights", 1.0)
 
     reference = None
@@ -143,7 +144,7 @@ def _load_beside(
     if probe.has_states:
         _check_with_states(type(module).__name__, options)
     loader.set_attention(module, hooks.SERVE)
-    info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers))
+    info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers), served.rope)
 
     progress("kernels", 0.0)
     cuts = ranks.cut(module, probe, served.max_len) if ranks is not None else []

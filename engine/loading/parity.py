@@ -176,7 +176,8 @@ def _schedule(sequences: Sequence[tuple[int, ...]], page_size: int) -> Iterator[
     def chunk(index: int, start: int, end: int) -> Chunk:
         ids = sequences[index][start:end]
         pages = tables[index][: -(-(start + len(ids)) // page_size)]
-        return Chunk(request_id=str(index), token_ids=ids, start=start, block_table=pages)
+        length = len(sequences[index])  # its own forward was of all of them
+        return Chunk(request_id=str(index), token_ids=ids, start=start, block_table=pages, rope_len=length)
 
     prompts = [max(1, len(first) - DECODED), max(1, len(second) - DECODED)]
     cut = min(FIRST_CHUNK, prompts[1])

@@ -40,12 +40,13 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def chain_root(cache_salt: str, adapter: str = "") -> PageHash:
-    """The parent of a first page. Pages of requests with different salts, or with different adapters (by their
-    digests), are never found for one another, though their tokens be the same."""
-    if not cache_salt and not adapter:
+def chain_root(cache_salt: str, adapter: str = "", rope: str = "") -> PageHash:
+    """The parent of a first page. Pages of requests with different salts, with different adapters (by their digests),
+    or turned otherwise (LengthRope.salt), are never found for one another, though their tokens be the same."""
+    if not cache_salt and not adapter and not rope:
         return b""
-    key = hashlib.blake2b(adapter.encode()).digest() if adapter else b""
+    kind = f"{adapter}\n{rope}" if rope else adapter
+    key = hashlib.blake2b(kind.encode()).digest() if kind else b""
     return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=key, person=b"cache_salt").digest()
 
 

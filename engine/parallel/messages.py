@@ -25,6 +25,8 @@ def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:
     }
     if rows is not None:
         arrays["rows"] = rows.numpy()
+    if meta.rope_lengths is not None:
+        arrays["rope_lengths"] = meta.rope_lengths.numpy()
     return Frame("step", {"page_size": meta.page_size}, arrays)
 
 
@@ -38,6 +40,7 @@ def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
         block_tables=arrays["block_tables"],
         slots=arrays["slots"],
         page_size=int(frame.fields["page_size"]),
+        rope_lengths=arrays.get("rope_lengths"),
     )
     return meta, arrays.get("rows")
 

@@ -30,7 +30,7 @@ from engine.parallel.meetings import Cut, connect
 from engine.parallel.messages import memory_of, step_of
 from engine.parallel.shard import HeadSlice, Shard
 from engine.process import LOG_FORMAT, pin_process, sentence_of
-from engine.weights import loader
+from engine.weights import loader, ropes
 from engine.weights.config import served_config
 
 PR_SET_PDEATHSIG = 1
@@ -58,6 +58,7 @@ def load_part(options: EngineOptions, shard: Shard) -> Part:
     """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
     platform, served = CpuPlatform(), served_config(options)
     module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+    ropes.adopt(module, served.rope)
     whole = loader.probe_model(module, served.max_len)
     cuts = sharding.shard_model(module, shard, whole.layer_of)
     loader.set_attention(module, hooks.SERVE)

@@ -75,6 +75,10 @@ class SamplingPlan:
                 "min_p": np.array([p.min_p for p in chosen], np.float64),
                 "uniform": uniforms(seeds, positions).numpy(),
             }
+            if any(p.top_n_sigma > 0.0 for p in chosen):
+                arrays["top_n_sigma"] = np.array([p.top_n_sigma or np.inf for p in chosen], np.float64)
+            if any(p.typical_p < 1.0 for p in chosen):
+                arrays["typical_p"] = np.array([p.typical_p if p.typical_p < 1.0 else np.inf for p in chosen])
         if ordered:
             chosen = [params[random[at]] for at in ordered]
             arrays |= {
@@ -211,17 +215,46 @@ def _random(
 ) -> torch.Tensor:
     """Invert each row's cumulative distribution over the kept ids, in the order of ids."""
     top_R1, temperature_R1 = top_R.double()[:, None], placed["temperature"][:, None]
+    if "top_n_sigma" in placed:
+        scores_RV = _near_the_top(scores_RV, top_R1, placed["top_n_sigma"][:, None])
     weights_RV = torch.exp((scores_RV.double() - top_R1) / temperature_R1)
     if "ordered" in placed:
         rows = placed["ordered"]
         kept = _kept(scores_RV[rows], top_R1[rows], temperature_R1[rows], placed["top_k"], placed["top_p"])
         weights_RV = weights_RV.index_copy(0, rows, kept)
     weights_RV = weights_RV.masked_fill(weights_RV < placed["min_p"][:, None], 0.0)
+    if "typical_p" in placed:
+        weights_RV = _typical(weights_RV, placed["typical_p"][:, None])
+        best_R = weights_RV.argmax(dim=-1)
     reached_RV = weights_RV.cumsum(dim=-1)
     target_R1 = placed["uniform"][:, None] * reached_RV[:, -1:]
     reached_id_R1 = torch.searchsorted(reached_RV, target_R1, right=True).clamp_(max=scores_RV.shape[1] - 1)
     has_weight = weights_RV.gather(1, reached_id_R1) > 0.0  # rounding may overshoot the last
     return torch.where(has_weight, reached_id_R1, best_R[:, None]).squeeze(1)
+
+
+def _near_the_top(scores_RV: torch.Tensor, top_R1: torch.Tensor, num_sigmas_R1: torch.Tensor) -> torch.Tensor:
+    """Those more standard deviations below the largest at -inf; rows of inf deviations stay."""
+    is_finite_RV = torch.isfinite(scores_RV)
+    count_R1 = is_finite_RV.sum(dim=-1, keepdim=True)
+    mean_R1 = scores_RV.double().masked_fill(~is_finite_RV, 0.0).sum(dim=-1, keepdim=True) / count_R1
+    off_RV = (scores_RV.double() - mean_R1).masked_fill(~is_finite_RV, 0.0)
+    sigma_R1 = (off_RV.square().sum(dim=-1, keepdim=True) / count_R1).sqrt()
+    is_far_RV = scores_RV.double() < top_R1 - num_sigmas_R1 * sigma_R1
+    return scores_RV.masked_fill(is_far_RV, float("-inf"))
+
+
+def _typical(weights_RV: torch.Tensor, mass_R1: torch.Tensor) -> torch.Tensor:
+    """The weights with those outside the mass nearest to the entropy at 0; rows of an infinite mass stay."""
+    shares_RV = weights_RV / weights_RV.sum(dim=-1, keepdim=True)
+    surprise_RV = -shares_RV.log()
+    entropy_R1 = torch.where(shares_RV > 0.0, shares_RV * surprise_RV, 0.0).sum(dim=-1, keepdim=True)
+    distance_RV = (surprise_RV - entropy_R1).abs()
+    ordered_RV, ids_RV = distance_RV.sort(dim=-1, stable=True)
+    reached_RV = shares_RV.gather(1, ids_RV).cumsum(dim=-1)
+    wanted_R1 = mass_R1 * (1.0 - TOP_P_SLACK)
+    last_R1 = (reached_RV < wanted_R1).sum(dim=-1, keepdim=True).clamp_(max=weights_RV.shape[1] - 1)
+    return weights_RV.masked_fill(distance_RV > ordered_RV.gather(1, last_R1), 0.0)
 
 
 def _kept(

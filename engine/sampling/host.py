@@ -1,8 +1,8 @@
 """sampled_tokens() turns the logits of a step into one token for each row. It keeps no state.
 
 Order of application: logit bias, penalties (repetition, frequency, presence), what may not be drawn (by
-allowed_token_ids, by the answer's form, by bans), temperature, top-k, top-p, min-p, draw. Temperature 0 takes the
-likeliest token that is left; the lowest id wins a tie.
+allowed_token_ids, by the answer's form, by bans), temperature, top-n-sigma, top-k, top-p, min-p, typical-p, draw.
+Temperature 0 takes the likeliest token that is left; the lowest id wins a tie.
 
 Every row is worked alone, by numpy in one thread, so its token does not depend on the other rows, their number or
 order, or the number of threads: the same logits give the same token, bit for bit. The draw is the inverse of the
@@ -187,9 +187,12 @@ def _draw(logits_V: _F32, top: float, spec: SampleSpec) -> int:
     params = spec.params
     ids: _Ids | None = None  # None: every id is kept
     kept = logits_V
-    if 0 < params.top_k < logits_V.size:
-        ids = _largest(kept, params.top_k)
+    if params.top_n_sigma > 0.0:
+        ids = _near_the_top(kept, top, params.top_n_sigma)
         kept = kept[ids]
+    if 0 < params.top_k < kept.size:
+        largest = _largest(kept, params.top_k)
+        ids, kept = _narrowed(ids, largest), kept[largest]
     weights = _weights(kept, top, params.temperature)
     if params.top_p < 1.0:
         nucleus = _nucleus(weights, params.top_p)
@@ -197,6 +200,9 @@ def _draw(logits_V: _F32, top: float, spec: SampleSpec) -> int:
     if params.min_p > 0.0:  # weights are relative to the likeliest, which top-k and top-p never remove
         likely = np.flatnonzero(weights >= params.min_p)
         ids, weights = _narrowed(ids, likely), weights[likely]
+    if params.typical_p < 1.0:
+        typical = _typical(weights, params.typical_p)
+        ids, weights = _narrowed(ids, typical), weights[typical]
     chosen = _invert_cdf(weights, uniform(params.seed, spec.position))
     return chosen if ids is None else int(ids[chosen])
 
@@ -223,6 +229,27 @@ def _largest(values: npt.NDArray[Any], count: int) -> _Ids:
         return reached
     ties = np.flatnonzero(values[reached] == threshold)
     return np.delete(reached, ties[ties.size - surplus :])
+
+
+def _near_the_top(logits_V: _F32, top: float, num_sigmas: float) -> _Ids:
+    """Indices of logits at most so many standard deviations below the largest; any temperature gives the same. What may
+    not be drawn is left out of the deviation, as in llama.cpp."""
+    sigma = float(logits_V[np.isfinite(logits_V)].astype(np.float64).std())
+    return np.flatnonzero(logits_V.astype(np.float64) >= top - num_sigmas * sigma)
+
+
+def _typical(weights: _F64, mass: float) -> _Ids:
+    """Indices of those whose surprise is nearest to the entropy and whose share of the sum reaches the mass together,
+    with all that tie with the last: transformers' TypicalLogitsWarper. The likeliest need not be among them."""
+    possible = np.flatnonzero(weights)
+    shares = weights[possible] / weights.sum()
+    surprise = -np.log(shares)
+    distance = np.abs(surprise - float((shares * surprise).sum()))
+    order = np.argsort(distance, kind="stable")
+    reached = np.cumsum(shares[order])
+    last = min(int(np.searchsorted(reached, mass * (1.0 - TOP_P_SLACK))), order.size - 1)
+    kept: _Ids = possible[distance <= distance[order[last]]]
+    return kept
 
 
 def _nucleus(weights: _F64, top_p: float) -> _Ids:

@@ -16,9 +16,11 @@ from transformers import AutoConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
+from engine.types import LengthRope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TRUE_LENGTH_ROPES = ("dynamic", "longrope")
+ROPES_BY_LENGTH = ("dynamic", "longrope")
+ANEW = ("Phi3ForCausalLM", "Phi4MultimodalForCausalLM", "PhimoeForCausalLM")  # give their cache up to switch factors
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT's and BLOOM's, which was trained on so many
 
 
@@ -29,6 +31,7 @@ class ServedConfig:
     config: Any
     dtype: torch.dtype
     max_len: int  # tokens of a sequence
+    rope: LengthRope | None = None
 
 
 def served_config(options: EngineOptions) -> ServedConfig:
@@ -37,8 +40,7 @@ def served_config(options: EngineOptions) -> ServedConfig:
     dtype = resolve_dtype(options.dtype, config)
     check_config(config)
     max_len = resolve_max_len(options.max_model_len, config)
-    check_ropes(config, max_len)
-    return ServedConfig(config, dtype, max_len)
+    return ServedConfig(config, dtype, max_len, length_rope(config, max_len))
 
 
 def load_config(model: str) -> Any:
@@ -62,18 +64,25 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 
 
 def resolve_max_len(asked: int | None, config: Any) -> int:
-    """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions."""
+    """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions, or those that
+    its dynamic RoPE stretches them to."""
     text = config.get_text_config()
     own = next((value for key in LENGTHS if (value := getattr(text, key, None)) is not None), None)
     if own is not None and own < 1:
         own = None  # xlnet says -1: no limit
+    most = None if own is None else int(own * _stretched(text))
     if own is None and asked is None:
         raise ValueError("the model's config names no max_position_embeddings; give max_model_len")
     if asked is None:
         return int(own or 0)
-    if own is not None and asked > own:
-        raise ValueError(f"max_model_len is {asked}, but the model has {own} positions; give at most {own}")
+    if most is not None and asked > most:
+        raise ValueError(f"max_model_len is {asked}, but the model has {most} positions; give at most {most}")
     return asked
+
+
+def _stretched(text: Any) -> float:
+    rope = getattr(text, "rope_parameters", None) or {}
+    return float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
 
 
 def check_config(config: Any) -> None:
@@ -96,34 +105,39 @@ def _check_names(key: str, given: object) -> None:
         raise UnsupportedModel(f"{key} in config.json is {given!r:.80}; it is a list of names")
 
 
-def check_ropes(config: Any, max_len: int) -> None:
-    """Raise UnsupportedModel for rotary embeddings that read the whole batch."""
+def length_rope(config: Any, max_len: int) -> LengthRope | None:
+    """How the rotary frequencies go by a request's length, of sequences up to `max_len`; None: they do not. Raises
+    UnsupportedModel where layers differ in that."""
     text = config.get_text_config()
     name = (config.architectures or [type(config).__name__])[0]
     for rope in _rope_parameters(text):
-        _check_rope(name, rope, text, max_len)
+        kind = str(rope.get("rope_type", "default"))
+        if not any(by_length in kind for by_length in ROPES_BY_LENGTH):
+            continue
+        limit = _limit(kind, rope, text)
+        if max_len <= limit:
+            continue
+        if rope is not getattr(text, "rope_parameters", None):
+            raise UnsupportedModel(
+                f"{name} has {kind} RoPE in some of its layers, whose frequencies follow the longest request of a "
+                f"batch beyond {limit} tokens; set max_model_len to at most {limit}"
+            )
+        return LengthRope(limit=limit, is_dynamic=kind != "longrope", is_anew=kind == "longrope" and name in ANEW)
+    return None
+
+
+def _limit(kind: str, rope: dict[str, Any], text: Any) -> int:
+    """Tokens up to which frequencies are the same."""
+    own = int(getattr(text, "max_position_embeddings", 0))
+    if kind != "longrope":
+        return own
+    return int(getattr(text, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"])
 
 
 def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     yield from nested or [parameters]
-
-
-def _check_rope(name: str, rope: dict[str, Any], text: Any, max_len: int) -> None:
-    """Ropes that change with the longest request of a forward are exact only up to the length where they change."""
-    kind = str(rope.get("rope_type", "default"))
-    if not any(true_length in kind for true_length in TRUE_LENGTH_ROPES):
-        return
-    own = getattr(text, "max_position_embeddings", 0)
-    limit = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    if kind == "longrope" and limit and max_len <= limit:
-        return
-    mend = f"; set max_model_len to at most {limit} to serve it" if kind == "longrope" and limit and limit < own else ""
-    raise UnsupportedModel(
-        f"{name} uses {kind} RoPE, whose frequencies follow the longest request of a batch, "
-        f"so requests would change each other's tokens{mend}"
-    )
 
 
 def first_sentence(error: Exception) -> str:

@@ -25,7 +25,7 @@ from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
-from engine.types import ModelInfo
+from engine.types import LengthRope, ModelInfo
 from engine.weights import int8
 from engine.weights.config import first_sentence
 
@@ -191,7 +191,14 @@ def _keywords(forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameters)
 
 
-def describe(model: PreTrainedModel, name: str, dtype: torch.dtype, max_len: int, num_layers: int) -> ModelInfo:
+def describe(
+    model: PreTrainedModel,
+    name: str,
+    dtype: torch.dtype,
+    max_len: int,
+    num_layers: int,
+    rope: LengthRope | None = None,
+) -> ModelInfo:
     """What the cluster needs to know; to be called before the weights are packed."""
     parameters = dict(model.named_parameters())
     text = model.config.get_text_config()
@@ -206,6 +213,7 @@ def describe(model: PreTrainedModel, name: str, dtype: torch.dtype, max_len: int
         num_layers=num_layers,
         num_params=sum(p.numel() for p in parameters.values()),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()) - int8.saved_bytes(model),
+        rope=rope,
     )
 
 

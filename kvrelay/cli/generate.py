@@ -51,6 +51,8 @@ class Sampling:
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")] = None
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that reach this probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Draw from those this likely, relative to the best.")] = None
+    top_n_sigma: Annotated[float | None, typer.Option(help="Draw from logits this many deviations below.")] = None
+    typical_p: Annotated[float | None, typer.Option(help="Draw from the most typical that reach this.")] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens. Default: random.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None
     stop_token_ids: Annotated[str | None, typer.Option(help="End after any of these, such as 7,8.")] = None

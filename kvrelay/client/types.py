@@ -39,7 +39,8 @@ class KvrelayError(Exception):
 class GenerateOptions(TypedDict, total=False):
     """How to generate. What is left out takes the server's default (in brackets).
 
-    temperature [1.0]: divides the logits; 0 is greedy. Then top_k [0: off], top_p [1.0], min_p [0.0] narrow the choice.
+    temperature [1.0]: divides the logits; 0 is greedy. Then top_n_sigma [0.0: off], top_k [0: off], top_p [1.0],
+        min_p [0.0], typical_p [1.0: off] narrow the choice.
     seed [random]: the same seed gives the same tokens, however the request is batched or moved.
     max_tokens [16], min_tokens [0]: bounds on the output.
     stop [none]: a string or several; the text ends before the first that appears. stop_token_ids [none].
@@ -68,6 +69,8 @@ class GenerateOptions(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
+    typical_p: float
     seed: int
     max_tokens: int
     min_tokens: int

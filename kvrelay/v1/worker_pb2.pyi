@@ -232,7 +232,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker", "role", "model", "num_pages", "page_size", "max_batch", "limits")
+    __slots__ = ("worker", "role", "model", "num_pages", "page_size", "max_batch", "limits", "rope")
     class LimitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class WorkerHello(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    ROPE_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerAddress
     role: str
     model: _generate_pb2.GetModelInfoResponse
@@ -254,7 +255,18 @@ class WorkerHello(_message.Message):
     page_size: int
     max_batch: int
     limits: _containers.ScalarMap[str, str]
-    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    rope: LengthRope
+    def __init__(self, worker: _Optional[_Union[WorkerAddress, _Mapping]] = ..., role: _Optional[str] = ..., model: _Optional[_Union[_generate_pb2.GetModelInfoResponse, _Mapping]] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_batch: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ..., rope: _Optional[_Union[LengthRope, _Mapping]] = ...) -> None: ...
+
+class LengthRope(_message.Message):
+    __slots__ = ("limit", "is_dynamic", "is_anew")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    IS_DYNAMIC_FIELD_NUMBER: _ClassVar[int]
+    IS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    is_dynamic: bool
+    is_anew: bool
+    def __init__(self, limit: _Optional[int] = ..., is_dynamic: _Optional[bool] = ..., is_anew: _Optional[bool] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("router_ns", "worker_ns", "wall_ns")

@@ -21,21 +21,6 @@ UNSUPPORTED = {
     "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
     "attends twice": ("HrmTextConfig", {}, "twice"),
     "temperature from the cache": ("LlamaConfig", {"attn_temperature_tuning": True}, "attn_temperature_tuning"),
-    "dynamic rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "dynamic RoPE",
-    ),
-}
-LONGROPE = {
-    "original_max_position_embeddings": 64,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 64,
-    },
 }
 
 
@@ -59,13 +44,6 @@ def test_what_a_state_beside_kv_cannot_have(tmp_path: Path, key: str, value: Any
     value = directory if value == "itself" else value
     with pytest.raises(ValueError, match=f"{key} is {value!r}, but Qwen3_5ForCausalLM keeps a state .*; leave it out"):
         load(directory, **{key: value})
-
-
-def test_longrope_is_served_only_as_far_as_requests_cannot_change_each_other(tmp_path: Path) -> None:
-    directory = save(tmp_path, "Phi3Config", **LONGROPE)
-    with pytest.raises(UnsupportedModel, match="set max_model_len to at most 64"):
-        load(directory)
-    assert load(directory, max_model_len=64).info.max_model_len == 64
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from engine.errors import UnsupportedModel
 from engine.kernels.native import NativeUnavailable
 from engine.options import EngineOptions
 from engine.pages.pool import pages_for
-from engine.types import Chunk, SampleSpec, SamplingParams, Step, banned_token_ids
+from engine.types import Chunk, LengthRope, ModelInfo, SampleSpec, SamplingParams, Step, banned_token_ids
 from tests.greedy import eager_model, greedy_tokens
-from tests.zoo import EXTRA, HYBRIDS, TEN, UNSUPPORTED, VOCAB, make_tiny_model
+from tests.zoo import EXTRA, HYBRIDS, LENGTH_ROPES, TEN, UNSUPPORTED, VOCAB, make_tiny_model
 
 PROMPT_LENS = (1, 7, 16, 33, 90)  # tokens: one, less than, exactly and more than a page; more than the window of 32
 NEW_TOKENS = 16
@@ -78,13 +78,16 @@ class Request:
     pages: list[int]
     computed: int = 0
     output: list[int] = field(default_factory=list)
+    rope_len: int = 0
 
     @property
     def is_done(self) -> bool:
         return len(self.output) == NEW_TOKENS
 
-    def next_chunk(self, size: int, eos_token_ids: tuple[int, ...]) -> Chunk:
+    def next_chunk(self, size: int, info: ModelInfo) -> Chunk:
         sequence = self.prompt + self.output
+        if info.rope is not None:
+            self._begin_anew_beyond(info.rope, len(sequence))
         token_ids = sequence[self.computed : self.computed + size]
         end = self.computed + len(token_ids)
         spec = SampleSpec(
@@ -92,7 +95,7 @@ class Request:
             position=end,
             prompt_ids=self.prompt,
             output_ids=self.output,
-            banned_ids=banned_token_ids(self.params, self.output, len(self.output), eos_token_ids),
+            banned_ids=banned_token_ids(self.params, self.output, len(self.output), info.eos_token_ids),
         )
         return Chunk(
             request_id=self.id,
@@ -100,7 +103,12 @@ class Request:
             start=self.computed,
             block_table=self.pages[: pages_for(end, PAGE_SIZE)],
             sample=spec if end == len(sequence) else None,
+            rope_len=self.rope_len,
         )
+
+    def _begin_anew_beyond(self, rope: LengthRope, length: int) -> None:
+        if not self.rope_len or (rope.is_anew and self.rope_len <= rope.limit < length):
+            self.rope_len, self.computed = rope.length(len(self.prompt), length), 0
 
 
 def served(
@@ -115,7 +123,7 @@ def served(
         requests[f"r{index}"] = Request(f"r{index}", params, prompt, pages)
     while waiting := [request for request in requests.values() if not request.is_done]:
         running = rng.sample(waiting, rng.randint(1, len(waiting)))
-        chunks = [request.next_chunk(rng.randint(1, MAX_CHUNK), engine.info.eos_token_ids) for request in running]
+        chunks = [request.next_chunk(rng.randint(1, MAX_CHUNK), engine.info) for request in running]
         sampled = {token.request_id: token.token_id for token in engine.step(Step(chunks=chunks))}
         for request, chunk in zip(running, chunks, strict=True):
             request.computed += len(chunk.token_ids)
@@ -141,7 +149,7 @@ def test_the_ten_architectures_are_exact(name: str, attention: str, tmp_path: Pa
     assert served(engine, prompts, seed=2) == expected
 
 
-@pytest.mark.parametrize("name", sorted((EXTRA | HYBRIDS).keys() - NOT_SERVED))
+@pytest.mark.parametrize("name", sorted((EXTRA | HYBRIDS | LENGTH_ROPES).keys() - NOT_SERVED))
 def test_other_architectures_are_exact(name: str, tmp_path: Path) -> None:
     directory, prompts = make_tiny_model(name, tmp_path), random_prompts()
     assert served(load(directory), prompts) == generated(directory, prompts)

@@ -65,6 +65,7 @@ async def served(model_dir: ModelDir) -> AsyncIterator[Served]:
 BAD_OPTIONS: dict[str, tuple[GenerateOptions, str]] = {
     "top_p 0": (GenerateOptions(top_p=0.0), "top_p is 0; give a number above 0 to 1"),
     "top_p 2": (GenerateOptions(top_p=2.0), "top_p is 2; give a number above 0 to 1"),
+    "typical_p 0": (GenerateOptions(typical_p=0.0), "typical_p is 0; give a number above 0 to 1"),
     "min_p 1.5": (GenerateOptions(min_p=1.5), "min_p is 1.5; give a number from 0 to 1"),
     "top_k -1": (GenerateOptions(top_k=-1), "top_k is -1; give a whole number of 0 or more"),
     "nan": (GenerateOptions(temperature=float("nan")), "temperature is nan; give a number from 0 to 100"),

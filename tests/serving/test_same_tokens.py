@@ -24,7 +24,7 @@ PLAIN = GenerateOptions(temperature=0.9, top_p=0.95)
 PENALISED = GenerateOptions(
     temperature=0.9, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
 )
-NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02)
+NARROW = GenerateOptions(temperature=1.3, top_k=40, min_p=0.02, top_n_sigma=2.5, typical_p=0.9)
 SHAPED = GenerateOptions(
     temperature=1.1, logit_bias={5: 4.0, 9: -100.0}, allowed_token_ids=[*range(3, 100)], bad_words=["w5 w6"]
 )

@@ -69,7 +69,7 @@ CASES: Mapping[str, Mapping[str, Any] | None] = {  # None: Doors.options
     "prompt_logprobs": {**GREEDY, "prompt_logprobs": 3, "logprobs": 2},
     "min_tokens": {**SEEDED, "temperature": 1.4, "min_tokens": 20},
     "penalties": {**SEEDED, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
-    "narrow": {**SEEDED, "top_k": 20, "min_p": 0.05, "allowed_token_ids": [*range(5, 200)]},
+    "narrow": {**SEEDED, "top_k": 20, "min_p": 0.05, "typical_p": 0.9, "allowed_token_ids": [*range(5, 200)]},
     **dict.fromkeys(("a stop string across tokens", "stop token ids", "a bias", "bad words")),
 }
 

@@ -89,6 +89,8 @@ class Sampled(BaseModel):
     top_p: float | None = None
     top_k: Int32 | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
     seed: Int64 | None = None
     n: Int32 | None = None
     best_of: Int32 | None = None
@@ -179,7 +181,7 @@ class Sampled(BaseModel):
         return generate_pb2.KvPolicy(**given) if given else None
 
     def _sampling(self) -> generate_pb2.SamplingParams:
-        same = ("temperature", "top_p", "min_p", "seed", "n", "min_tokens", "ignore_eos")
+        same = ("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "seed", "n", "min_tokens", "ignore_eos")
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {key: value for key in (*same, *penalties) if (value := getattr(self, key)) is not None}
         if self.top_k is not None:

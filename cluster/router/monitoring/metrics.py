@@ -35,7 +35,7 @@ COUNTERS = {
     "rejected": "Requests refused because queues were full.",
     "failed": "Requests that ended without an answer otherwise.",
     "retries": "Times a request was sent to prefill again.",
-    "preempted": "Times a decode worker took a request's pages for others.",
+    "preempted": "Times a worker took a request's pages for others, or had its KV computed anew.",
     "reassigned": "Times a request was moved to a decode worker with free pages.",
     "moved": "Times a running request moved to another decode worker.",
     "moves_failed": "Times one could not, and went on where it was.",

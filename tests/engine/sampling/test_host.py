@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TypicalLogitsWarper
 
 from engine.sampling.host import NonFiniteLogits, sample
 from engine.sampling.rng import philox_4x32, uniform
@@ -151,6 +152,22 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     assert support(logits_of(0.5, 0.3, 0.1, 0.1), min_p=1.0) == {0}
 
 
+def test_top_n_sigma_counts_deviations_of_what_may_be_drawn() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -50.0]])  # without the last the deviation is 1.118
+    assert support(logits, top_n_sigma=1.0, banned=(4,)) == {0, 1}
+    assert support(logits, top_n_sigma=1.8, banned=(4,), temperature=3.0) == {0, 1, 2}
+    assert support(logits, top_n_sigma=0.1, banned=(4,), top_k=3) == {0}
+    assert support(logits, top_n_sigma=0.0, banned=(4,), temperature=3.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_typical_p_keeps_what_transformers_keeps(mass: float, seed: int) -> None:
+    logits = 1.5 * torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))
+    wanted = TypicalLogitsWarper(mass)(torch.zeros(1, 1, dtype=torch.long), logits.clone())
+    assert support(logits, draws=4000, typical_p=mass) == set(torch.isfinite(wanted[0]).nonzero().flatten().tolist())
+
+
 def test_top_p_sees_the_distribution_after_top_k() -> None:
     logits = logits_of(0.4, 0.3, 0.2, 0.1)
     assert support(logits, top_p=0.6) == {0, 1}
@@ -276,6 +293,7 @@ def mixed_specs(rows: int) -> list[SampleSpec]:
         {"top_k": 40, "top_p": 0.9},
         {"top_p": 0.8, "temperature": 1.3, "logprobs": 3},
         {"min_p": 0.05, "banned": (1, 2, 3)},
+        {"top_n_sigma": 2.5, "typical_p": 0.6, "banned": (7,)},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "prompt": (5, 6), "output": (9, 9, 10)},
     ]
     return [spec(position=100 + row, seed=row * 31, **kinds[row % len(kinds)]) for row in range(rows)]
