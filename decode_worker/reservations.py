@@ -40,6 +40,10 @@ class HeldAnswer(HeldRequest):
     parent: PageHash  # hash of the last page whose tokens are known
     hashed_pages: int
 
+    def take(self, token_ids: Sequence[int]) -> None:
+        """These follow; a beam search begins with its prompt, whose last token they are."""
+        self.tokens = list(self.state.prompt_ids) if self.num_beams else [*self.tokens, *token_ids]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadPrompt:
@@ -108,6 +112,7 @@ class Reservations:
             room=room_tokens,
             is_held=request.held,
             priority=request.priority,
+            num_beams=held.num_beams,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
@@ -126,8 +131,9 @@ class Reservations:
 
     def on_committed(self, request: pb.RequestState, token_ids: Sequence[int], receipt: HandoffReceipt) -> None:
         held = self.requests[request.request_id]
-        held.tokens += token_ids
-        self._policy.on_committed(held.id, len(token_ids) - 1)
+        more = len(token_ids) - 1 - held.num_read_twice
+        held.take(token_ids)
+        self._policy.on_committed(held.id, more)
         self._tell_ready(held, receipt)
 
     @property
@@ -154,11 +160,12 @@ class Reservations:
         held = HeldAnswer(
             state=request.state,
             params=request.params,
-            tokens=[*request.tokens, token_id],
+            tokens=[*request.tokens],
             parent=hashes[-1] if hashes else root_of(request.state),
             hashed_pages=len(hashes),
             weights=request.weights,
         )
+        held.take([token_id])
         self.requests[held.id] = held
         receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True)
         self._tell_ready(held, receipt)

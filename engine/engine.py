@@ -93,6 +93,8 @@ class Engine:
                 step = self.draft_model.with_guesses(step)
             self.model.journal.forget()
             try:
+                if step.copies:
+                    self.memory.copy_pages(step.copies)
                 with self.adapters.of(step.chunks):
                     pending = self.steps.begin(step)
                 if self.draft_model is not None:

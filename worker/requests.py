@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.pages.pool import PageHash, chain_root
-from engine.types import Adapter, InvalidRequest, ModelInfo, NextTokens, SampleSpec, SamplingParams, banned_token_ids
+from engine.types import (
+    Adapter,
+    InvalidRequest,
+    ModelInfo,
+    NextTokens,
+    SampleSpec,
+    SamplingParams,
+    banned_token_ids,
+    read_before_search,
+)
 from kvrelay.v1 import worker_pb2 as pb
 from worker.convert import sampling_from_proto
 from worker.tracing import RequestTrace
@@ -41,11 +50,25 @@ class HeldRequest:
 
     @property
     def new_tokens_left(self) -> int:
+        if self.params.beam_search is not None:
+            return self.params.max_tokens + 1  # the prompt's last token is handed over as the first one is elsewhere
         return self.params.max_tokens - self.num_outputs
+
+    @property
+    def num_beams(self) -> int:
+        """0: it is no beam search."""
+        return 0 if self.params.beam_search is None else self.params.beam_search.num_beams
+
+    @property
+    def num_read_twice(self) -> int:
+        """Tokens that are read before its beam search, and computed again by it: a prompt's only one."""
+        return int(self.num_beams > 0 and self.prompt_len == 1)
 
     def sample_spec(self, position: int, engine: Engine, guesses: Sequence[int] = ()) -> SampleSpec:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it, also those
         that are guessed to follow all that are known."""
+        if self.params.beam_search is not None:
+            return SampleSpec(params=SamplingParams(temperature=0.0), position=position)  # which nobody reads
         eos_token_ids = engine.info.eos_token_ids
         output_ids: Sequence[int] = self.tokens[self.prompt_len :] if self.params.reads_output else ()
         if guesses and self.params.reads_output:
@@ -85,7 +108,8 @@ def root_of(state: pb.RequestState) -> PageHash:
 
 
 def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:
-    """How to sample, and the tokens so far. Raises InvalidRequest for what the model cannot compute.
+    """How to sample, and the tokens so far; of a beam search those that are read before it. Raises InvalidRequest for
+    what the model cannot compute.
 
     The front has checked it before; but on a GPU one id without a row in the embedding ends the whole process.
     """
@@ -100,4 +124,6 @@ def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingPara
         raise InvalidRequest(f"output_ids has {len(state.output_ids)} tokens; max_tokens is {params.max_tokens}")
     if (length := len(state.prompt_ids) + params.max_tokens) > model.max_model_len:
         raise InvalidRequest(f"prompt and max_tokens are {length} tokens; the model takes {model.max_model_len}")
+    if params.beam_search is not None:
+        tokens = tokens[: read_before_search(len(state.prompt_ids))]
     return params, tokens

@@ -81,7 +81,11 @@ async def check_request(
         check_form(form, params, model)
         if codec is None:
             raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
-    admit(request_id, params.n)
+    if params.beam_search is not None:
+        if form is not None:
+            raise InvalidRequest("structured is given, which a beam search does not know; leave it out, or num_beams")
+        params = replace(params, temperature=0.0)
+    admit(request_id, params.n if params.beam_search is None else params.beam_search.num_beams)
     if form is not None and codec is not None:
         params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
@@ -99,7 +103,7 @@ async def check_request(
         slo=slo,
         priority=priority,
         pair=pair,
-        sampling=[_choice_sampling(params, i) for i in range(params.n)],
+        sampling=_samplings(params),
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
         deadline_reason=limits.deadline_reason,
@@ -215,6 +219,13 @@ async def encode(
     if not text:
         raise InvalidRequest("the prompt is empty; give text with at least one token")
     return await codec.encode(text, model.max_model_len, special_tokens=special_tokens)
+
+
+def _samplings(params: SamplingParams) -> list[generate_pb2.SamplingParams]:
+    """One for each choice; a beam search brings them all."""
+    if params.beam_search is not None:
+        return [sampling_to_proto(params)]
+    return [_choice_sampling(params, i) for i in range(params.n)]
 
 
 def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:

@@ -103,6 +103,12 @@ class RequestShape:
     slo_tpot_s: float = 0.0  # likewise for each token after it
     priority: int = 0  # lower goes first
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
+    num_beams: int = 0  # of its search, which is not moved; 0: it has none
+
+    @property
+    def most_tokens(self) -> int:
+        """That it may ever be, over all beams."""
+        return self.prompt_len + self.max_tokens * max(1, self.num_beams)
 
     def grown(self, prompt_len: int, max_tokens: int) -> RequestShape:
         """The same, some tokens later: as `replace` has it, which costs more than all that is asked of the result."""
@@ -118,6 +124,7 @@ class RequestShape:
             slo_tpot_s=self.slo_tpot_s,
             priority=self.priority,
             pair=self.pair,
+            num_beams=self.num_beams,
         )
 
 

@@ -199,6 +199,7 @@ class Dispatcher:
             slo_tpot_s=live.slo[1],
             priority=live.priority,
             pair=live.pair,
+            num_beams=live.num_beams,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:
