@@ -217,7 +217,9 @@ class DecodeRole:
         self._trace(batch, self._steps.end(), prompt_tokens)
         guessed: dict[str, tuple[int, int]] = {}
         if self._drafts is not None:
-            tokens, guessed = self._drafts.end(tokens)
+            rows = [token for token in tokens if self._is_beam(token)]
+            drawn, guessed = self._drafts.end([token for token in tokens if not self._is_beam(token)])
+            tokens = [*drawn, *rows]
         self.policy.on_batch_done(batch, [(request_id, kept) for request_id, (_, kept) in guessed.items()])
         for token in tokens:
             request = self.requests.get(token.request_id)
@@ -273,6 +275,10 @@ class DecodeRole:
                 link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
         if reason is not None:
             self.reservations.forget(request)
+
+    def _is_beam(self, token: SampledToken) -> bool:
+        request = self.requests.get(token.request_id)
+        return request is not None and request.num_beams > 0
 
     def _on_beam(self, request: HeldAnswer, token: SampledToken) -> None:
         self._host.counters["generated_tokens"] += 1

@@ -425,6 +425,8 @@ class DecodePolicy:
         for request in list(self._by_age):  # who is preempted leaves it meanwhile
             if request.is_over or request.drafted or request.scheduled_len >= min(request.max_len, request.stops_at):
                 continue
+            if request.num_beams and request.is_in_use:
+                continue  # which beams live is not known yet
             has_room = request.beams is None and request.scheduled_len < len(request.pages) * page_size
             if has_room or self._grow(request, preempted):
                 scheduled.append(request)
