@@ -177,7 +177,7 @@ class DecodeRole:
     def step_of(self, batch: DecodeBatch) -> Step:
         """Of those entries whose requests are still wanted: all of them, when the batch was just made."""
         chunks = [self._chunk(entry) for entry in batch.entries if entry.request_id in self.requests]
-        return Step(chunks=chunks, copies=batch.copies)
+        return Step(chunks=chunks, copies=list(batch.copies))
 
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:

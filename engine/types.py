@@ -297,19 +297,18 @@ class Step:
     in the order of the layers; it must return at once. On a GPU the writing is queued by then, not done: an event
     recorded on the current stream inside the call marks its end. `on_layer_of(request id)` is what is called instead
     where that request's chunk is run by itself. `copies`: before all else the content of the first page of each pair
-    goes to the second.
+    goes to the second, once: the engine takes them out.
     """
 
     chunks: Sequence[Chunk]
     on_layer: OnLayer | None = None
     on_layer_of: Callable[[str], OnLayer | None] | None = None
-    copies: Sequence[tuple[int, int]] = ()
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def alone(self, chunk: Chunk) -> Step:
-        """That chunk by itself: of the others' KV, which does not stand there yet, nothing is told. What the step was
-        to copy stands, and is written on by now."""
+        """That chunk by itself: of the others' KV, which does not stand there yet, nothing is told."""
         on_layer = self.on_layer_of(chunk.request_id) if self.on_layer_of is not None else None
-        return Step(chunks=(chunk,), on_layer=on_layer)
+        return Step(chunks=(chunk,), on_layer=on_layer, copies=self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

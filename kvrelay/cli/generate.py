@@ -249,6 +249,8 @@ def _as_object(stream: Stream) -> dict[str, Any]:
     }
     if answer.choices and answer.choices[0].stop_string:
         result["stop_string"] = answer.choices[0].stop_string
+    if answer.choices and answer.choices[0].score is not None:
+        result["score"] = answer.choices[0].score
     if answer.choices and answer.choices[0].logprobs:
         result["logprobs"] = [_plain(position) for position in answer.choices[0].logprobs]
     if answer.prompt_logprobs:

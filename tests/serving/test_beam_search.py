@@ -5,7 +5,9 @@ workers, preempted, on a worker that is lost or drains, with several processes, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ import httpx2
 import pytest
 import torch
 
+from cluster.deploy import local
 from cluster.deploy.local import LocalCluster
-from engine.types import FinishReason
+from engine.engine import Engine
+from engine.options import EngineOptions
+from engine.types import FinishReason, SampledToken, Step
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
+from tests.engine.rehearsal import rehearse
 from tests.greedy import eager_model
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import (
@@ -27,6 +33,7 @@ from tests.serving.harness import (
     engine_with,
     leave,
     random_prompt,
+    replays,
     router_with,
     tokens_of,
     transformers_tokens,
@@ -46,6 +53,11 @@ SEARCHES: Sequence[dict[str, Any]] = (
     {"num_beams": 2, "n": 2, "ignore_eos": True, "temperature": 0.3, "top_k": 1},  # which say nothing
 )
 OTHERS = [random_prompt(length, seed=length) for length in (5, 30, 64)]
+
+
+@cache
+def _wanted(directory: Path, number: int) -> list[tuple[list[int], float]]:
+    return _found_by_transformers(directory, LENGTHS[number], SEARCHES[number])
 
 
 def _found_by_transformers(directory: Path, length: int, search: dict[str, Any]) -> list[tuple[list[int], float]]:
@@ -92,8 +104,8 @@ async def _draw_others(client: AsyncClient) -> list[Completion]:
 
 
 def _check(answers: Sequence[Completion], directory: Path) -> None:
-    for answer, length, search in zip(answers, LENGTHS, SEARCHES, strict=True):
-        wanted = _found_by_transformers(directory, length, search)
+    for number, answer in enumerate(answers):
+        wanted = _wanted(directory, number)
         assert [list(choice.token_ids) for choice in answer.choices] == [tokens for tokens, _ in wanted]
         scores = [choice.score for choice in answer.choices]
         assert scores == pytest.approx([score for _, score in wanted], abs=1e-4)
@@ -116,13 +128,13 @@ async def _settled(cluster: LocalCluster) -> None:
         ("llama", {"prefill": 0, "decode": 0, "mixed": 1}),
         ("llama", {"prefill": 0, "decode": 1, "mixed": 1}),
         ("llama", {"prefill": 1, "decode": 1, "worker": {"num_speculative_tokens": 4, "prompt_lookup_min": 1}}),
-        ("llama", {"prefill": 1, "decode": 1, "engine": engine_with(num_pages=160, tensor_parallel=2)}),
+        ("llama", {"prefill": 1, "decode": 1, "decode_engine": engine_with(num_pages=160, tensor_parallel=2)}),
         ("llama", {"prefill": 1, "decode": 1, "worker": {"admission": "worst_case", "max_batch_size": 7}}),
         ("mistral_window", {"prefill": 1, "decode": 1}),
         ("deepseek_v3", {"prefill": 1, "decode": 1}),
         ("jamba", {"prefill": 1, "decode": 1, "engine": engine_with(num_pages=160, max_model_len=256)}),
     ],
-    ids=str,
+    ids=["apart", "mixed", "both", "guesses", "processes", "worst_case", "window", "latent", "states"],
 )
 async def test_it_finds_what_transformers_finds_and_others_draw_what_they_drew(
     model: str, shape: dict[str, Any], model_dir: ModelDir
@@ -193,6 +205,41 @@ async def test_who_is_preempted_finds_the_same(shape: dict[str, int], model_dir:
     assert tokens_of(others) == transformers_tokens(directory, OTHERS, NEW_TOKENS)
 
 
+async def test_steps_that_fail_are_run_again_beam_by_beam(model_dir: ModelDir) -> None:
+    directory = model_dir("llama")
+    async with _cluster(directory, prefill=1, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
+        engine, count = cluster.decode[0].engine, itertools.count()
+        step = engine.step
+
+        def failing(asked: Step) -> list[SampledToken]:
+            if len(asked.chunks) > 1 and next(count) % 3 == 0:
+                raise RuntimeError("as a kernel does")
+            return step(asked)
+
+        engine.step = failing  # type: ignore[method-assign]
+        answers = await _search_all(client)
+        await _settled(cluster)
+        assert counters(cluster)["router_retries"] == 0
+    _check(answers, directory)
+
+
+async def test_on_a_gpu_others_run_ahead_where_no_search_runs(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU would run runs on the CPU."""
+
+    def load(asked: EngineOptions) -> Engine:
+        return rehearse(asked.model, num_pages=asked.num_pages, max_model_len=512, parity_check=False)
+
+    monkeypatch.setattr(local, "Engine", type("Loader", (), {"load": staticmethod(load)}))
+    directory = model_dir("llama")
+    async with _cluster(directory, prefill=1, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
+        answers, others = await asyncio.gather(_search_all(client), _draw_others(client))
+        await _settled(cluster)
+    _check(answers, directory)
+    assert tokens_of(others) == transformers_tokens(directory, OTHERS, NEW_TOKENS)
+
+
 @pytest.mark.parametrize("shape", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "mixed": 1}], ids=str)
 async def test_one_that_is_left_by_its_client_leaves_no_page(shape: dict[str, int], model_dir: ModelDir) -> None:
     async with _cluster(model_dir("llama"), **shape) as cluster, AsyncClient(cluster.endpoint) as client:
@@ -208,21 +255,36 @@ async def test_one_that_is_left_by_its_client_leaves_no_page(shape: dict[str, in
         _check(await _search_all(client), model_dir("llama"))
 
 
+async def test_a_stream_brings_it_whole_and_policies_decide_the_same_again(model_dir: ModelDir, tmp_path: Path) -> None:
+    directory, record = model_dir("llama"), str(tmp_path)
+    worker, router = {"record": record}, router_with(record=record)
+    async with _cluster(directory, prefill=1, decode=1, worker=worker, router=router) as cluster:
+        async with AsyncClient(cluster.endpoint) as client:
+            how: dict[str, Any] = {**SEARCHES[1], "max_tokens": NEW_TOKENS}
+            deltas = [delta async for delta in client.stream(random_prompt(LENGTHS[1], seed=LENGTHS[1]), **how)]
+        await _settled(cluster)
+    assert [(delta.index, list(delta.token_ids)) for delta in deltas] == [
+        (index, tokens) for index, (tokens, _) in enumerate(_wanted(directory, 1))
+    ]
+    replays(*(tmp_path / f"{name}.jsonl" for name in ("router-0", "prefill-0", "decode-0")))
+
+
 async def test_http_has_vllm_s_words_for_it(model_dir: ModelDir) -> None:
     directory = model_dir("llama")
     cluster = _cluster(directory, prefill=1, decode=1, router=router_with(http_ports=(0,)))
     async with cluster:
         assert cluster.server is not None
-        http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{cluster.server.http_port}", timeout=WAIT_S)
+        base = f"http://127.0.0.1:{cluster.server.http_port}"
         wanted = _found_by_transformers(directory, 33, {"num_beams": 4, "n": 4, "length_penalty": 0.6})
         asked = {"prompt": random_prompt(33, seed=33), "max_tokens": NEW_TOKENS, "n": 4, "return_token_ids": True}
         search = {"use_beam_search": True, "length_penalty": 0.6, "temperature": 0.0}
-        told = (await http.post("/v1/completions", json=asked | search)).json()
-        assert [choice["token_ids"] for choice in told["choices"]] == [tokens for tokens, _ in wanted]
-        assert [choice["score"] for choice in told["choices"]] == pytest.approx([s for _, s in wanted], abs=1e-4)
-        refused = await http.post("/v1/completions", json=asked | search | {"stop": "x"})
-        assert refused.status_code == 400
-        assert "stop has 1 strings, which a beam search does not know" in refused.json()["error"]["message"]
+        async with httpx2.AsyncClient(base_url=base, timeout=WAIT_S) as http:
+            told = (await http.post("/v1/completions", json=asked | search)).json()
+            assert [choice["token_ids"] for choice in told["choices"]] == [tokens for tokens, _ in wanted]
+            assert [choice["score"] for choice in told["choices"]] == pytest.approx([s for _, s in wanted], abs=1e-4)
+            refused = await http.post("/v1/completions", json=asked | search | {"stop": "x"})
+            assert refused.status_code == 400
+            assert "stop has 1 strings, which a beam search does not know" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
