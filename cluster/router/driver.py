@@ -394,6 +394,17 @@ class Router:
         live.has_first_token = True
         self.policy.on_first_token(live.wire_id, now)
 
+    def _on_search(self, live: LiveRequest, now: float) -> None:
+        """It begins, which counts as a first token: those that come with its end tell nothing of the time each took."""
+        self._on_read(live, now)
+        self._note_first_token(live, now)
+        live.last_token_s = now
+
+    def _note_first_token(self, live: LiveRequest, now: float) -> None:
+        if live.timeline.first_token_s is None:
+            live.timeline.first_token(now)
+            self.metrics.on_first_token(live.timeline.ttft_s)
+
     def _on_trace(self, link: WorkerLink, event: pb.RequestEvent, now: float) -> None:
         """Also of a request that has ended: the receipt of a short answer's handoff comes after it."""
         offset_ns = link.clock.offset_ns(event.at_ns, now)
@@ -433,8 +444,8 @@ class Router:
                 self.metrics.counts["recomputed_tokens"] += live.recomputed_tokens - before
             case pb.EVENT_KIND_FIRST_TOKEN:
                 live.timeline.enter("handoff", at_s, link.name)
-                if live.num_beams and not live.has_first_token:  # of which no token comes now
-                    self._on_read(live, self._clock())
+                if live.num_beams and not live.has_first_token:
+                    self._on_search(live, self._clock())
             case pb.EVENT_KIND_HANDOFF_STALLED:
                 live.notes.event(at_s, live.attempt, "stalled", link.name, event.reason)
                 self._dispatcher.on_stalled(live, event.reason)
@@ -504,9 +515,7 @@ class Router:
         self._dispatcher.retry(live, retry)
 
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
-        if live.timeline.first_token_s is None:
-            live.timeline.first_token(now)
-            self.metrics.on_first_token(live.timeline.ttft_s)
+        self._note_first_token(live, now)
         num_tokens = len(live.output_ids) if live.num_beams else len(tokens)
         self.metrics.on_tokens(num_tokens, now - live.last_token_s if live.last_token_s else None)
         live.last_token_s = now
