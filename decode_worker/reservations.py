@@ -42,7 +42,10 @@ class HeldAnswer(HeldRequest):
 
     def take(self, token_ids: Sequence[int]) -> None:
         """These follow; a beam search begins with its prompt, whose last token they are."""
-        self.tokens = list(self.state.prompt_ids) if self.num_beams else [*self.tokens, *token_ids]
+        if self.num_beams:
+            self.tokens = list(self.state.prompt_ids)
+        else:
+            self.tokens += token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,8 +133,6 @@ class SamplingParams:
             if (value := getattr(self, key)) != getattr(unset, key):
                 shown = f"has {len(value)} strings" if key == "stop" else f"is {value}"
                 raise InvalidRequest(f"{key} {shown}, which a beam search does not know; leave it out, or num_beams")
-        if self.grammar:
-            raise InvalidRequest("structured is given, which a beam search does not know; leave it out, or num_beams")
         num_left = len(self.allowed_token_ids) or vocab_size
         if num_left < 2 * search.num_beams:
             why = f"num_beams is {search.num_beams}, with {num_left} tokens to choose from"

@@ -209,12 +209,12 @@ async def test_steps_that_fail_are_run_again_beam_by_beam(model_dir: ModelDir) -
     directory = model_dir("llama")
     async with _cluster(directory, prefill=1, decode=1) as cluster, AsyncClient(cluster.endpoint) as client:
         engine, count = cluster.decode[0].engine, itertools.count()
-        step = engine.step
+        original = engine.step
 
-        def failing(asked: Step) -> list[SampledToken]:
-            if len(asked.chunks) > 1 and next(count) % 3 == 0:
+        def failing(step: Step) -> list[SampledToken]:
+            if len(step.chunks) > 1 and next(count) % 3 == 0:
                 raise RuntimeError("as a kernel does")
-            return step(asked)
+            return original(step)
 
         engine.step = failing  # type: ignore[method-assign]
         answers = await _search_all(client)
