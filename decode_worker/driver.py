@@ -18,6 +18,7 @@ from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
+from decode_worker.searches import Searches
 from engine.pages.kept import KeptPages
 from engine.pages.pool import PageHash
 from engine.types import PENDING, Chunk, Draft, InvalidRequest, SampledToken, Step, finish_reason
@@ -47,6 +48,7 @@ class DecodeRole:
         pages = self.reservations.grant_queued
         self.moves = Moves(host, self.policy, self.requests, self.peers, on_left=self.reservations.end, on_pages=pages)
         self.reservations.on_forgotten = self._on_forgotten
+        self._searches = Searches(host, self.policy)
         self._drafts: Drafts | None = None
         if self.policy.options.num_speculative_tokens:
             self._drafts = self._make_drafts(host)
@@ -145,6 +147,7 @@ class DecodeRole:
             max_len=max_len,
             is_held=request.state.held,
             priority=request.state.priority,
+            num_beams=request.num_beams if stays else 0,
             most_pages=self.reservations.most_pages(request.state),
         )
 
@@ -156,7 +159,7 @@ class DecodeRole:
         hashes: Sequence[PageHash],
         num_dropped: int = 0,
     ) -> HandoffReceipt:
-        self.policy.adopt(request.id, pages, hashes, num_dropped)
+        self.policy.adopt(request.id, pages, hashes, more=-request.num_read_twice, num_dropped=num_dropped)
         return self.reservations.keep(request, token_id, hashes, num_dropped)
 
     # Steps
@@ -173,7 +176,7 @@ class DecodeRole:
         if self._drafts is None:
             batch = self.policy.next_batch()
         else:
-            running = [self.requests[each.request_id] for each in self.policy.running]
+            running = [self.requests[each.request_id] for each in self.policy.running if not each.num_beams]
             running = [request for request in running if request.kept is None]
             batch = self.policy.next_batch(self._drafts.wanted(running))
             self._drafts.begin(batch)
@@ -185,7 +188,8 @@ class DecodeRole:
 
     def step_of(self, batch: DecodeBatch) -> Step:
         """Of those entries whose requests are still wanted: all of them, when the batch was just made."""
-        return Step(chunks=[self._chunk(entry) for entry in batch.entries if entry.request_id in self.requests])
+        chunks = [self._chunk(entry) for entry in batch.entries if entry.request_id in self.requests]
+        return Step(chunks=chunks, copies=list(batch.copies))
 
     def _announce(self, batch: DecodeBatch) -> None:
         for request_id in batch.preempted:
@@ -201,6 +205,8 @@ class DecodeRole:
 
     def _chunk(self, entry: DecodeEntry) -> Chunk:
         request, engine = self.requests[entry.request_id], self._host.engine
+        if request.num_beams:
+            return self._searches.chunk(request, entry)
         position = entry.position + request.num_dropped * self._host.pool.page_size
         following = position + 1
         draft: Draft | None = None
@@ -228,11 +234,16 @@ class DecodeRole:
         self._trace(batch, self._steps.end(), prompt_tokens)
         guessed: dict[str, tuple[int, int]] = {}
         if self._drafts is not None:
-            tokens, guessed = self._drafts.end(tokens)
+            rows = [token for token in tokens if self._is_beam(token)]
+            drawn, guessed = self._drafts.end([token for token in tokens if not self._is_beam(token)])
+            tokens = [*drawn, *rows]
         self.policy.on_batch_done(batch, [(request_id, kept) for request_id, (_, kept) in guessed.items()])
         for token in tokens:
             request = self.requests.get(token.request_id)
             if request is not None and self.policy.holds(request.id):  # else: cancelled while it ran
+                if request.num_beams and not token.error:
+                    self._on_beam(request, token)
+                    continue
                 num_drafted, num_kept = guessed.pop(request.id, (0, 1))
                 self._on_token(request, token, num_drafted, num_kept - 1)
         self.moves.on_step()
@@ -244,11 +255,12 @@ class DecodeRole:
             if (request := self.requests.get(request_id)) is not None:
                 request.trace.first_step(took, answers, prompt_tokens)
         for entry in batch.entries if took.is_slow else ():
-            if (request := self.requests.get(entry.request_id)) is not None:
+            if (request := self.requests.get(entry.request_id)) is not None and not entry.beam:
                 request.trace.slow_step(took, answers, prompt_tokens)
 
     def _on_forgotten(self, request_id: str) -> None:
         self.moves.drop(request_id)
+        self._searches.forget(request_id)
         if self._drafts is not None:
             self._drafts.forget(request_id)
 
@@ -298,6 +310,22 @@ class DecodeRole:
                 return
             request.num_dropped += 1
             self._host.counters["dropped_pages"] += 1
+
+    def _is_beam(self, token: SampledToken) -> bool:
+        request = self.requests.get(token.request_id)
+        return request is not None and request.num_beams > 0
+
+    def _on_beam(self, request: HeldAnswer, token: SampledToken) -> None:
+        self._host.counters["generated_tokens"] += 1
+        output = self._searches.on_beam(request, token)
+        if output is None:
+            return
+        link = self._host.streams.link(request.state.router_id)
+        if link is not None:
+            link.token(output)
+            if (trace := request.trace.told()) is not None:
+                link.event(request.state, pb.EVENT_KIND_TRACE, trace=trace)
+        self.reservations.forget(request)
 
     def _publish_full_pages(self, request: HeldAnswer) -> None:
         """Every token in `tokens` has its KV by now; say what the pages that this filled hold."""

@@ -38,6 +38,10 @@ token for every running request that has no token in flight beyond what its page
 Guesses. Behind a request's next token a step may run guesses at those that follow (drafts.py), in rows and pages that
 nobody else needs now: nobody leaves, or waits, for a guess. It is in no other step meanwhile; those that were wrong are
 forgotten with it (`kept`), and their places in the pages are written again.
+
+Beam searches. Each beam is a row of every step, in pages of its own behind those that all share (beam_tables.py). After
+a step the driver says from which beams the next ones go on (`on_fork`). All have the same length, and come and go
+together.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 
+from decode_worker.beam_tables import BeamTables
 from decode_worker.options import DecodeOptions
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
@@ -62,12 +67,13 @@ _order = attrgetter("order")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeEntry:
     """Run the token at `position` of a request, and `drafted` guesses behind it; its KV goes to `pages`' slot for that
-    position, theirs to the following."""
+    position, theirs to the following. `beam`: the number of one of its beams, each of which has an entry."""
 
     request_id: str
     position: int
     pages: Sequence[int]
     drafted: int = 0
+    beam: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ class DecodeBatch:
     entries: tuple[DecodeEntry, ...]
     joined: tuple[str, ...]  # ran for the first time
     preempted: tuple[str, ...]  # lost their pages; not in the batch
+    copies: tuple[tuple[int, int], ...] = ()  # pages that beams shared, and go on in alone
 
 
 class _Stage(Enum):
@@ -109,11 +116,18 @@ class DecodeRequest:
     is_over: bool = False
     drafted: int = 0  # guesses in flight, of what scheduled_len counts
     joined_step: int = 0  # with which its lengths began to lag behind: see DecodeRun
+    num_beams: int = 0  # of its search; 0: it has none
+    beams: BeamTables | None = None  # their pages, which `pages` has once for each that holds them
 
     @property
     def is_in_use(self) -> bool:
         """By a batch that is computed, or by a move."""
         return self.is_moving or self.scheduled_len > self.computed_len
+
+    @property
+    def num_rows(self) -> int:
+        """Of a step, at most."""
+        return self.num_beams or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +150,7 @@ class DecodePolicy:
         self._ready: dict[str, DecodeRequest] = {}
         self._running: dict[str, DecodeRequest] = {}
         self._by_age: list[DecodeRequest] = []  # the running, by order: priority, and then age
+        self._num_rows = 0  # of the running
         self._next_order = 0
         self._queued_pages = 0  # that the queued reservations ask for
         self._expected: dict[str, DecodeRequest] = {}  # prompts that will stay, and have not begun
@@ -155,14 +170,16 @@ class DecodePolicy:
         is_held: bool = False,
         priority: int = 0,
         most_pages: int = NEVER,
+        num_beams: int = 0,
     ) -> Granted | Queued | Denied:
         """Pages for a request of which `num_tokens` will be handed over, and that may grow by `max_new_tokens`.
         `room`: it runs elsewhere, and may have grown by so many when it comes; it waits for nothing. `is_held`: it is
-        not computed before on_begin. `priority`: lower goes first. `most_pages`: more it will never hold."""
+        not computed before on_begin. `priority`: lower goes first. `most_pages`: more it will never hold. `num_beams`:
+        of its search, if it has one."""
         if max_new_tokens < 2:  # the first of them was drawn at prefill
             return Denied(reason=f"{self.name}: {request_id} has no token left to decode", retryable=False)
         max_len = num_tokens + max_new_tokens - 1
-        request = self._made(request_id, num_tokens, max_len, hashes, is_held, priority, most_pages)
+        request = self._made(request_id, num_tokens, max_len, hashes, is_held, priority, most_pages, num_beams)
         if isinstance(request, Denied):
             return request
         request.room = min(room, max_new_tokens - 2)
@@ -186,7 +203,8 @@ class DecodePolicy:
         hashes: Sequence[PageHash],
         is_held: bool,
         priority: int,
-        most_pages: int = NEVER,
+        most_pages: int,
+        num_beams: int,
     ) -> DecodeRequest | Denied:
         if request_id in self._requests or request_id in self._expected:
             return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
@@ -196,12 +214,15 @@ class DecodePolicy:
             priority=priority,
             prompt_len=num_tokens,
             max_len=max_len,
-            most_pages=max(self._pages_for(num_tokens), min(most_pages, self._pages_for(max_len))),
+            most_pages=self._most_pages(num_tokens, max_len, most_pages, num_beams),
             hashes=list(hashes[: num_tokens // self.pool.page_size]),
             is_held=is_held,
+            num_beams=num_beams,
         )
         if (need := request.most_pages) > self.pool.num_pages:
             return Denied(reason=f"{self.name}: {need} pages needed, {self.pool.num_pages} exist", retryable=False)
+        if num_beams > (most := self.options.max_batch_size):
+            return Denied(reason=f"{self.name}: num_beams is {num_beams}; its batch holds {most}", retryable=False)
         self._next_order += 1
         return request
 
@@ -224,10 +245,11 @@ class DecodePolicy:
         is_held: bool = False,
         priority: int = 0,
         most_pages: int = NEVER,
+        num_beams: int = 0,
     ) -> Denied | None:
         """A prompt has come that will be computed here, and grow to `max_len` if it stays. Or why it may not.
         `most_pages`: as of `reserve`, behind the prompt."""
-        request = self._made(request_id, num_tokens, max_len, [], is_held, priority, most_pages)
+        request = self._made(request_id, num_tokens, max_len, [], is_held, priority, most_pages, num_beams)
         if isinstance(request, Denied):
             return request
         self._expected[request_id] = request
@@ -250,15 +272,25 @@ class DecodePolicy:
         self.num_changes += 1
         return True
 
-    def adopt(self, request_id: str, pages: Sequence[int], hashes: Sequence[PageHash], num_dropped: int = 0) -> None:
+    def adopt(
+        self,
+        request_id: str,
+        pages: Sequence[int],
+        hashes: Sequence[PageHash],
+        *,
+        more: int = 0,
+        num_dropped: int = 0,
+    ) -> None:
         """The prompt is computed, in these pages, which are this request's from now on, too. Its full pages have been,
-        or will be, published by whoever computed them. `num_dropped`: it has so many more, which it does not keep."""
+        or will be, published by whoever computed them. `more`: see on_committed. `num_dropped`: it has so many pages
+        more, which it does not keep."""
         request = self._requests[request_id]
         assert request.stage is _Stage.READING, f"{request_id} is {request.stage.value}, not reading"
-        self.pool.hold(pages)
-        request.prompt_len -= num_dropped * self.pool.page_size
-        request.max_len -= num_dropped * self.pool.page_size
-        request.pages = list(pages)
+        dropped = num_dropped * self.pool.page_size
+        request.prompt_len += more - dropped
+        request.max_len -= dropped
+        request.pages = list(pages[: self._pages_for(request.prompt_len)])
+        self.pool.hold(request.pages)
         request.hashes = list(hashes[: request.prompt_len // self.pool.page_size])
         request.published_pages = len(request.hashes)
         self._on_complete(request)
@@ -290,7 +322,8 @@ class DecodePolicy:
     # requests whose KV is here
 
     def on_committed(self, request_id: str, more: int = 0) -> None:
-        """All KV of a reserved request stands in its pages, of `more` tokens than it was reserved for."""
+        """All KV of a reserved request stands in its pages, of `more` tokens than it was reserved for; of one less
+        where a search begins with the only token of a prompt, which is computed again."""
         request = self._requests[request_id]
         assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
         assert more <= request.room, f"{request_id} has {more} tokens more, and room for {request.room}"
@@ -302,6 +335,8 @@ class DecodePolicy:
 
     def _on_complete(self, request: DecodeRequest) -> None:
         request.computed_len = request.scheduled_len = request.prompt_len
+        if request.num_beams:
+            request.beams = BeamTables(request.pages, request.prompt_len, self.pool)
         self._publish(request)
         if request.is_held:
             request.stage = _Stage.HELD
@@ -340,7 +375,8 @@ class DecodePolicy:
         """It is computed here, and does not leave yet."""
         request = self._requests.get(request_id)
         stages = (_Stage.READY, _Stage.RUNNING)
-        return request is not None and request.stage in stages and not (request.is_over or request.is_moving)
+        stays = request is None or request.is_over or request.is_moving or request.num_beams
+        return request is not None and request.stage in stages and not stays
 
     def on_move(self, request_id: str, room: int) -> int:
         """The request is handed to another worker from now on, until on_move_closed; meanwhile it may grow by `room`
@@ -379,10 +415,18 @@ class DecodePolicy:
         """Who computes a token next; preempts the last, by priority and age, while pages are short. May be empty.
         `drafts`: for whom there are so many guesses."""
         schedule, wanted = self.schedule(), dict(drafts)
-        rows = self.options.max_batch_size - len(schedule.requests)
+        rows = self.options.max_batch_size - sum(request.num_rows for request in schedule.requests)
         entries: list[DecodeEntry] = []
+        copies: list[tuple[int, int]] = []
         for request in schedule.requests:
             position = request.scheduled_len - 1
+            if request.beams is not None:
+                copies += request.beams.take_copies()
+                for beam, pages in enumerate(request.beams.tables):
+                    entries.append(
+                        DecodeEntry(request_id=request.request_id, position=position, pages=pages, beam=beam)
+                    )
+                continue
             if wanted:
                 self._add_guesses(request, min(rows, wanted.get(request.request_id, 0)))
                 rows -= request.drafted
@@ -391,7 +435,9 @@ class DecodePolicy:
                     request_id=request.request_id, position=position, pages=request.pages, drafted=request.drafted
                 )
             )
-        return DecodeBatch(entries=tuple(entries), joined=schedule.joined, preempted=schedule.preempted)
+        return DecodeBatch(
+            entries=tuple(entries), joined=schedule.joined, preempted=schedule.preempted, copies=tuple(copies)
+        )
 
     def _add_guesses(self, request: DecodeRequest, most: int) -> None:
         """To its step, which is scheduled, if no other is in flight and none is its last here."""
@@ -414,7 +460,10 @@ class DecodePolicy:
         for request in list(self._by_age):  # who is preempted leaves it meanwhile
             if request.is_over or request.drafted or request.scheduled_len >= min(request.max_len, request.stops_at):
                 continue
-            if request.scheduled_len < len(request.pages) * page_size or self._grow(request, preempted):
+            if request.num_beams and request.is_in_use:
+                continue  # which beams live is not known yet
+            has_room = request.beams is None and request.scheduled_len < len(request.pages) * page_size
+            if has_room or self._grow(request, preempted):
                 scheduled.append(request)
                 request.scheduled_len += 1
         if preempted and not scheduled and self._ready:  # who left made room in the batch, too
@@ -430,6 +479,8 @@ class DecodePolicy:
         entry with guesses those that stand, the first counted."""
         counts = dict(kept)
         for entry in batch.entries:
+            if entry.beam:
+                continue  # the first of a search stands for all
             request = self._requests[entry.request_id]
             assert request.computed_len == entry.position, f"{entry.request_id}: batches ended out of order"
             request.computed_len += 1
@@ -441,6 +492,16 @@ class DecodePolicy:
                     self.pool.release(request.pages[needed:])
                     del request.pages[needed:]
             self._drop_if_unused(request)
+
+    def on_fork(self, request_id: str, parents: Sequence[int]) -> None:
+        """The beams of a search are these from now on: each goes on from that one of those of the last step, which is
+        done. The pages of the others are free."""
+        request = self._requests[request_id]
+        assert request.beams is not None, f"{request_id} has no beams"
+        assert not request.is_in_use, f"{request_id} is computed"
+        assert len(parents) <= request.num_beams, f"{request_id} has {len(parents)} beams, not {request.num_beams}"
+        request.beams.fork(parents)
+        request.pages = request.beams.held
 
     def on_steps_done(self, request: DecodeRequest, steps: int) -> None:
         """What was scheduled for the request is computed, and `steps` - 1 more tokens of it, in pages it has."""
@@ -465,6 +526,7 @@ class DecodePolicy:
         self._ready.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             del self._by_age[bisect_left(self._by_age, request.order, key=_order)]
+            self._num_rows -= request.num_rows
         self._drop_if_unused(request)
 
     def on_cancelled(self, request_id: str) -> None:
@@ -541,6 +603,12 @@ class DecodePolicy:
     def _pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.pool.page_size)
 
+    def _most_pages(self, num_tokens: int, max_len: int, most_pages: int, num_beams: int) -> int:
+        """That it may ever hold; beams share those of the prompt that are full."""
+        most = self._pages_for(max_len)
+        more = max(0, num_beams - 1) * (most - num_tokens // self.pool.page_size)
+        return min(most, max(most_pages, self._pages_for(num_tokens))) + more
+
     def _admit(self, request: DecodeRequest) -> Granted:
         cached = self.pool.match(request.hashes)
         fresh = self.pool.allocate(self._pages_for(request.prompt_len + request.room) - len(cached))
@@ -552,8 +620,12 @@ class DecodePolicy:
     def join(self) -> list[DecodeRequest]:
         """Let those who are ready into the batch, as many as it holds. Who is told of them schedules them next."""
         joined: list[DecodeRequest] = []
-        while self._ready and len(self._running) < self.options.max_batch_size:
-            request = self._ready.pop(next(iter(self._ready)))
+        while self._ready:
+            request = next(iter(self._ready.values()))
+            if self._num_rows + request.num_rows > self.options.max_batch_size:
+                break
+            del self._ready[request.request_id]
+            self._num_rows += request.num_rows
             request.stage = _Stage.RUNNING
             self._running[request.request_id] = request
             insort(self._by_age, request, key=_order)
@@ -562,9 +634,15 @@ class DecodePolicy:
 
     def _grow(self, request: DecodeRequest, preempted: list[str]) -> bool:
         """Make room for the token at scheduled_len; False when the request itself had to leave."""
-        while request.scheduled_len >= len(request.pages) * self.pool.page_size:
+        beams = request.beams
+        while missing := self._missing(request):
             try:
-                request.pages.extend(self.pool.allocate(1))
+                fresh = self.pool.allocate(missing)
+                if beams is None:
+                    request.pages.extend(fresh)
+                else:
+                    beams.grow(request.scheduled_len, fresh)
+                    request.pages = beams.held
             except OutOfPages:
                 victim = self._last_committed(request)
                 if victim is None:
@@ -575,6 +653,12 @@ class DecodePolicy:
                 if victim is request:
                     return False
         return True
+
+    def _missing(self, request: DecodeRequest) -> int:
+        """Pages for the token at scheduled_len, of each beam."""
+        if request.beams is not None:
+            return request.beams.missing(request.scheduled_len)
+        return max(0, self._pages_for(request.scheduled_len + 1) - len(request.pages))
 
     def _last_committed(self, request: DecodeRequest) -> DecodeRequest | None:
         """Whose pages this request may have: itself, or one that goes after it."""
@@ -600,7 +684,9 @@ class DecodePolicy:
         for request in self._requests.values():
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
             assert request.drafted <= max(0, request.scheduled_len - request.computed_len - 1), "a guess stands first"
-            assert bool(request.pages) == (request.stage not in (_Stage.QUEUED, _Stage.READING))
+            has_pages = request.stage not in (_Stage.QUEUED, _Stage.READING)
+            assert bool(request.pages) == has_pages or not request.prompt_len, f"{request.request_id} has no pages"
+            assert request.beams is None or request.pages == request.beams.held, "a beam's pages are not its request's"
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
             assert not request.is_over or request.is_in_use
             for page in request.pages:
@@ -614,7 +700,7 @@ class DecodePolicy:
         assert not any(r.is_held for r in (*self._ready.values(), *self._running.values())), "a held one is computed"
         assert self.num_moving == sum(r.is_moving for r in self._requests.values()), "others move"
         assert self._queued_pages == sum(self._pages_for(r.prompt_len) for r in self._queued.values())
-        assert len(self._running) <= self.options.max_batch_size
+        assert self._num_rows == sum(r.num_rows for r in self._running.values()) <= self.options.max_batch_size
         assert self._by_age == sorted(self._running.values(), key=_order), "the running are not in order"
         for going in (self._queued, self._ready):
             numbers = [request.priority for request in going.values()]

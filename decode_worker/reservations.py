@@ -41,6 +41,13 @@ class HeldAnswer(HeldRequest):
     hashed_pages: int
     num_dropped: int = 0  # of its pages, which it does not keep
 
+    def take(self, token_ids: Sequence[int]) -> None:
+        """These follow; a beam search begins with its prompt, whose last token they are."""
+        if self.num_beams:
+            self.tokens = list(self.state.prompt_ids)
+        else:
+            self.tokens += token_ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadPrompt:
@@ -118,6 +125,7 @@ class Reservations:
             is_held=request.held,
             priority=request.priority,
             most_pages=self.most_pages(request),
+            num_beams=held.num_beams,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
@@ -141,8 +149,9 @@ class Reservations:
 
     def on_committed(self, request: pb.RequestState, token_ids: Sequence[int], receipt: HandoffReceipt) -> None:
         held = self.requests[request.request_id]
-        held.tokens += token_ids
-        self._policy.on_committed(held.id, len(token_ids) - 1)
+        more = len(token_ids) - 1 - held.num_read_twice
+        held.take(token_ids)
+        self._policy.on_committed(held.id, more)
         receipt.dropped_pages = held.num_dropped
         self._tell_ready(held, receipt)
 
@@ -170,7 +179,7 @@ class Reservations:
         held = HeldAnswer(
             state=request.state,
             params=request.params,
-            tokens=[*request.tokens, token_id],
+            tokens=[*request.tokens],
             parent=hashes[-1] if hashes else root_of(request.state, request.rope),
             hashed_pages=len(hashes),
             weights=request.weights,
@@ -178,6 +187,7 @@ class Reservations:
             num_dropped=num_dropped,
             rope=request.rope,
         )
+        held.take([token_id])
         self.requests[held.id] = held
         receipt = HandoffReceipt(transport=LOCAL, checksums_ok=True, dropped_pages=num_dropped)
         self._tell_ready(held, receipt)

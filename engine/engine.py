@@ -103,6 +103,9 @@ class Engine:
                 step = self.draft_model.with_guesses(step)
             self.model.journal.forget()
             try:
+                if step.copies:
+                    self.memory.copy_pages(step.copies)
+                    step.copies.clear()  # a second time they would undo what was written since
                 with self.adapters.of(step.chunks):
                     pending = self.steps.begin(step)
                 if self.draft_model is not None:

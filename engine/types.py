@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.pages.kept import KeptPages
 
@@ -32,6 +32,8 @@ MOST = {  # entries of a field of SamplingParams
 MAX_FORM_CHARS = 131_072  # of what an answer's form is given by
 MOST_READ = 256  # tokens of prompts that a draft model reads in a step: answers wait for them meanwhile
 MAX_N = 64
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 4.0  # far larger ones leave float32
 SEED_BITS = 63
 PENDING = -1  # in a chunk's token_ids: the token that the step before draws for the same request
 
@@ -44,6 +46,15 @@ class FinishReason(StrEnum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # cancelled, past its deadline, or failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamOptions:
+    """A beam search, as transformers has it: its names, values and defaults."""
+
+    num_beams: int
+    length_penalty: float = 1.0  # the power of its length by which a hypothesis' sum of log-probabilities is divided
+    early_stopping: bool | Literal["never"] = False  # whether num_beams that are finished end the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +84,7 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that the output never has
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
     grammar: str = ""  # of the answer's text: llguidance's JSON (sampling/structured.py); empty: any
+    beam_search: BeamOptions | None = None  # in place of drawing: the n best are the choices
 
     @property
     def is_greedy(self) -> bool:
@@ -85,7 +97,8 @@ class SamplingParams:
     @property
     def reads_output(self) -> bool:
         """Whether the next draw depends on tokens that were drawn before."""
-        return self.has_penalties or bool(self.grammar) or any(len(ids) > 1 for ids in self.bad_token_ids)
+        is_told = self.has_penalties or bool(self.grammar) or self.beam_search is not None
+        return is_told or any(len(ids) > 1 for ids in self.bad_token_ids)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest for the first value out of range."""
@@ -107,12 +120,30 @@ class SamplingParams:
         for key in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, key)) is not None:
                 _check_int(key, count, 0, MAX_LOGPROBS)
+        if self.beam_search is not None:
+            self._check_search(self.beam_search, vocab_size)
         if self.grammar and self.ignore_eos:
             raise InvalidRequest("ignore_eos is set with structured, whose answers end by EOS; leave one of them out")
         if lists := [(key, value) for key in MOST if (value := getattr(self, key, ()))]:
             check_counts(lists)
             _check_stops(self.stop, self.stop_token_ids, vocab_size)
             self._check_ids(vocab_size)
+
+    def _check_search(self, search: BeamOptions, vocab_size: int) -> None:
+        """What transformers' beam search has, too, is kept exactly; the rest is refused."""
+        _check_int("num_beams", search.num_beams, 1, MAX_BEAMS)
+        _check_float("length_penalty", search.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.n > search.num_beams:
+            raise InvalidRequest(f"n is {self.n} with num_beams {search.num_beams}; give at most num_beams")
+        unset = SamplingParams()
+        for key in ("stop", "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"):
+            if (value := getattr(self, key)) != getattr(unset, key):
+                shown = f"has {len(value)} strings" if key == "stop" else f"is {value}"
+                raise InvalidRequest(f"{key} {shown}, which a beam search does not know; leave it out, or num_beams")
+        num_left = len(self.allowed_token_ids) or vocab_size
+        if num_left < 2 * search.num_beams:
+            why = f"num_beams is {search.num_beams}, with {num_left} tokens to choose from"
+            raise InvalidRequest(f"{why}; give at most {num_left // 2}")
 
     def _check_ids(self, vocab_size: int) -> None:
         for token_id, bias in self.logit_bias:
@@ -249,6 +280,7 @@ class SampleSpec:
     banned_ids: tuple[int, ...] = ()  # may not be drawn: see banned_token_ids
     form: NextTokens | None = None  # none but these may be drawn
     given_id: int | None = None  # the token stands already, and nothing is drawn: its log-probability is wanted
+    num_candidates: int = 0  # above 0: so many of the likeliest are wanted, for a beam search
 
 
 @dataclass(slots=True, kw_only=True)
@@ -309,17 +341,19 @@ class Step:
     `on_layer(i)` is called in the engine's thread as soon as the KV of layer i of every chunk stands in its pages,
     in the order of the layers; it must return at once. On a GPU the writing is queued by then, not done: an event
     recorded on the current stream inside the call marks its end. `on_layer_of(request id)` is what is called instead
-    where that request's chunk is run by itself.
+    where that request's chunk is run by itself. `copies`: before all else the content of the first page of each pair
+    goes to the second, once: the engine takes them out.
     """
 
     chunks: Sequence[Chunk]
     on_layer: OnLayer | None = None
     on_layer_of: Callable[[str], OnLayer | None] | None = None
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def alone(self, chunk: Chunk) -> Step:
         """That chunk by itself: of the others' KV, which does not stand there yet, nothing is told."""
         on_layer = self.on_layer_of(chunk.request_id) if self.on_layer_of is not None else None
-        return Step(chunks=(chunk,), on_layer=on_layer)
+        return Step(chunks=(chunk,), on_layer=on_layer, copies=self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +364,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """`error`, one sentence, says why nothing could be drawn; token_id means nothing then. `is_given`: of a score."""
+    """`error`, one sentence, says why nothing could be drawn; token_id means nothing then. `is_given`: of a score.
+    Where candidates are wanted, they are the top_logprobs, as bias, penalties and bans leave them."""
 
     request_id: str
     token_id: int
@@ -339,6 +374,11 @@ class SampledToken:
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = field(default=())
     is_given: bool = False
+
+
+def read_before_search(prompt_len: int) -> int:
+    """Tokens of the prompt that are read before a beam search, whose first step computes the last one."""
+    return max(1, prompt_len - 1)
 
 
 def finish_reason(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_worker.driver import DecodeRole
@@ -110,12 +110,11 @@ class MixedRole:
         return MixedBatch(decode, prefill) if decode or prefill else None
 
     def step_of(self, batch: MixedBatch) -> Step:
-        answers = self._decode.step_of(batch.decode).chunks if batch.decode else ()
+        answers = self._decode.step_of(batch.decode) if batch.decode else Step(chunks=())
         if batch.prefill is None:
-            return Step(chunks=answers)
+            return answers
         prompts = self._prefill.step_of(batch.prefill)
-        chunks = [*answers, *prompts.chunks]
-        return Step(chunks=chunks, on_layer=prompts.on_layer, on_layer_of=prompts.on_layer_of)
+        return replace(prompts, chunks=[*answers.chunks, *prompts.chunks], copies=answers.copies)
 
     def _read_on(self, unread: UnreadPrompt) -> None:
         """A prompt has come that another worker has read in part."""

@@ -336,6 +336,9 @@ class PrefillRole:
             self._on_first_token(request, token, computed_ns)
 
     def _on_first_token(self, request: HeldPrompt, token: SampledToken, computed_ns: int) -> None:
+        if request.num_beams:
+            self._begin_search(request, computed_ns)
+            return
         index = request.num_outputs
         reason = finish_reason(request.params, token.token_id, index + 1, self._eos_token_ids)
         first = pb.EVENT_KIND_FIRST_TOKEN
@@ -352,11 +355,8 @@ class PrefillRole:
             request.link.event(request.state, pb.EVENT_KIND_PREEMPTED, trace=request.told())
             request.is_cancelled = True
             self.handoffs.spawn(self._let_go(request, "its KV is computed anew"))
-        elif reason is None and request.stays:
-            self._stay(request, token.token_id)
         elif reason is None:
-            request.is_committing = True
-            self.handoffs.spawn(self._hand_off(request, token.token_id, computed_ns))
+            self._go_on(request, token.token_id, computed_ns)
         else:
             request.is_cancelled = True
             self.handoffs.spawn(self._let_go(request, f"finished: {reason}"))
@@ -365,6 +365,20 @@ class PrefillRole:
         page_size = self._host.pool.page_size
         request.state.heavy_pages.extend(mass.heaviest(pages_for(request.state.kv_policy.heavy_tokens, page_size)))
         request.kept, request.mass = kept_of(request.state, page_size), None
+
+    def _begin_search(self, request: HeldPrompt, computed_ns: int) -> None:
+        """Its prompt is read but for the last token, which its first step computes: nothing was drawn."""
+        first = pb.EVENT_KIND_FIRST_TOKEN
+        request.link.event(request.state, first, at_ns=computed_ns, trace=request.trace.told())
+        self._go_on(request, request.state.prompt_ids[-1], computed_ns)
+
+    def _go_on(self, request: HeldPrompt, token_id: int, computed_ns: int) -> None:
+        """To be decoded, from this token on."""
+        if request.stays:
+            self._stay(request, token_id)
+        else:
+            request.is_committing = True
+            self.handoffs.spawn(self._hand_off(request, token_id, computed_ns))
 
     # Ends
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from engine.pages.news import HASH_BYTES, NO_NEWS, PageHash, PageNews
-from engine.types import FinishReason, LengthRope, ModelInfo, SampledToken, SamplingParams, TokenLogprob
+from engine.types import BeamOptions, FinishReason, LengthRope, ModelInfo, SampledToken, SamplingParams, TokenLogprob
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from worker.steps.costs import StepCosts
@@ -17,6 +17,12 @@ FINISH_REASON_TO_PROTO = {
     FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: generate_pb2.FINISH_REASON_ABORT,
 }
+EARLY_STOPPING_TO_PROTO: dict[bool | str, generate_pb2.EarlyStopping] = {
+    False: generate_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: generate_pb2.EARLY_STOPPING_TRUE,
+    "never": generate_pb2.EARLY_STOPPING_NEVER,
+}
+EARLY_STOPPING_FROM_PROTO: dict[int, Any] = {value: key for key, value in EARLY_STOPPING_TO_PROTO.items()}
 FINISH_REASON_FROM_PROTO = {value: key for key, value in FINISH_REASON_TO_PROTO.items()}
 
 
@@ -54,8 +60,23 @@ def sampling_to_proto(params: SamplingParams) -> generate_pb2.SamplingParams:
         n=params.n,
         prompt_logprobs=params.prompt_logprobs,
         structured=generate_pb2.StructuredOutput(grammar=params.grammar) if params.grammar else None,
+        beam_search=None if params.beam_search is None else _beams_to_proto(params.beam_search),
         **{key: value for key, value in lists.items() if value},
     )
+
+
+def _beams_to_proto(options: BeamOptions) -> generate_pb2.BeamSearch:
+    return generate_pb2.BeamSearch(
+        num_beams=options.num_beams,
+        length_penalty=options.length_penalty,
+        early_stopping=EARLY_STOPPING_TO_PROTO[options.early_stopping],
+    )
+
+
+def _beams_from_proto(message: generate_pb2.BeamSearch) -> BeamOptions:
+    given = {field.name: value for field, value in message.ListFields() if field.name != "early_stopping"}
+    stopping = EARLY_STOPPING_FROM_PROTO.get(message.early_stopping, False)
+    return BeamOptions(**{"num_beams": 0, **given, "early_stopping": stopping})
 
 
 def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
@@ -141,4 +162,5 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "logit_bias": lambda biases: tuple((token_id, _exact(bias)) for token_id, bias in sorted(biases.items())),
     "bad_token_ids": lambda lists: tuple(tuple(each.ids) for each in lists),
+    "beam_search": _beams_from_proto,
 }

@@ -18,6 +18,7 @@ from engine.types import (
     SampleSpec,
     SamplingParams,
     banned_token_ids,
+    read_before_search,
 )
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 from kvrelay.v1 import worker_pb2 as pb
@@ -61,6 +62,8 @@ class HeldRequest:
     @property
     def new_tokens_left(self) -> int:
         """That are drawn before it ends, or has its KV computed anew."""
+        if self.params.beam_search is not None:
+            return self.params.max_tokens + 1  # the prompt's last token is handed over as the first one is elsewhere
         left = self.params.max_tokens - self.num_outputs
         if self.rope is None or not self.rope.is_anew or self.rope_len > self.rope.limit:
             return left
@@ -70,9 +73,21 @@ class HeldRequest:
         """With so many tokens its KV is turned for too short a sequence: the router sends it again."""
         return self.rope is not None and self.rope.is_anew and self.rope_len <= self.rope.limit < num_tokens
 
+    @property
+    def num_beams(self) -> int:
+        """0: it is no beam search."""
+        return 0 if self.params.beam_search is None else self.params.beam_search.num_beams
+
+    @property
+    def num_read_twice(self) -> int:
+        """Tokens that are read before its beam search, and computed again by it: a prompt's only one."""
+        return int(self.num_beams > 0 and self.prompt_len == 1)
+
     def sample_spec(self, position: int, engine: Engine, guesses: Sequence[int] = ()) -> SampleSpec:
         """For the token at `position`, counted from the prompt's first. Penalties see the tokens before it, also those
         that are guessed to follow all that are known."""
+        if self.params.beam_search is not None:
+            return SampleSpec(params=SamplingParams(temperature=0.0), position=position)  # which nobody reads
         eos_token_ids = engine.info.eos_token_ids
         output_ids: Sequence[int] = self.tokens[self.prompt_len :] if self.params.reads_output else ()
         if guesses and self.params.reads_output:
@@ -139,7 +154,8 @@ def _rope_len(state: pb.RequestState, rope: LengthRope) -> int:
 
 
 def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingParams, list[int]]:
-    """How to sample, and the tokens so far. Raises InvalidRequest for what the model cannot compute.
+    """How to sample, and the tokens so far; of a beam search those that are read before it. Raises InvalidRequest for
+    what the model cannot compute.
 
     The front has checked it before; but on a GPU one id without a row in the embedding ends the whole process.
     """
@@ -154,4 +170,10 @@ def read_request(state: pb.RequestState, model: ModelInfo) -> tuple[SamplingPara
         raise InvalidRequest(f"output_ids has {len(state.output_ids)} tokens; max_tokens is {params.max_tokens}")
     if (length := len(state.prompt_ids) + params.max_tokens) > model.max_model_len:
         raise InvalidRequest(f"prompt and max_tokens are {length} tokens; the model takes {model.max_model_len}")
+    rope, prompt_len = model.rope, len(state.prompt_ids)
+    if params.beam_search is not None and rope is not None and rope.is_anew and prompt_len <= rope.limit < length:
+        why = f"prompt and max_tokens of a beam search are {length} tokens, and {model.architecture} begins anew"
+        raise InvalidRequest(f"{why} where it has more than {rope.limit}; give max_tokens of {rope.limit - prompt_len}")
+    if params.beam_search is not None:
+        tokens = tokens[: read_before_search(len(state.prompt_ids))]
     return params, tokens

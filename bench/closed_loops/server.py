@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from bench.closed_loops.measured import Case
-from decode_worker.policy import DecodePolicy
+from decode_worker.run import DecodeRun
 from mixed_worker.options import MixedOptions
 from placement.build.from_offers import SIZED_FOR_BURSTS
 from placement.build.worker import sim_worker
@@ -135,8 +135,8 @@ def cluster_of(case: Case, overheads: Overheads) -> SimCluster:
 class WatchedSteps(DecodeSteps):
     """Keeps how long each step took, and for how many it made a token."""
 
-    def __init__(self, clock: VirtualClock, policy: DecodePolicy, on_end: Callable[[], None]) -> None:
-        super().__init__(clock, policy, on_end)
+    def __init__(self, clock: VirtualClock, run: DecodeRun, on_end: Callable[[], None]) -> None:
+        super().__init__(clock, run, on_end)
         self.gaps: list[tuple[float, int]] = []
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ def simulated(case: Case, overheads: Overheads = NONE, *, asked_each: int = ASKE
     simulation = ServedSimulation(cluster_of(case, overheads), workload_of(case, asked_each), overheads.request_s)
     machine = simulation.machines["server"]
     assert isinstance(machine, MixedMachine)
-    machine.steps = steps = WatchedSteps(simulation.clock, machine.policy, machine._on_end)
+    machine.steps = steps = WatchedSteps(simulation.clock, DecodeRun(machine.policy), machine._on_end)
     outcome = simulation.play()
     return values_of(outcome, steps.gaps)
 

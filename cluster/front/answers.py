@@ -57,6 +57,8 @@ class ChoiceAnswer:
             response.logprobs.extend(token.logprobs for token in tokens[: len(ids)])
         if tokens and not self.num_tokens:
             response.prompt_logprobs.extend(tokens[0].prompt_logprobs)
+        if tokens and tokens[0].hypotheses:
+            response.score = tokens[0].hypotheses[0].score
         self.num_tokens += len(ids)
         if finish is not None:
             response.finish_reason = FINISH_REASON_TO_PROTO[finish]
@@ -113,6 +115,8 @@ class WholeAnswer:
         if part.finish_reason:
             choice.finish_reason = part.finish_reason
             choice.stop_string = part.stop_string
+        if part.HasField("score"):
+            choice.score = part.score
         self._answer.prompt_logprobs.extend(part.prompt_logprobs)
         if part.HasField("usage"):
             self._conclude(part)

@@ -19,6 +19,7 @@ from cluster.front.answers import ChoiceAnswer, conclude, merged, trailers
 from cluster.front.bounds.limits import CallLimit
 from cluster.front.bounds.stalls import Stalls
 from cluster.front.endings import Ending, Endings
+from cluster.front.hypotheses import unfolded
 from cluster.front.models.catalog import Catalog, Served
 from cluster.front.options import FrontOptions
 from cluster.front.requests import CheckedRequest, TimeLimits, check_request, encode
@@ -102,13 +103,13 @@ class Generation:
         self._check_id(checked.new.id)  # another one may have come while the prompt was tokenised
         submission = ending.submission = router.submit(checked.new)
         meter = Meter(submission, self._counting)
-        numbers = [live.choice for live in submission.choices]
+        numbers = range(checked.params.n)
         answers = [ChoiceAnswer(submission.id, i, checked.params, served.codec, shown_special) for i in numbers]
         running = set(numbers)
         try:
             while running:
                 updates = await submission.updates()
-                for index, tokens, finish in merged(updates):
+                for index, tokens, finish in merged(unfolded(updates)):
                     if index not in running:
                         continue  # came before the workers heard of the stop string
                     response = answers[index].response(tokens, finish)

@@ -70,7 +70,8 @@ async def check_request(
     slo = (_target_s("slo_ttft_ms", request.slo_ttft_ms), _target_s("slo_tpot_ms", request.slo_tpot_ms))
     priority = _priority(request.priority, caller, account.least_priority)
     pair = _pair(request.prefill_worker, request.decode_worker, caller)
-    kept = _kv_policy(request.kv_policy if request.HasField("kv_policy") else generate_pb2.KvPolicy(**usual_kept))
+    usual = generate_pb2.KvPolicy(**({} if request.sampling.HasField("beam_search") else usual_kept))
+    kept = _kv_policy(request.kv_policy if request.HasField("kv_policy") else usual)
     check_counts((field.name, value) for field, value in request.sampling.ListFields())
     seed = 0 if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS)
     params = sampling_from_proto(request.sampling, seed=seed)
@@ -84,7 +85,13 @@ async def check_request(
         check_form(form, params, model)
         if codec is None:
             raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
-    admit(request_id, params.n)
+    if params.beam_search is not None:
+        if form is not None:
+            raise InvalidRequest("structured is given, which a beam search does not know; leave it out, or num_beams")
+        if kept is not None:
+            raise InvalidRequest("kv_policy is given, which a beam search does not know; leave it out, or num_beams")
+        params = replace(params, temperature=0.0)
+    admit(request_id, params.n if params.beam_search is None else params.beam_search.num_beams)
     if form is not None and codec is not None:
         params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
@@ -103,7 +110,7 @@ async def check_request(
         slo=slo,
         priority=priority,
         pair=pair,
-        sampling=[_choice_sampling(params, i) for i in range(params.n)],
+        sampling=_samplings(params),
         arrived_s=limits.arrived_s,
         deadline_s=limits.deadline_s,
         deadline_reason=limits.deadline_reason,
@@ -231,6 +238,13 @@ async def encode(
     if not text:
         raise InvalidRequest("the prompt is empty; give text with at least one token")
     return await codec.encode(text, model.max_model_len, special_tokens=special_tokens)
+
+
+def _samplings(params: SamplingParams) -> list[generate_pb2.SamplingParams]:
+    """One for each choice; a beam search brings them all."""
+    if params.beam_search is not None:
+        return [sampling_to_proto(params)]
+    return [_choice_sampling(params, i) for i in range(params.n)]
 
 
 def _choice_sampling(params: SamplingParams, index: int) -> generate_pb2.SamplingParams:

@@ -105,10 +105,16 @@ class RequestShape:
     priority: int = 0  # lower goes first
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
     most_held: int = ALL  # tokens whose KV is kept where it is decoded
+    num_beams: int = 0  # of its search, which is not moved; 0: it has none
 
     def held_len(self, num_tokens: int) -> int:
         """Of so many of its tokens, those whose KV is held where it is decoded."""
         return num_tokens if num_tokens < self.most_held else self.most_held
+
+    @property
+    def most_tokens(self) -> int:
+        """Whose KV it may ever hold there, over all beams."""
+        return self.held_len(self.prompt_len + self.max_tokens * max(1, self.num_beams))
 
     def grown(self, prompt_len: int, max_tokens: int) -> RequestShape:
         """The same, some tokens later: as `replace` has it, which costs more than all that is asked of the result."""
@@ -125,6 +131,7 @@ class RequestShape:
             priority=self.priority,
             pair=self.pair,
             most_held=self.most_held,
+            num_beams=self.num_beams,
         )
 
 

@@ -191,10 +191,10 @@ class Router:
 
     def stop_choice(self, submission: Submission, choice: int) -> None:
         """The front found a stop string: what was delivered so far is all."""
-        live = submission.choices[choice]
-        if live.finish is None:
-            self._dispatcher.cancel_at_workers(live, "a stop string ended it")
-            self._dispatcher.end(live, FinishReason.STOP)
+        for live in submission.choices[choice : choice + 1]:  # those of a beam search have ended
+            if live.finish is None:
+                self._dispatcher.cancel_at_workers(live, "a stop string ended it")
+                self._dispatcher.end(live, FinishReason.STOP)
 
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
@@ -374,9 +374,8 @@ class Router:
             if live is None:
                 self.metrics.counts["stale_tokens"] += 1
                 continue
-            if not live.has_first_token and name == live.prefill:
-                live.has_first_token = True
-                self.policy.on_first_token(live.wire_id, now)
+            if not live.has_first_token and name == live.prefill and not live.num_beams:
+                self._on_read(live, now)
             if live.past.deaths and name == live.decode:
                 self._on_suspect_decoded(live)
             if ready := live.take(token):
@@ -389,6 +388,22 @@ class Router:
             elif live := self._dispatcher.get(event.request_id):
                 self._on_ending(link, live, event, now)
         self._dispatcher.pump()
+
+    def _on_read(self, live: LiveRequest, now: float) -> None:
+        """Its prefill is done."""
+        live.has_first_token = True
+        self.policy.on_first_token(live.wire_id, now)
+
+    def _on_search(self, live: LiveRequest, now: float) -> None:
+        """It begins, which counts as a first token: those that come with its end tell nothing of the time each took."""
+        self._on_read(live, now)
+        self._note_first_token(live, now)
+        live.last_token_s = now
+
+    def _note_first_token(self, live: LiveRequest, now: float) -> None:
+        if live.timeline.first_token_s is None:
+            live.timeline.first_token(now)
+            self.metrics.on_first_token(live.timeline.ttft_s)
 
     def _on_trace(self, link: WorkerLink, event: pb.RequestEvent, now: float) -> None:
         """Also of a request that has ended: the receipt of a short answer's handoff comes after it."""
@@ -429,6 +444,8 @@ class Router:
                 self.metrics.counts["recomputed_tokens"] += live.recomputed_tokens - before
             case pb.EVENT_KIND_FIRST_TOKEN:
                 live.timeline.enter("handoff", at_s, link.name)
+                if live.num_beams and not live.has_first_token:
+                    self._on_search(live, self._clock())
             case pb.EVENT_KIND_HANDOFF_STALLED:
                 live.notes.event(at_s, live.attempt, "stalled", link.name, event.reason)
                 self._dispatcher.on_stalled(live, event.reason)
@@ -498,10 +515,9 @@ class Router:
         self._dispatcher.retry(live, retry)
 
     def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
-        if live.timeline.first_token_s is None:
-            live.timeline.first_token(now)
-            self.metrics.on_first_token(live.timeline.ttft_s)
-        self.metrics.on_tokens(len(tokens), now - live.last_token_s if live.last_token_s else None)
+        self._note_first_token(live, now)
+        num_tokens = len(live.output_ids) if live.num_beams else len(tokens)
+        self.metrics.on_tokens(num_tokens, now - live.last_token_s if live.last_token_s else None)
         live.last_token_s = now
         submission = self._dispatcher.submission_of(live)
         finish = FINISH_REASON_FROM_PROTO.get(tokens[-1].finish_reason)

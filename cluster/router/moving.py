@@ -7,7 +7,7 @@ They leave a worker that is about to stop; one that runs out of pages, where the
 computed again; and one that computes far more of them than another of its kind, or whose tokens take longer than one of
 them wants. A move costs a copy and a page or two, so each request rests after one, and only what makes much of a
 difference moves for balance, with targets only to where its tokens take less time and make nobody late: loads that take
-turns do not make requests swing.
+turns do not make requests swing. A beam search stays, or begins anew elsewhere where its worker stops.
 """
 
 from __future__ import annotations
@@ -140,5 +140,6 @@ class Moving:
 
 def _may_move(request: RoutedRequest, name: str, now: float) -> bool:
     """It runs there, is not on its way already, rests no more, and nobody suspects it."""
-    runs = request.decode == name and request.is_handed_off and not (request.moving_to or request.is_held)
+    stays = request.moving_to or request.is_held or request.shape.num_beams
+    runs = request.decode == name and request.is_handed_off and not stays
     return runs and now >= request.rests_until_s and not (request.past.deaths or request.past.died_in)

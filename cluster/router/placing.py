@@ -76,9 +76,10 @@ class Placing:
         if shape.pair is not None:
             return self._why_never_there(*shape.pair)
         most = self._decode.most_tokens
-        if self._decode.accounts and shape.held_len(shape.prompt_len + shape.max_tokens) > most:
+        if self._decode.accounts and shape.most_tokens > most:
+            beams = f" for {shape.num_beams} beams" if shape.num_beams else ""
             return (
-                f"prompt and max_tokens together are {shape.prompt_len + shape.max_tokens} tokens; "
+                f"prompt and max_tokens{beams} together are {shape.most_tokens} tokens; "
                 f"the largest decode worker holds {most}, so give fewer"
             )
         most = self._prefill.most_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +88,14 @@ class KvMemory:
         """Bytes of a span, without a copy. CPU only."""
         assert self.map is not None, "only CPU memory can be viewed as bytes"
         return memoryview(self.map)[offset : offset + nbytes]
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """From the first page of each pair to the second, in all layers. On a GPU it is queued."""
+        pairs = torch.tensor(copies, dtype=torch.long, device=self.bytes.device)
+        sources, targets = pairs.unbind(1)
+        for pages in (*self._k, *self._v):
+            rows = pages.view(torch.uint8)  # whatever a page holds
+            rows.index_copy_(0, targets, rows[sources])
 
     def close(self) -> None:
         """Close the file; the bytes live as long as a tensor shows them."""

@@ -13,7 +13,7 @@ Shapes: R rows, V vocabulary, N the most logprobs that a row asks for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,8 @@ class SamplingPlan:
         given = [(row, spec.given_id) for row, spec in enumerate(specs) if spec.given_id is not None]
         if given:
             arrays["given"] = np.array(given, np.int64)
+        if searched := [row for row, spec in enumerate(specs) if spec.num_candidates]:
+            arrays["searched"] = np.array(searched, np.int64)
         return cls(
             arrays=arrays | edits,
             request_ids=request_ids,
@@ -156,15 +158,21 @@ class Drawn:
     logprob: torch.Tensor | None = None  # float64 [R]
     top_ids: torch.Tensor | None = None  # int64 [R, N]
     top_logprobs: torch.Tensor | None = None  # float64 [R, N]
+    candidate_ids: torch.Tensor | None = None  # int64 [R, the most candidates that a row asks for]
+    candidate_scores: torch.Tensor | None = None  # float32, likewise
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         parts = (self.ids, self.is_finite, self.logprob, self.top_ids, self.top_logprobs)
-        return tuple(x for x in parts if x is not None)
+        candidates = (self.candidate_ids, self.candidate_scores)
+        return tuple(x for x in (*parts, *candidates) if x is not None)
 
 
 def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
     """Queue the whole draw; `placed` holds the plan's arrays on the logits' device."""
     raw_RV = logits_RV.float()
+    if "searched" in placed:
+        rows = placed["searched"]
+        raw_RV = raw_RV.index_copy(0, rows, torch.log_softmax(raw_RV[rows], dim=-1))
     scores_RV = _edited(raw_RV, placed) if plan.has_edits else raw_RV
     best_R = scores_RV.argmax(dim=-1)  # NaN counts as the largest, the lowest id wins a tie
     top_R = scores_RV.gather(1, best_R[:, None]).squeeze(1)
@@ -178,6 +186,10 @@ def draw(logits_RV: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch
         rows, given = placed["given"].unbind(1)
         ids_R = ids_R.index_copy(0, rows, given)
     drawn = Drawn(ids_R, torch.isfinite(top_R))
+    if "searched" in placed:
+        most = max(spec.num_candidates for spec in plan.specs)
+        ordered_RV, sorted_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
+        drawn = replace(drawn, candidate_ids=sorted_RV[:, :most], candidate_scores=ordered_RV[:, :most])
     asked = [count for count in plan.logprobs if count is not None]
     return drawn if not asked else _with_logprobs(raw_RV, drawn, max(asked))
 
@@ -281,10 +293,10 @@ def _with_logprobs(raw_RV: torch.Tensor, drawn: Drawn, count: int) -> Drawn:
     total_R1 = torch.logsumexp(exact_RV, dim=-1, keepdim=True)
     logprob_R = (exact_RV.gather(1, drawn.ids[:, None]) - total_R1).squeeze(1)
     if count == 0:
-        return Drawn(drawn.ids, drawn.is_finite, logprob_R)
+        return replace(drawn, logprob=logprob_R)
     ordered_RV, ids_RV = raw_RV.sort(dim=-1, descending=True, stable=True)
     top_logprobs = ordered_RV[:, :count].double() - total_R1
-    return Drawn(drawn.ids, drawn.is_finite, logprob_R, ids_RV[:, :count], top_logprobs)
+    return replace(drawn, logprob=logprob_R, top_ids=ids_RV[:, :count], top_logprobs=top_logprobs)
 
 
 def sampled_tokens(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[SampledToken]:
@@ -301,6 +313,10 @@ def sampled_tokens(plan: SamplingPlan, host: Sequence[torch.Tensor]) -> list[Sam
 
 
 def _token(request_id: str, token_id: int, row: int, plan: SamplingPlan, host: Sequence[torch.Tensor]) -> SampledToken:
+    if wanted := plan.specs[row].num_candidates:
+        pairs = zip(host[-2][row, :wanted].tolist(), host[-1][row, :wanted].tolist(), strict=True)
+        found = tuple(TokenLogprob(token_id=i, logprob=p) for i, p in pairs if p > -np.inf)
+        return SampledToken(request_id=request_id, token_id=token_id, top_logprobs=found)
     if (count := plan.logprobs[row]) is None:
         return SampledToken(request_id=request_id, token_id=token_id)
     top: tuple[TokenLogprob, ...] = ()

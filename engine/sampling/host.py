@@ -101,7 +101,7 @@ def is_edited(spec: SampleSpec) -> bool:
 
 def _is_plain_greedy(spec: SampleSpec) -> bool:
     params = spec.params
-    return params.is_greedy and params.logprobs is None and not is_edited(spec)
+    return params.is_greedy and params.logprobs is None and not is_edited(spec) and not spec.num_candidates
 
 
 def _argmax_on_device(logits_RV: torch.Tensor) -> list[Sampled]:
@@ -122,10 +122,14 @@ def _collect(sampled: list[Sampled | None]) -> list[Sampled]:
 def _sample_row(raw_V: _F32, spec: SampleSpec) -> Sampled | None:
     """None when no token can be drawn."""
     params = spec.params
+    if spec.num_candidates:
+        raw_V = torch.log_softmax(torch.from_numpy(raw_V), dim=-1).numpy()  # in float32, as transformers' beam search
     logits_V = _edited(raw_V, spec) if is_edited(spec) else raw_V
     best = int(logits_V.argmax())  # NaN counts as the largest, so one look at the winner judges the whole row
     if not np.isfinite(logits_V[best]):
         return None
+    if spec.num_candidates:
+        return best, None, _candidates(logits_V, spec.num_candidates)
     if spec.given_id is not None:
         token_id = spec.given_id
     else:
@@ -282,6 +286,13 @@ def _invert_cdf(weights: _F64, at: float) -> int:
 def _first_above(weights: _F64, target: float) -> int:
     index = int(np.searchsorted(np.cumsum(weights), target, side="right"))
     return index if index < weights.size else int(np.flatnonzero(weights)[-1])  # rounding may overshoot the last
+
+
+def _candidates(scores_V: _F32, count: int) -> tuple[TokenLogprob, ...]:
+    """The largest that may be drawn, the largest first; of equals the lowest id."""
+    largest = _largest(scores_V, min(count, scores_V.size))
+    ranked = largest[np.argsort(-scores_V[largest], kind="stable")]
+    return tuple(TokenLogprob(token_id=int(i), logprob=float(scores_V[i])) for i in ranked if scores_V[i] > -np.inf)
 
 
 def _with_logprobs(raw_V: _F32, token_id: int, count: int) -> Sampled:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.types import read_before_search
 from kv_transfer.decode_side.thread import WritePermit
 from kv_transfer.lease import Denied, Granted, Queued
 from kvrelay.v1 import generate_pb2, worker_pb2
@@ -86,6 +87,8 @@ class Reservation:
     @property
     def num_tokens(self) -> int:
         """Whose KV will come."""
+        if self.request.sampling.HasField("beam_search"):
+            return read_before_search(len(self.request.prompt_ids))
         return len(self.request.prompt_ids) + len(self.request.output_ids) - self.request.dropped_tokens
 
     @property

@@ -72,6 +72,9 @@ class Sampling:
     choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these; may be repeated.")] = None
     grammar: Annotated[str | None, typer.Option(help="The answer keeps this (Lark's or GBNF); @FILE reads it.")] = None
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many choices.")] = None
+    num_beams: Annotated[int | None, typer.Option(help="Search along so many beams; the n best are told.")] = None
+    length_penalty: Annotated[float | None, typer.Option(help="Of the search; above 0 longer ones gain.")] = None
+    early_stopping: Annotated[str | None, typer.Option(help="When it ends: true, false or never.")] = None
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the one that is served.")] = None
 
     adapter: Annotated[
@@ -103,6 +106,8 @@ class Sampling:
             given["allowed_token_ids"] = _ids("--allowed-token-ids", self.allowed_token_ids)
         if self.logit_bias is not None:
             given["logit_bias"] = _biases(self.logit_bias)
+        if self.early_stopping is not None:
+            given["early_stopping"] = {"true": True, "false": False}.get(self.early_stopping, self.early_stopping)
         chosen: Any = {key: value for key, value in given.items() if value not in (None, [])}
         return cast(GenerateOptions, chosen)
 
@@ -253,6 +258,8 @@ def _as_object(stream: Stream) -> dict[str, Any]:
     }
     if answer.choices and answer.choices[0].stop_string:
         result["stop_string"] = answer.choices[0].stop_string
+    if answer.choices and answer.choices[0].score is not None:
+        result["score"] = answer.choices[0].score
     if answer.choices and answer.choices[0].logprobs:
         result["logprobs"] = [_plain(position) for position in answer.choices[0].logprobs]
     if answer.prompt_logprobs:

@@ -35,6 +35,12 @@ from kvrelay.client.types import (
 from kvrelay.v1 import cluster_pb2, generate_pb2
 
 _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_BEAMS = ("num_beams", "length_penalty", "early_stopping")
+_EARLY_STOPPING: dict[Any, int] = {
+    False: generate_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: generate_pb2.EARLY_STOPPING_TRUE,
+    "never": generate_pb2.EARLY_STOPPING_NEVER,
+}
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -69,6 +75,8 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             _update(request.sampling.logit_bias, key, value)
         elif key in _FORMS:
             _set_form(request.sampling, key, value)
+        elif key in _BEAMS:
+            _set_beams(request.sampling.beam_search, key, value)
         else:
             _set(request.sampling, key, value)
     return request
@@ -89,6 +97,16 @@ def _set_form(sampling: generate_pb2.SamplingParams, key: str, value: Any) -> No
         except (TypeError, ValueError, RecursionError) as error:
             raise _cannot_carry(key, value, error) from error
     _set(sampling.structured, key, value)
+
+
+def _set_beams(search: generate_pb2.BeamSearch, key: str, value: Any) -> None:
+    search.SetInParent()
+    if key != "early_stopping":
+        _set(search, key, value)
+    elif value in _EARLY_STOPPING:
+        _set(search, key, _EARLY_STOPPING[value])
+    else:
+        raise KvrelayError("INVALID_ARGUMENT", f'{key} is {value!r}; give True, False or "never"')
 
 
 def _set(message: Any, key: str, value: Any, name: str | None = None) -> None:
@@ -156,7 +174,12 @@ def _join(index: int, parts: Sequence[generate_pb2.GenerateResponse]) -> Choice:
         logprobs=tuple(logprobs for part in parts for logprobs in logprobs_from(part.logprobs)),
         finish_reason=reasons[-1] if reasons else None,
         stop_string=next((part.stop_string for part in parts if part.stop_string), ""),
+        score=_score_of(parts[-1]),
     )
+
+
+def _score_of(message: generate_pb2.GenerateResponse | generate_pb2.Choice) -> float | None:
+    return message.score if message.HasField("score") else None
 
 
 def delta_from(message: generate_pb2.GenerateResponse) -> Delta:
@@ -167,6 +190,7 @@ def delta_from(message: generate_pb2.GenerateResponse) -> Delta:
         logprobs=logprobs_from(message.logprobs) if message.logprobs else (),
         finish_reason=finish_reason_from(message.finish_reason),
         stop_string=message.stop_string,
+        score=_score_of(message),
     )
 
 
@@ -179,6 +203,7 @@ def completion_from(answer: generate_pb2.GenerateOnceResponse) -> Completion:
             logprobs=logprobs_from(choice.logprobs),
             finish_reason=finish_reason_from(choice.finish_reason),
             stop_string=choice.stop_string,
+            score=_score_of(choice),
         )
         for choice in answer.choices
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from engine.types import FinishReason, TokenLogprob
 
@@ -54,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
         Schema (an object, or its text), whether it is any JSON object, a regular expression, texts of which it is one,
         a grammar (Lark's notation or GBNF). The answer ends where its form is whole.
     n [1]: how many choices; choice i draws with seed + i.
+    num_beams [none]: search for the n likeliest answers along so many beams in place of drawing, as transformers does;
+        length_penalty [1.0]: above 0 longer ones gain; early_stopping [False]: when it ends, or "never" before it must.
     model [the one served], request_id [made by the server].
     adapter [none]: a LoRA adapter of the server's, which `model` may name as well.
     cache_salt [none]: only requests with the same one share cached prefixes, so that nobody learns by timing what
@@ -91,6 +93,9 @@ class GenerateOptions(TypedDict, total=False):
     choice: Sequence[str]
     grammar: str
     n: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     model: str
     adapter: str
     request_id: str
@@ -162,6 +167,7 @@ class Delta:
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str = ""
+    score: float | None = None  # of a beam search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +178,7 @@ class Choice:
     finish_reason: FinishReason | None  # None while it goes on
     logprobs: tuple[PositionLogprobs, ...] = ()
     stop_string: str = ""
+    score: float | None = None  # of a beam search: its log-probability, divided by the power of its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,7 +279,7 @@ class Pong(_message.Message):
     def __init__(self, router_ns: _Optional[int] = ..., worker_ns: _Optional[int] = ..., wall_ns: _Optional[int] = ...) -> None: ...
 
 class TokenOutput(_message.Message):
-    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs", "drafted", "accepted", "heavy_pages")
+    __slots__ = ("request_id", "attempt", "index", "token_id", "logprobs", "finish_reason", "prompt_logprobs", "drafted", "accepted", "heavy_pages", "hypotheses")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class TokenOutput(_message.Message):
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     HEAVY_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     index: int
@@ -300,7 +301,18 @@ class TokenOutput(_message.Message):
     drafted: int
     accepted: int
     heavy_pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., heavy_pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_generate_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generate_pb2.PositionLogprobs, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., heavy_pages: _Optional[_Iterable[int]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ...) -> None: ...
+
+class Hypothesis(_message.Message):
+    __slots__ = ("token_ids", "finish_reason", "score")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _generate_pb2.FinishReason
+    score: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_generate_pb2.FinishReason, str]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
     __slots__ = ("request_id", "attempt", "kind", "at_ns", "reason", "receipt", "cached_tokens", "decode_worker", "cause", "peer", "move", "trace")

@@ -105,6 +105,8 @@ class ChatAnswer(Answer):
             choice["stop_reason"] = stop_reason(part, self.stop_token_ids)
             if choice["finish_reason"] == "stop" and self._parsers[part.index].num_calls:
                 choice["finish_reason"] = "tool_calls"
+        if part.HasField("score"):
+            choice["score"] = part.score
         if self._shows_ids:
             choice["token_ids"] = list(part.token_ids)
 
@@ -120,6 +122,8 @@ class ChatAnswer(Answer):
             "finish_reason": told[-1]["finish_reason"],
             "stop_reason": told[-1].get("stop_reason"),
         }
+        if "score" in told[-1]:
+            whole["score"] = told[-1]["score"]
         if self._shows_ids:
             whole["token_ids"] = [token for each in told for token in each.get("token_ids", [])]
         return whole

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.types import MAX_N, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
+from worker.convert import EARLY_STOPPING_TO_PROTO
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -38,7 +39,6 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "prompt_logprobs": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
 }
 
 
@@ -93,6 +93,9 @@ class Sampled(BaseModel):
     typical_p: float | None = None
     seed: Int64 | None = None
     n: Int32 | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = None  # these two are a beam search's
+    early_stopping: bool | Literal["never"] | None = None
     best_of: Int32 | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = None
@@ -197,6 +200,15 @@ class Sampled(BaseModel):
             allowed_token_ids=self.allowed_token_ids or (),
             bad_words=self.bad_words or (),
             structured=self.form(),
+            beam_search=self._search() if self.use_beam_search else None,
+        )
+
+    def _search(self) -> generate_pb2.BeamSearch:
+        """As wide as many choices are wanted: vLLM's."""
+        return generate_pb2.BeamSearch(
+            num_beams=self.num_choices,
+            length_penalty=self.length_penalty,
+            early_stopping=EARLY_STOPPING_TO_PROTO[self.early_stopping or False],
         )
 
     def form(self) -> generate_pb2.StructuredOutput | None:

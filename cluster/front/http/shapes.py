@@ -57,6 +57,7 @@ class CompletionChoice(TypedDict):
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]  # of the first of a prompt's choices
+    score: NotRequired[float]  # of a beam search
 
 
 class CompletionBody(TypedDict):
@@ -111,6 +112,7 @@ class ChatChoice(TypedDict):
     finish_reason: Finish | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
+    score: NotRequired[float]  # of a beam search
 
 
 class ChatBody(TypedDict):

@@ -43,6 +43,8 @@ class CompletionTeller:
         }
         if self.shows_prompt and part.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(self.names, part)
+        if part.HasField("score"):
+            choice["score"] = part.score
         if self.shows_ids:
             choice["token_ids"] = list(part.token_ids)
         return choice

@@ -253,7 +253,7 @@ class DecodeCandidates:
 
     def fits(self, account: DecodeAccount, shape: RequestShape) -> bool:
         view = account.view
-        pages = pages_for(shape.held_len(shape.prompt_len + shape.max_tokens), view.page_size)
+        pages = pages_for(shape.most_tokens, view.page_size)
         return not account.report.draining and pages <= view.total_pages
 
     def _rank(self) -> None:

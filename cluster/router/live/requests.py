@@ -133,9 +133,18 @@ class LiveRequest:
     def tokens_left(self) -> int:
         return int(self.sampling.max_tokens) - len(self.output_ids)
 
+    @property
+    def num_beams(self) -> int:
+        """0: it is no beam search."""
+        return int(self.sampling.beam_search.num_beams) if self.sampling.HasField("beam_search") else 0
+
     def take(self, token: pb.TokenOutput) -> list[pb.TokenOutput]:
-        """The tokens that this one lets out, in order: none if it is early or was delivered before."""
+        """The tokens that this one lets out, in order: none if it is early or was delivered before. A search's output
+        counts as all tokens of its hypotheses."""
         outputs, index = self.output_ids, token.index
+        if token.hypotheses and not outputs:
+            outputs += [token_id for each in token.hypotheses for token_id in each.token_ids]
+            return [token]
         if index != len(outputs):
             if index > len(outputs):
                 self._early[index] = token

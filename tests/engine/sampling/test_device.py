@@ -127,6 +127,19 @@ def test_ties_fall_to_the_lowest_id() -> None:
     assert on_device(logits, [spec(0, temperature=0.0)] * 3)[0].token_id == 20
 
 
+def test_candidates_are_the_host_s() -> None:
+    bans = {"banned_ids": (3, 9), "repetition_penalty": 1.3, "prompt_ids": [1, 2], "output_ids": [5]}
+    specs = [spec(0, temperature=0.0, num_candidates=12), spec(1, top_p=0.5), spec(2, num_candidates=5, **bans)]
+    specs += [spec(3, temperature=0.0, num_candidates=9, allowed_token_ids=(4, 5, 6)), spec(4, logprobs=2)]
+    logits = logits_of(len(specs))
+    names = [str(row) for row in range(len(specs))]
+    for ours, wanted in zip(on_device(logits, specs), host_tokens(logits, names, specs), strict=True):
+        assert [top.token_id for top in ours.top_logprobs] == [top.token_id for top in wanted.top_logprobs]
+        assert [top.logprob for top in ours.top_logprobs] == pytest.approx([top.logprob for top in wanted.top_logprobs])
+        if not specs[int(ours.request_id)].num_candidates:
+            assert ours.token_id == wanted.token_id
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_is_not_finite_is_named_and_the_others_draw(poison: float, temperature: float) -> None:
