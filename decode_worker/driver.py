@@ -19,7 +19,7 @@ from decode_worker.moves import Moves
 from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
 from decode_worker.searches import Searches
-from engine.pages.kept import KeptPages
+from engine.kept import KeptPages
 from engine.pages.pool import PageHash
 from engine.types import PENDING, Chunk, Draft, InvalidRequest, SampledToken, Step, finish_reason
 from kv_transfer.lease import Denied

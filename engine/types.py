@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from engine.pages.kept import KeptPages
+from engine.kept import KeptPages
 
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGPROBS = 20

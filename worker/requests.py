@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.pages.kept import KeptPages
+from engine.kept import KeptPages
 from engine.pages.pool import PageHash, chain_root, pages_for
 from engine.types import (
     Adapter,

@@ -1,5 +1,5 @@
 from engine.attention.base import build_meta
-from engine.pages.kept import KeptPages
+from engine.kept import KeptPages
 from engine.types import Chunk
 
 SIZE = 4
