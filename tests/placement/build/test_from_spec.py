@@ -45,6 +45,9 @@ ODD: dict[str, Any] = {  # no value is a default
         "unavailable_grace_s": 1.5,
         "slo_ttft_ms": 444.0,
         "slo_tpot_ms": 55.0,
+        "kv_window_tokens": 256,
+        "kv_sink_tokens": 16,
+        "kv_heavy_tokens": 64,
         "refuse_late": True,
     },
     "pools": [
