@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from decode_worker.batches import DecodeBatch
 from decode_worker.options import DecodeOptions
-from decode_worker.policy import DecodeBatch
 from engine.types import Draft, SampledToken, SamplingParams
 from worker.steps.costs import StepCosts
 

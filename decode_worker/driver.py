@@ -14,9 +14,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from decode_worker.batches import DecodeBatch, DecodeEntry
 from decode_worker.drafts import Drafts
 from decode_worker.moves import Moves
-from decode_worker.policy import DecodeBatch, DecodeEntry, DecodePolicy
+from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import ANY_MOVE, HeldAnswer, Reservations
 from decode_worker.searches import Searches
 from engine.kept import KeptPages

@@ -48,95 +48,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from operator import attrgetter
 
+from decode_worker.batches import NEVER, DecodeBatch, DecodeEntry, DecodeRequest, DecodeSchedule, Stage
 from decode_worker.beam_tables import BeamTables
 from decode_worker.options import DecodeOptions
 from engine.pages.pool import OutOfPages, PageHash, PagePool, pages_for
 from kv_transfer.lease import Denied, Granted, Queued
 from worker.priority import in_turn
 
-NEVER = 1 << 60
 ORDER_BITS = 32  # of the number of a reservation
 
 _order = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeEntry:
-    """Run the token at `position` of a request, and `drafted` guesses behind it; its KV goes to `pages`' slot for that
-    position, theirs to the following. `beam`: the number of one of its beams, each of which has an entry."""
-
-    request_id: str
-    position: int
-    pages: Sequence[int]
-    drafted: int = 0
-    beam: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeBatch:
-    entries: tuple[DecodeEntry, ...]
-    joined: tuple[str, ...]  # ran for the first time
-    preempted: tuple[str, ...]  # lost their pages; not in the batch
-    copies: tuple[tuple[int, int], ...] = ()  # pages that beams shared, and go on in alone
-
-
-class _Stage(Enum):
-    QUEUED = "queued"
-    READING = "reading"
-    RESERVED = "reserved"
-    HELD = "held"
-    READY = "ready"
-    RUNNING = "running"
-
-
-@dataclass(slots=True, kw_only=True)
-class DecodeRequest:
-    """computed_len tokens have KV in the pages; scheduled_len counts those in flight too."""
-
-    request_id: str
-    order: int  # its priority, then the number of its reservation: lower ones go first, and stay longer
-    priority: int
-    prompt_len: int  # tokens handed over
-    max_len: int  # prompt and output at most; the last token's KV is never needed
-    most_pages: int  # that it holds at most
-    hashes: list[PageHash]
-    stage: _Stage = _Stage.QUEUED
-    pages: list[int] = field(default_factory=list)
-    computed_len: int = 0
-    scheduled_len: int = 0
-    published_pages: int = 0
-    room: int = 0  # tokens beyond prompt_len that may be handed over, too
-    stops_at: int = NEVER  # no token beyond so many is computed: it is about to leave
-    is_held: bool = False
-    is_moving: bool = False  # its pages are read
-    is_over: bool = False
-    drafted: int = 0  # guesses in flight, of what scheduled_len counts
-    joined_step: int = 0  # with which its lengths began to lag behind: see DecodeRun
-    num_beams: int = 0  # of its search; 0: it has none
-    beams: BeamTables | None = None  # their pages, which `pages` has once for each that holds them
-
-    @property
-    def is_in_use(self) -> bool:
-        """By a batch that is computed, or by a move."""
-        return self.is_moving or self.scheduled_len > self.computed_len
-
-    @property
-    def num_rows(self) -> int:
-        """Of a step, at most."""
-        return self.num_beams or 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSchedule:
-    """A DecodeBatch without entries: who computes a token next, by priority and age."""
-
-    requests: list[DecodeRequest]
-    joined: tuple[str, ...]
-    preempted: tuple[str, ...]
 
 
 class DecodePolicy:
@@ -267,7 +190,7 @@ class DecodePolicy:
             return False
         del self._expected[request_id]
         self._refused.pop(request_id, None)
-        request.stage = _Stage.READING
+        request.stage = Stage.READING
         self._requests[request_id] = request
         self.num_changes += 1
         return True
@@ -285,7 +208,7 @@ class DecodePolicy:
         or will be, published by whoever computed them. `more`: see on_committed. `num_dropped`: it has so many pages
         more, which it does not keep."""
         request = self._requests[request_id]
-        assert request.stage is _Stage.READING, f"{request_id} is {request.stage.value}, not reading"
+        assert request.stage is Stage.READING, f"{request_id} is {request.stage.value}, not reading"
         dropped = num_dropped * self.pool.page_size
         request.prompt_len += more - dropped
         request.max_len -= dropped
@@ -300,7 +223,7 @@ class DecodePolicy:
         prompt that has begun. Returns its pages, which are whose who computes it, their hashes, and how many tokens
         have KV: those that were cached, too, but for the last, whose logits are wanted."""
         request = self._requests[request_id]
-        assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        assert request.stage is Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
         page_size, pages = self.pool.page_size, request.pages
         cached_len = request.published_pages * page_size
         if cached_len == request.prompt_len:  # the last page is shared, and computed again
@@ -308,7 +231,7 @@ class DecodePolicy:
             if self.pool.available:
                 self.pool.release(pages[-1:])
                 pages[-1:] = self.pool.allocate(1)
-        request.stage, request.pages, request.published_pages = _Stage.READING, [], 0
+        request.stage, request.pages, request.published_pages = Stage.READING, [], 0
         return pages, request.hashes, max(num_read, cached_len)
 
     def on_gone(self, request_id: str) -> None:
@@ -316,7 +239,7 @@ class DecodePolicy:
         self._expected.pop(request_id, None)
         self._refused.pop(request_id, None)
         request = self._requests.get(request_id)
-        if request is not None and request.stage is _Stage.READING:
+        if request is not None and request.stage is Stage.READING:
             self.on_finished(request_id)
 
     # requests whose KV is here
@@ -325,7 +248,7 @@ class DecodePolicy:
         """All KV of a reserved request stands in its pages, of `more` tokens than it was reserved for; of one less
         where a search begins with the only token of a prompt, which is computed again."""
         request = self._requests[request_id]
-        assert request.stage is _Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
+        assert request.stage is Stage.RESERVED, f"{request_id} is {request.stage.value}, not reserved"
         assert more <= request.room, f"{request_id} has {more} tokens more, and room for {request.room}"
         request.prompt_len += more
         needed = self._pages_for(request.prompt_len)
@@ -339,13 +262,13 @@ class DecodePolicy:
             request.beams = BeamTables(request.pages, request.prompt_len, self.pool)
         self._publish(request)
         if request.is_held:
-            request.stage = _Stage.HELD
+            request.stage = Stage.HELD
             self._held[request.request_id] = request
         else:
             self._on_ready(request)
 
     def _on_ready(self, request: DecodeRequest) -> None:
-        request.stage = _Stage.READY
+        request.stage = Stage.READY
         self._ready = in_turn(self._ready, request)
 
     def drop_page(self, request_id: str, index: int) -> bool:
@@ -374,7 +297,7 @@ class DecodePolicy:
     def may_move(self, request_id: str) -> bool:
         """It is computed here, and does not leave yet."""
         request = self._requests.get(request_id)
-        stages = (_Stage.READY, _Stage.RUNNING)
+        stages = (Stage.READY, Stage.RUNNING)
         stays = request is None or request.is_over or request.is_moving or request.num_beams
         return request is not None and request.stage in stages and not stays
 
@@ -544,7 +467,7 @@ class DecodePolicy:
 
     def is_reserved(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
-        return request is not None and request.stage in (_Stage.QUEUED, _Stage.RESERVED)
+        return request is not None and request.stage in (Stage.QUEUED, Stage.RESERVED)
 
     def has_pages(self, request_id: str) -> bool:
         return bool(self._requests[request_id].pages)
@@ -595,7 +518,7 @@ class DecodePolicy:
     def _leaves_room(self, request: DecodeRequest, taken: int) -> bool:
         left = self.pool.available - taken
         if self.options.admission == "worst_case":
-            promised = sum(r.most_pages for r in self._requests.values() if r.stage is not _Stage.QUEUED)
+            promised = sum(r.most_pages for r in self._requests.values() if r.stage is not Stage.QUEUED)
             return left >= 0 and promised + request.most_pages <= self.pool.num_pages
         is_alone = len(self._queued) == len(self._requests)
         return left >= (0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages)))
@@ -614,7 +537,7 @@ class DecodePolicy:
         fresh = self.pool.allocate(self._pages_for(request.prompt_len + request.room) - len(cached))
         request.pages = cached + fresh
         request.published_pages = len(cached)
-        request.stage = _Stage.RESERVED
+        request.stage = Stage.RESERVED
         return Granted(pages=tuple(request.pages), cached_pages=len(cached))
 
     def join(self) -> list[DecodeRequest]:
@@ -626,7 +549,7 @@ class DecodePolicy:
                 break
             del self._ready[request.request_id]
             self._num_rows += request.num_rows
-            request.stage = _Stage.RUNNING
+            request.stage = Stage.RUNNING
             self._running[request.request_id] = request
             insort(self._by_age, request, key=_order)
             joined.append(request)
@@ -684,15 +607,15 @@ class DecodePolicy:
         for request in self._requests.values():
             assert request.computed_len <= request.scheduled_len <= max(request.max_len, request.prompt_len)
             assert request.drafted <= max(0, request.scheduled_len - request.computed_len - 1), "a guess stands first"
-            has_pages = request.stage not in (_Stage.QUEUED, _Stage.READING)
+            has_pages = request.stage not in (Stage.QUEUED, Stage.READING)
             assert bool(request.pages) == has_pages or not request.prompt_len, f"{request.request_id} has no pages"
             assert request.beams is None or request.pages == request.beams.held, "a beam's pages are not its request's"
             assert request.scheduled_len <= len(request.pages) * self.pool.page_size
             assert not request.is_over or request.is_in_use
             for page in request.pages:
                 held[page] = held.get(page, 0) + 1
-        groups = {_Stage.QUEUED: self._queued, _Stage.HELD: self._held}
-        groups |= {_Stage.READY: self._ready, _Stage.RUNNING: self._running}
+        groups = {Stage.QUEUED: self._queued, Stage.HELD: self._held}
+        groups |= {Stage.READY: self._ready, Stage.RUNNING: self._running}
         for stage, group in groups.items():
             assert all(r.stage is stage and not r.is_over for r in group.values())
         assert self._refused.keys() <= self._expected.keys(), "one that is not here waits for pages"

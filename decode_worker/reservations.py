@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.policy import NEVER, DecodePolicy
+from decode_worker.batches import NEVER
+from decode_worker.policy import DecodePolicy
 from engine.adapters.files import AdapterError
 from engine.pages.pool import PageHash
 from engine.types import InvalidRequest

@@ -16,7 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from decode_worker.policy import DecodePolicy, DecodeRequest, DecodeSchedule
+from decode_worker.batches import DecodeRequest, DecodeSchedule
+from decode_worker.policy import DecodePolicy
 
 _order = attrgetter("order")
 

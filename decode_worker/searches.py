@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.batches import DecodeEntry
 from decode_worker.beams import BeamSearch
-from decode_worker.policy import DecodeEntry, DecodePolicy
+from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import HeldAnswer
 from engine.types import Chunk, SampledToken, SampleSpec, TokenLogprob, banned_token_ids
 from kvrelay.v1 import worker_pb2 as pb

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from decode_worker.batches import DecodeBatch
 from decode_worker.driver import DecodeRole
-from decode_worker.policy import DecodeBatch
 from decode_worker.reservations import UnreadPrompt
 from engine.types import SampledToken, Step
 from kvrelay.v1 import worker_pb2 as pb

@@ -78,21 +78,12 @@ async def check_request(
     if request.sampling.bad_words:
         params = replace(params, bad_token_ids=params.bad_token_ids + _bad_words(request.sampling.bad_words, codec))
     params.validate(model.vocab_size)
-    if params.stop and codec is None:
-        raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
-    form = request.sampling.structured if request.sampling.HasField("structured") else None
-    if form is not None:
-        check_form(form, params, model)
-        if codec is None:
-            raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
+    _check_what_goes_together(request, params, model, codec, has_policy=kept is not None)
     if params.beam_search is not None:
-        if form is not None:
-            raise InvalidRequest("structured is given, which a beam search does not know; leave it out, or num_beams")
-        if kept is not None:
-            raise InvalidRequest("kv_policy is given, which a beam search does not know; leave it out, or num_beams")
         params = replace(params, temperature=0.0)
     admit(request_id, params.n if params.beam_search is None else params.beam_search.num_beams)
-    if form is not None and codec is not None:
+    form = request.sampling.structured
+    if request.sampling.HasField("structured") and codec is not None:
         params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
@@ -118,6 +109,27 @@ async def check_request(
         trace=TRACE.get(),
     )
     return CheckedRequest(new=new, params=params)
+
+
+def _check_what_goes_together(
+    request: generate_pb2.GenerateRequest,
+    params: SamplingParams,
+    model: generate_pb2.GetModelInfoResponse,
+    codec: TextCodec | None,
+    *,
+    has_policy: bool,
+) -> None:
+    """`has_policy`: it keeps less than all KV."""
+    has_form = request.sampling.HasField("structured")
+    if params.stop and codec is None:
+        raise InvalidRequest(f"stop has {len(params.stop)} strings but no tokenizer is loaded; give stop_token_ids")
+    if has_form:
+        check_form(request.sampling.structured, params, model)
+        if codec is None:
+            raise InvalidRequest("structured is given but no tokenizer is loaded; leave it out")
+    if params.beam_search is not None and (has_form or has_policy):
+        key = "structured" if has_form else "kv_policy"
+        raise InvalidRequest(f"{key} is given, which a beam search does not know; leave it out, or num_beams")
 
 
 def _check_scores(count: int | None, prompt_len: int) -> None:

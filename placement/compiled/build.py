@@ -48,6 +48,7 @@ COMPILED = (
     "cluster/router/waiting.py",
     "cluster/router/workers.py",
     "prefill_worker/policy.py",
+    "decode_worker/batches.py",
     "decode_worker/drafts.py",
     "decode_worker/policy.py",
     "decode_worker/run.py",

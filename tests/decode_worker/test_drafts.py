@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from decode_worker.batches import DecodeBatch, DecodeEntry
 from decode_worker.drafts import CANDIDATES, TRIALS, WINDOW, Drafts, PromptLookup
 from decode_worker.options import DecodeOptions
-from decode_worker.policy import DecodeBatch, DecodeEntry
 from engine.types import Draft, SampledToken, SampleSpec, SamplingParams
 from kvrelay.v1 import worker_pb2 as pb
 from worker.requests import HeldRequest

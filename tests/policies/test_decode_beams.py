@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from decode_worker.batches import DecodeBatch
 from decode_worker.options import DecodeOptions
-from decode_worker.policy import DecodeBatch, DecodePolicy
+from decode_worker.policy import DecodePolicy
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_worker.policy import DecodeBatch
+from decode_worker.batches import DecodeBatch
 from engine.pages.pool import PagePool, page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
 from mixed_worker.options import MixedOptions

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_worker.policy import NEVER, DecodePolicy
+from decode_worker.batches import NEVER
+from decode_worker.policy import DecodePolicy
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 from placement.latency.base import LatencyModel
 from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Move, Mover

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from decode_worker.batches import DecodeBatch, DecodeRequest, DecodeSchedule
 from decode_worker.drafts import Answer, Drafts, Lookup
-from decode_worker.policy import DecodeBatch, DecodePolicy, DecodeRequest, DecodeSchedule
+from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
 from engine.types import Draft, SampledToken, SampleSpec, SamplingParams
 from placement.latency.speculation import Speculation
