@@ -38,7 +38,7 @@ def make_role() -> DecodeRole:
         options=options,
         pool=pool,
         engine=SimpleNamespace(
-            info=SimpleNamespace(fingerprint="m", vocab_size=100, max_model_len=30, eos_token_ids=[]),
+            info=SimpleNamespace(fingerprint="m", vocab_size=100, max_model_len=30, eos_token_ids=[], rope=None),
             memory=random_memory(PAGES),
         ),
         address=pb.WorkerAddress(name="decode-0"),
