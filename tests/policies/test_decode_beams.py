@@ -7,19 +7,16 @@ import random
 import pytest
 
 from decode_worker.batches import DecodeBatch
-from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
-from engine.pages.pool import PagePool, page_hashes
+from engine.pages.pool import page_hashes
 from kv_transfer.lease import Denied, Granted
+from tests.policies.decoding import PAGE, policy_of, step
 
 pytestmark = pytest.mark.unit
 
-PAGE = 4
-
 
 def make(num_pages: int = 40, **limits: object) -> DecodePolicy:
-    chosen = {"max_batch_size": 6, **limits}
-    return DecodePolicy(PagePool(num_pages, PAGE), DecodeOptions(**chosen), name="decode-0")  # type: ignore[arg-type]
+    return policy_of(num_pages, **{"max_batch_size": 6, **limits})
 
 
 def admit(policy: DecodePolicy, name: str, num_tokens: int, max_new_tokens: int, num_beams: int = 0) -> None:
@@ -29,13 +26,6 @@ def admit(policy: DecodePolicy, name: str, num_tokens: int, max_new_tokens: int,
     )
     assert isinstance(answer, Granted)
     policy.on_committed(name)
-
-
-def step(policy: DecodePolicy) -> DecodeBatch:
-    batch = policy.next_batch()
-    policy.on_batch_done(batch)
-    policy.check_invariants()
-    return batch
 
 
 def test_beams_share_the_prompt_and_copy_an_open_page_once_for_each_more() -> None:

@@ -7,32 +7,22 @@ import random
 import pytest
 
 from decode_worker.batches import DecodeBatch
-from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
-from engine.pages.pool import PagePool, page_hashes
+from engine.pages.pool import page_hashes
 from kv_transfer.lease import Denied, Granted, Queued
+from tests.policies.decoding import PAGE, policy_of, step
 
 pytestmark = pytest.mark.unit
 
-PAGE = 4
-
 
 def make(num_pages: int = 16, **limits: object) -> DecodePolicy:
-    chosen = {"max_batch_size": 4, **limits}
-    return DecodePolicy(PagePool(num_pages, PAGE), DecodeOptions(**chosen), name="decode-0")  # type: ignore[arg-type]
+    return policy_of(num_pages, **{"max_batch_size": 4, **limits})
 
 
 def admit(policy: DecodePolicy, name: str, num_tokens: int = 4, max_new_tokens: int = 8) -> None:
     answer = policy.reserve(name, num_tokens=num_tokens, max_new_tokens=max_new_tokens, hashes=[])
     assert isinstance(answer, Granted)
     policy.on_committed(name)
-
-
-def step(policy: DecodePolicy) -> DecodeBatch:
-    batch = policy.next_batch()
-    policy.on_batch_done(batch)
-    policy.check_invariants()
-    return batch
 
 
 def ran(batch: DecodeBatch) -> list[str]:
