@@ -21,7 +21,7 @@ from dataclasses import replace
 from engine import device as devices
 from engine.errors import raise_if_broken
 from engine.loading.load import LoadedModel
-from engine.types import MOST_READ, Chunk, Draft, SampledToken, SampleSpec, Step
+from engine.types import MOST_READ, PASS_SEEN, Chunk, Draft, SampledToken, SampleSpec, Step
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Guesser(ABC):
 
     def _note_pass(self, began_s: float) -> None:
         taken_s = time.perf_counter() - began_s
-        self.pass_s += (taken_s - self.pass_s) * (0.1 if self.pass_s else 1.0)
+        self.pass_s += (taken_s - self.pass_s) * (PASS_SEEN if self.pass_s else 1.0)
 
 
 class DraftModel(Guesser):

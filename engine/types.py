@@ -31,6 +31,7 @@ MOST = {  # entries of a field of SamplingParams
 }
 MAX_FORM_CHARS = 131_072  # of what an answer's form is given by
 MOST_READ = 256  # tokens of prompts that a draft model reads in a step: answers wait for them meanwhile
+PASS_SEEN = 0.1  # of a draft model's pass, in what its passes take of late
 MAX_N = 64
 MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 4.0  # far larger ones leave float32

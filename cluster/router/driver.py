@@ -191,10 +191,12 @@ class Router:
 
     def stop_choice(self, submission: Submission, choice: int) -> None:
         """The front found a stop string: what was delivered so far is all."""
-        for live in submission.choices[choice : choice + 1]:  # those of a beam search have ended
-            if live.finish is None:
-                self._dispatcher.cancel_at_workers(live, "a stop string ended it")
-                self._dispatcher.end(live, FinishReason.STOP)
+        if choice >= len(submission.choices):
+            return  # of a beam search, which has ended
+        live = submission.choices[choice]
+        if live.finish is None:
+            self._dispatcher.cancel_at_workers(live, "a stop string ended it")
+            self._dispatcher.end(live, FinishReason.STOP)
 
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""

@@ -81,11 +81,10 @@ class AttentionBackend(Protocol):
 
 def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -> StepMeta:
     """Pack `chunks` in order; padding rows (token 0 at position 0) follow, up to a multiple of `row_multiple`."""
+    dropped: npt.NDArray[np.int64] | None = None  # tokens before each that it does not see; None: none
     if any(c.kept is not None for c in chunks):
         pieces = [piece for chunk in chunks for piece in _pieces(chunk, page_size)]
-    else:
-        pieces = [(chunk, 0) for chunk in chunks]
-    chunks, dropped = [chunk for chunk, _ in pieces], np.array([tokens for _, tokens in pieces], dtype=np.int64)
+        chunks, dropped = [chunk for chunk, _ in pieces], np.array([tokens for _, tokens in pieces], dtype=np.int64)
     lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int64)
     starts = np.array([c.start for c in chunks], dtype=np.int64)
     query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
@@ -103,7 +102,8 @@ def build_meta(chunks: Sequence[Chunk], page_size: int, row_multiple: int = 1) -
     positions[:rows] = np.arange(rows) - query_starts[sequence] + starts[sequence]
     page = tables[sequence, positions[:rows] // page_size].astype(np.int64)
     slots = page * page_size + positions[:rows] % page_size
-    positions[:rows] += dropped[sequence]
+    if dropped is not None:
+        positions[:rows] += dropped[sequence]
 
     return StepMeta(
         token_ids=torch.from_numpy(token_ids),

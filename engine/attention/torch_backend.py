@@ -6,6 +6,8 @@ of the batch, but they may differ in the last bit between chunkings, because mat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from engine.attention.base import AttentionCall, StepMeta
@@ -31,13 +33,10 @@ class TorchBackend:
         for s, start in enumerate(starts):
             first, last = query_starts[s], query_starts[s + 1]
             num_keys = start + last - first
-            pages = meta.block_tables[s, : -(-num_keys // meta.page_size)].long()
-            k_LGD = _widened(k_pages[pages].flatten(0, 1)[:num_keys], call.k_scale)
-            v_LGE = _widened(v_pages[pages].flatten(0, 1)[:num_keys], call.v_scale)
-            rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
-            for row in range(first, last, rows_per_block):
-                end = min(row + rows_per_block, last)
-                out_THE[row:end] = _attend_rows(q_THD[row:end], k_LGD, v_LGE, start + row - first, call)
+            k_LGD = _gathered(k_pages, meta, s, num_keys, call.k_scale)
+            v_LGE = _gathered(v_pages, meta, s, num_keys, call.v_scale)
+            for rows in _blocks(first, last, num_keys * q_THD.shape[1]):
+                out_THE[rows] = _attend_rows(q_THD[rows], k_LGD, v_LGE, start + rows.start - first, call)
         return out_THE
 
 
@@ -62,14 +61,24 @@ def attention_to_keys(
     first, last = (int(row) for row in meta.query_starts[sequence : sequence + 2])
     start = int(meta.starts[sequence])
     num_keys = start + last - first
-    pages = meta.block_tables[sequence, : -(-num_keys // meta.page_size)].long()
-    k_LGD = _widened(k_pages[pages].flatten(0, 1)[:num_keys], call.k_scale)
+    k_LGD = _gathered(k_pages, meta, sequence, num_keys, call.k_scale)
     sums_L = k_LGD.new_zeros(num_keys)
-    rows_per_block = max(1, MAX_SCORE_ELEMENTS // (num_keys * q_THD.shape[1]))
-    for row in range(first, last, rows_per_block):
-        end = min(row + rows_per_block, last)
-        sums_L += _weights(q_THD[row:end], k_LGD, start + row - first, call).sum((0, 1))
+    for rows in _blocks(first, last, num_keys * q_THD.shape[1]):
+        sums_L += _weights(q_THD[rows], k_LGD, start + rows.start - first, call).sum((0, 1))
     return sums_L
+
+
+def _gathered(pages: torch.Tensor, meta: StepMeta, sequence: int, num_keys: int, scale: float) -> torch.Tensor:
+    """The first `num_keys` rows of a sequence, from its pages, in float32."""
+    table = meta.block_tables[sequence, : -(-num_keys // meta.page_size)].long()
+    return _widened(pages[table].flatten(0, 1)[:num_keys], scale)
+
+
+def _blocks(first: int, last: int, scores_per_row: int) -> Iterator[slice]:
+    """Rows [first, last), so many at a time that their scores are no more than MAX_SCORE_ELEMENTS."""
+    step = max(1, MAX_SCORE_ELEMENTS // scores_per_row)
+    for row in range(first, last, step):
+        yield slice(row, min(row + step, last))
 
 
 def _attend_rows(

@@ -115,6 +115,10 @@ class LiveRequest:
     last_token_s: float = 0.0
     _computed_len: int = 0  # of the sequence, in earlier attempts, at most
     _early: dict[int, pb.TokenOutput] = field(default_factory=dict)
+    num_beams: int = field(init=False)  # 0: no beam search; asked for with its tokens: a message is slow to say so
+
+    def __post_init__(self) -> None:
+        self.num_beams = int(self.sampling.beam_search.num_beams)  # of a message that is not set: 0
 
     @property
     def wire_id(self) -> str:
@@ -132,11 +136,6 @@ class LiveRequest:
     @property
     def tokens_left(self) -> int:
         return int(self.sampling.max_tokens) - len(self.output_ids)
-
-    @property
-    def num_beams(self) -> int:
-        """0: it is no beam search."""
-        return int(self.sampling.beam_search.num_beams) if self.sampling.HasField("beam_search") else 0
 
     def take(self, token: pb.TokenOutput) -> list[pb.TokenOutput]:
         """The tokens that this one lets out, in order: none if it is early or was delivered before. A search's output

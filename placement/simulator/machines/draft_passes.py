@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.types import MOST_READ, Draft
+from engine.types import MOST_READ, PASS_SEEN, Draft
 from placement.latency.base import LatencyModel, decode_s
 from placement.latency.speculation import Speculation
 
 GUESS = 1  # the token that is always guessed
-PASS_SEEN = 0.1  # of a pass, in what passes take of late: as engine/drafting.py has it
 
 
 class DraftPasses:
